@@ -1,0 +1,1 @@
+"""Was it on time?"""

@@ -1,0 +1,1 @@
+"""A real vLLM: started, fed, scheduled and supervised by Headway."""

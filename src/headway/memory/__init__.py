@@ -1,0 +1,1 @@
+"""Whose KV lives where?"""

@@ -1,0 +1,1 @@
+"""Which instance, in what order?"""

@@ -1,0 +1,103 @@
+"""Which questions do policies answer? One Protocol each; a policy that is a function stays a function."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from headway.types import Backlog, Batch, Forecast, Instance, Jobs, Plan, Request, Step
+
+if TYPE_CHECKING:
+    from headway.memory.ledger import Ledger
+
+
+@dataclass(slots=True)
+class Cluster:
+    """All the slow loop knows. `Controller` is its only writer; planners read it."""
+
+    instances: dict[str, Instance] = field(default_factory=dict)
+    backlog: Backlog = field(default_factory=Backlog)
+    codes: dict[str, int] = field(default_factory=dict)  # names of models and instances -> column code
+
+    def code(self, name: str) -> int:
+        """Return the number that stands for a model's or an instance's name in the backlog's columns."""
+        return self.codes.setdefault(name, len(self.codes))
+
+
+class Planner(Protocol):
+    """Which instance, in what order?"""
+
+    def plan(self, cluster: Cluster, now: float) -> Plan: ...
+
+
+class Packer(Protocol):
+    """What runs in the next iteration of one engine?"""
+
+    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step: ...
+
+
+class Lengths(Protocol):
+    """How many tokens will the answer have?"""
+
+    def forecast(self, request: Request) -> Forecast: ...
+
+    def learn(self, request: Request, made: int) -> None: ...
+
+
+class Pace(Protocol):
+    """How long does an iteration of this shape take, in seconds?"""
+
+    def seconds(self, batch: Batch) -> float: ...
+
+    def learn(self, batch: Batch, seconds: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Job:
+    """One accepted request as the broker keeps it: what is needed to run it again after a crash.
+
+    `request` is the core's view (as JSON-able fields), `body` what goes to the engine at `path`.
+    state: open -> done | failed. Background jobs are run again after a crash and answered once.
+    """
+
+    id: str
+    tenant: str
+    path: str
+    body: bytes
+    request: str
+    arrival: float
+    background: bool = False
+    state: str = "open"
+    attempts: int = 0
+    result: bytes | None = None
+    reason: str | None = None
+    finished: float | None = None
+
+
+class Broker(Protocol):
+    """What has been promised? Nothing accepted is forgotten; nothing is answered twice."""
+
+    async def put(self, job: Job) -> None:
+        """Store a new open job; when this returns it survives a crash. A known id is an error."""
+
+    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+        """Close an open job as done. False when it was closed before: the caller's answer is a second one."""
+
+    async def fail(self, id: str, reason: str, now: float) -> bool:
+        """Close an open job as failed with its reason. False when it was closed before."""
+
+    async def attempt(self, id: str) -> int:
+        """Count one more try to run the job; return how many there have been."""
+
+    async def get(self, id: str) -> Job | None:
+        """Return one job, closed ones too, None when it is unknown or forgotten."""
+
+    def open(self) -> AsyncIterator[Job]:
+        """Yield every open job, oldest first: what a restarted gateway owes."""
+
+    async def forget(self, before: float) -> int:
+        """Delete jobs closed before that instant; return how many."""
+
+    async def close(self) -> None:
+        """Write what is pending and let go of files and threads."""

@@ -1,0 +1,344 @@
+"""Which nouns does the decision core speak? (`docs/map.md` draws how they travel.)
+
+All times are seconds; instants are seconds since the epoch. Nothing here reads a clock, does I/O or draws
+randomness: `now` and generators are arguments wherever they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Objective = Literal["interactive", "deadline", "best_effort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request was promised, in seconds from its arrival; None = no promise of that kind."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot", "e2e"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a positive number of seconds, not {value}")
+
+    @property
+    def objective(self) -> Objective:
+        """interactive (ttft or tpot), deadline (e2e only) or best_effort (no promise)."""
+        if self.ttft is not None or self.tpot is not None:
+            return "interactive"
+        return "deadline" if self.e2e is not None else "best_effort"
+
+    def due(self, arrival: float) -> float:
+        """Instant by which the next visible thing is owed: first token, else the whole answer, else never."""
+        first = self.ttft if self.ttft is not None else self.e2e
+        return arrival + first if first is not None else math.inf
+
+    def met(self, ttft: float, tpot: float, e2e: float) -> bool:
+        """Tell whether measured seconds keep every promise made."""
+        limits = ((self.ttft, ttft), (self.tpot, tpot), (self.e2e, e2e))
+        return all(limit is None or seen <= limit for limit, seen in limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Which unit of which application run a request serves."""
+
+    app: str
+    run: str
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked. `task`: whose length statistics apply; `tier`: the class that reports use."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    arrival: float
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0  # as in vLLM: lower is more urgent
+    adapter: str | None = None
+    tenant: str = "default"
+    task: str = "default"
+    tier: str = "default"
+    stage: Stage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A distribution of output tokens or seconds, as sorted equally likely samples."""
+
+    samples: Floats
+
+    @property
+    def mean(self) -> float:
+        return float(self.samples.mean())
+
+    @property
+    def std(self) -> float:
+        return float(self.samples.std())
+
+    def quantile(self, p: float) -> float:
+        """Return the value not exceeded with probability p, 0 <= p <= 1."""
+        return float(np.quantile(self.samples, p))
+
+    def left(self, made: float) -> float:
+        """Return the mean of what is still to come, given that `made` is behind; at least 1."""
+        rest = self.samples[self.samples > made]
+        return float(rest.mean() - made) if rest.size else 1.0
+
+    def sample(self, rng: np.random.Generator, n: int) -> Floats:
+        """Draw n values with replacement."""
+        return rng.choice(self.samples, n)
+
+
+class Table:
+    """Rows of numpy columns with a key each: the shape of everything that decisions read many of.
+
+    A subclass names its columns in `COLUMNS` (name -> dtype). Freed rows are reused; `rows()` lists the
+    live ones. Adding and removing is O(1), reading a column is no copy.
+    """
+
+    COLUMNS: ClassVar[dict[str, type]] = {}
+
+    def __init__(self, capacity: int = 64) -> None:
+        self._cols: dict[str, NDArray[Any]] = {
+            name: np.zeros(capacity, dtype) for name, dtype in self.COLUMNS.items()
+        }
+        self.live: Bools = np.zeros(capacity, np.bool_)
+        self.keys: list[str | None] = [None] * capacity
+        self.row_of: dict[str, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.row_of
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        try:
+            return self.__dict__["_cols"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def add(self, key: str, **values: float | bool) -> int:
+        """Add a row; columns not given are zero. Return its index. A key twice is our own mistake."""
+        assert key not in self.row_of, f"row {key} exists"
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        for name, column in self._cols.items():
+            column[row] = values.pop(name, 0)
+        assert not values, f"no such columns: {sorted(values)}"
+        self.live[row], self.keys[row], self.row_of[key] = True, key, row
+        return row
+
+    def remove(self, key: str) -> None:
+        """Free the row of `key`; unknown keys are ignored (a request may end twice)."""
+        row = self.row_of.pop(key, None)
+        if row is not None:
+            self.live[row], self.keys[row] = False, None
+            self._free.append(row)
+
+    def rows(self) -> Ints:
+        """Return the indices of the live rows, ascending."""
+        return np.flatnonzero(self.live)
+
+    def names(self, rows: Iterable[int]) -> list[str]:
+        """Return the keys of rows, in their order."""
+        return [key for row in rows if (key := self.keys[row]) is not None]
+
+    def _grow(self) -> None:
+        size = len(self.keys)
+        for name, column in self._cols.items():
+            self._cols[name] = np.concatenate([column, np.zeros_like(column)])
+        self.live = np.concatenate([self.live, np.zeros_like(self.live)])
+        self.keys += [None] * size
+        self._free += range(2 * size - 1, size - 1, -1)
+
+
+class Jobs(Table):
+    """The jobs inside one engine. The engine's adapter keeps it current; packers only read it.
+
+    arrival, first: instants (first = of the first token, 0 before it). ttft, tpot, e2e: promised seconds
+    (inf = none). prompt, computed, made: tokens. left: expected tokens still to make. blocks: KV blocks
+    held. urgency: set from outside, lower first. running: holds a slot and KV. held: paused by control.
+    serial: order of arrival at this engine; returning: order of eviction (0 = never evicted).
+    """
+
+    COLUMNS: ClassVar[dict[str, type]] = {
+        "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
+        "prompt": int, "computed": int, "made": int, "left": float, "blocks": int,
+        "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "returning": int,
+    }  # fmt: skip
+
+    def due(self, rows: Ints) -> Floats:
+        """Return the instants at which each row owes its next visible token, inf = never.
+
+        Before the first token that is arrival + ttft; afterwards first + made * tpot (BROS 4.2's remaining
+        time, cumulative so that tokens made early count). An e2e promise is due as a whole.
+        """
+        first, made = self.first[rows], self.made[rows]
+        fresh = made == 0
+        token = np.where(fresh, self.arrival[rows] + self.ttft[rows], first + made * self.tpot[rows])
+        return np.asarray(np.minimum(token, self.arrival[rows] + self.e2e[rows]), float)
+
+
+class Backlog(Table):
+    """Every request that Headway has accepted and not finished, as the slow loop sees it.
+
+    due: `Slo.due`. tokens: prompt + expected output. model, instance: codes of `Cluster`. sent: the request
+    is inside `instance`; otherwise it is still ours to order.
+    """
+
+    COLUMNS: ClassVar[dict[str, type]] = {
+        "arrival": float, "due": float, "priority": int, "prompt": int, "tokens": float,
+        "model": int, "instance": int, "sent": bool,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One engine: what it serves and how much of it there is."""
+
+    id: str
+    model: str
+    max_running: int
+    blocks_total: int
+    block_size: int
+    max_model_len: int
+    adapters: tuple[str, ...] = ()
+    lead: int = 2  # requests sent ahead, so that a freed slot is refilled without a round trip
+
+    @property
+    def window(self) -> int:
+        """How many requests of its line belong inside the engine."""
+        return self.max_running + self.lead
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The shape of one iteration, all that its duration is forecast from (BROS 4.1, SLO-aware 4.2)."""
+
+    decodes: int
+    context: int  # sum of cached tokens that the decodes attend to
+    prefill: int  # prompt tokens computed in this iteration
+    prefill_context: int = 0  # sum over prompts of new tokens * tokens before them
+
+
+# ---- events: everything that happened, as the core is told and as reports read it
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first token is out."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    id: str
+    made: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The engine lost a request that can be run again (it died before anything was answered)."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUp:
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceDown:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed and nothing else."""
+
+
+Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | InstanceDown | Tick
+
+
+# ---- commands: everything the core wants done
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    id: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Refuse a request: 429 with Retry-After when `retry_after` is set, else 503."""
+
+    id: str
+    reason: str
+    retry_after: float | None = None
+
+
+Command = Send | Reject
+
+
+# ---- the two decision languages
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The slow loop's decision: per instance the rows of the `Backlog` in order, sent ones included.
+
+    A request not sent yet may stand in several lines: it goes to the first instance with room for it.
+    """
+
+    lines: dict[str, Ints]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The fast loop's decision: what one engine runs in the next iteration, as rows of its `Jobs`.
+
+    order: rows that may run, most urgent first (running ones continue, waiting ones are admitted in this
+    order). tokens: cap per row of `order` (same length), None = as many as the budget gives. Running rows
+    that are not in `order` and not in `evict` are paused and keep their KV. evict: rows that lose their KV.
+    """
+
+    order: Ints
+    tokens: Ints | None = None
+    evict: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    max_running: int | None = None
+    token_budget: int | None = None
