@@ -1,0 +1,44 @@
+"""How many tokens will the answer have?
+
+An answer's length follows from the task that asks, so the last answers of each task are the forecast for
+the next (SLO-aware 4.2, QLM 6). Until a task has answered, a stated prior stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from headway.types import Forecast, Request
+
+
+class TaskLengths:
+    """Empirical distribution of output tokens per task, over its last `window` answers.
+
+    Before the first answer the forecast is `prior` tokens; no forecast exceeds the request's max_tokens.
+    """
+
+    def __init__(self, window: int = 256, prior: int = 256) -> None:
+        self._window, self._prior = window, prior
+        self._seen: dict[str, deque[int]] = {}
+        self._sorted: dict[str, Forecast] = {}
+
+    def forecast(self, request: Request) -> Forecast:
+        """Return the distribution of the answer's tokens, sorted, each in 1..max_tokens."""
+        seen = self._forecast_of(request.task)
+        if seen.samples[-1] <= request.max_tokens:
+            return seen
+        return Forecast(np.minimum(seen.samples, request.max_tokens))
+
+    def learn(self, request: Request, made: int) -> None:
+        """Add one answer's length; empty answers (aborted before the first token) teach nothing."""
+        if made > 0:
+            self._seen.setdefault(request.task, deque(maxlen=self._window)).append(made)
+            self._sorted.pop(request.task, None)
+
+    def _forecast_of(self, task: str) -> Forecast:
+        if task not in self._sorted:
+            seen = self._seen.get(task) or (self._prior,)
+            self._sorted[task] = Forecast(np.sort(np.fromiter(seen, float, len(seen))))
+        return self._sorted[task]

@@ -1,0 +1,1 @@
+"""How are a model's files made?"""

@@ -1,0 +1,89 @@
+"""Which policies go together? Named recipes: one planner for the slow loop, one packer for the fast loop.
+
+`"package.module:attribute"` names a `Recipe` that lives outside Headway.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from headway.errors import ConfigError
+from headway.forecast.pace import OnlinePace
+from headway.pack import classic as packers
+from headway.pack.slack import Slack
+from headway.plan import classic as planners
+from headway.ports import Packer, Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about` is one line for people."""
+
+    name: str
+    about: str
+    planner: Callable[[], Planner]
+    packer: Callable[[int, int, OnlinePace], Packer]
+
+
+def _recipe(name: str, about: str, planner: Planner, packer: Callable[[int, int, OnlinePace], Packer]) -> Recipe:
+    return Recipe(name, about, lambda: planner, packer)
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        _recipe(
+            "vllm",
+            "vLLM's own order: first come, first served",
+            planners.Ordered(planners.by_arrival, displaces=False),
+            lambda running, budget, pace: packers.Fcfs(running),
+        ),
+        _recipe(
+            "priority",
+            "vLLM's priorities, which also displace running work when the batch is full",
+            planners.Ordered(planners.by_priority),
+            lambda running, budget, pace: packers.Ranked(packers.by_priority, running, budget),
+        ),
+        _recipe(
+            "edf",
+            "earliest deadline first, in the queue and in the engine",
+            planners.Ordered(planners.by_due),
+            lambda running, budget, pace: packers.Ranked(packers.by_due, running, budget),
+        ),
+        _recipe(
+            "slack",
+            "least slack first, prompt chunks sized so that running answers keep their pace (BROS 4.2)",
+            planners.Ordered(planners.by_hope),
+            lambda running, budget, pace: Slack(running, budget, pace),
+        ),
+    )
+}
+
+
+def find(name: str) -> Recipe:
+    """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
+    if name in RECIPES:
+        return RECIPES[name]
+    if ":" in name:
+        return _outside(name)
+    near = get_close_matches(name, RECIPES, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(RECIPES)}, or module:attribute."
+    raise ConfigError(f"There is no recipe {name!r}.", hint, param="recipe")
+
+
+def _outside(name: str) -> Recipe:
+    module, _, attribute = name.partition(":")
+    try:
+        recipe = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The recipe {name!r} cannot be loaded: {error}.",
+            "Check that the module is on PYTHONPATH of this process and that it has that attribute.",
+            param="recipe",
+        ) from error
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"{name!r} is a {type(recipe).__name__}.", "It must be a headway.recipes.Recipe.")
+    return recipe

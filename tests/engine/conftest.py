@@ -1,0 +1,77 @@
+"""A real vLLM in this process, float32 so that tokens do not depend on what else is in the batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headway import model
+
+ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "2",
+}
+BLOCKS = 96  # x 32 tokens: small, so that KV runs out
+
+
+@dataclass
+class Engine:
+    """The engine, its scheduler and a way to run prompts to the end."""
+
+    llm: Any
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def add(self, name: str, prompt: list[int], tokens: int, **facts: float) -> None:
+        from vllm import SamplingParams
+
+        extra = {f"headway_{key}": value for key, value in facts.items()} | {"headway_id": name}
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def run(self, steps: int = 100_000) -> dict[str, list[int]]:
+        """Step until nothing is left; return the tokens of each finished request."""
+        done: dict[str, list[int]] = {}
+        for _ in range(steps):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return done
+            for out in self.llm.llm_engine.step():
+                if out.finished:
+                    done[out.request_id] = list(out.outputs[0].token_ids)
+        raise AssertionError(f"not finished after {steps} steps")
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    os.environ.update(ENV)
+    from vllm import LLM
+
+    from headway.engines.vllm.hook import HeadwayScheduler
+
+    llm = LLM(
+        str(model.fetch()), dtype="float32", max_model_len=1024, max_num_seqs=16, enforce_eager=True,
+        enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
+        max_num_batched_tokens=512, async_scheduling=False, scheduler_cls=HeadwayScheduler,
+        additional_config={"headway": {"recipe": "slack", "max_running": 8}},
+    )  # fmt: skip
+    yield Engine(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def prompts(count: int, seed: int = 3) -> list[list[int]]:
+    """Return random prompts of 8 to 400 tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(100, 40_000, rng.integers(8, 400)).tolist() for _ in range(count)]
