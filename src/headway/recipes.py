@@ -20,7 +20,7 @@ from headway.ports import Packer, Planner
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about` is one line for people."""
+    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line."""
 
     name: str
     about: str
@@ -28,7 +28,9 @@ class Recipe:
     packer: Callable[[int, int, OnlinePace], Packer]
 
 
-def _recipe(name: str, about: str, planner: Planner, packer: Callable[[int, int, OnlinePace], Packer]) -> Recipe:
+def _recipe(
+    name: str, about: str, planner: Planner, packer: Callable[[int, int, OnlinePace], Packer]
+) -> Recipe:
     return Recipe(name, about, lambda: planner, packer)
 
 

@@ -196,7 +196,9 @@ class Jobs(Table):
         """
         first, made = self.first[rows], self.made[rows]
         fresh = made == 0
-        token = np.where(fresh, self.arrival[rows] + self.ttft[rows], first + made * self.tpot[rows])
+        token = np.where(
+            fresh, self.arrival[rows] + self.ttft[rows], first + np.maximum(made, 1) * self.tpot[rows]
+        )
         return np.asarray(np.minimum(token, self.arrival[rows] + self.e2e[rows]), float)
 
 

@@ -1,7 +1,7 @@
 """Who asks for what, and what were they promised?
 
-A mix is a few classes of requests with their shares, prompts and SLOs; `calls` deals a list of arrivals out to
-them with a seeded generator. SLOs are written as in `vllm bench serve --goodput` (ttft:1500 tpot:150, in
+A mix is a few classes of requests with their shares, prompts and SLOs; `calls` deals a list of arrivals out
+to them with a seeded generator. SLOs are written as in `vllm bench serve --goodput` (ttft:1500 tpot:150, in
 milliseconds), in TOML files and on the command line alike.
 """
 
@@ -34,7 +34,7 @@ class Tier:
     """One class: its share of the requests (relative to the others'), prompts, limits and promise.
 
     prompts: `generated`, a data set of `$HEADWAY_DATA/prompts`, or a file. prompt_tokens: only prompts with
-    that many tokens (least, most). priority: lower is more urgent. Raises ConfigError for values that cannot be.
+    that many tokens (least, most). priority: lower is more urgent. Raises ConfigError for impossible values.
     """
 
     name: str
@@ -175,14 +175,15 @@ def calls(
 def describe(mix: Mix) -> str:
     """Return the workload line of reports: shares, prompts (also when made text stands in) and promises."""
     return f"{mix.name}: " + ", ".join(
-        f"{share:.0%} {tier.name} ({_describe(tier)})" for share, tier in zip(mix.shares, mix.tiers, strict=True)
+        f"{share:.0%} {tier.name} ({_describe(tier)})"
+        for share, tier in zip(mix.shares, mix.tiers, strict=True)
     )
 
 
 def _describe(tier: Tier) -> str:
-    band = f" of {tier.prompt_tokens[0]} to {tier.prompt_tokens[1]} tokens" if tier.prompt_tokens else ""
-    length = "exactly" if tier.ignore_eos else "up to"
     source = prompts.replaced(tier.prompts) or tier.prompts
+    band = f"; {tier.prompt_tokens[0]} to {tier.prompt_tokens[1]} tokens in" if tier.prompt_tokens else ""
+    length = "exactly" if tier.ignore_eos else "up to"
     return f"{source}{band}; {length} {tier.max_tokens} tokens out; {words(tier.slo)}"
 
 

@@ -5,9 +5,9 @@ ones keep their recorded token counts, so that a class can ask for a band of len
 from ShareGPT's distribution.
 
 Made lengths: the quantiles of `LENGTHS` and `SHARES` are those of the first user turns of ShareGPT (V3,
-sharegpt_v3.csv of Nanoflow, Llama tokens) after `vllm bench serve`'s filter (prompt >= 4, answer >= 4, prompt <=
-1024, sum <= 2048): 52,157 rows, mean 110.6, standard deviation 186.9. Between quantiles the logarithm of the
-length is interpolated.
+sharegpt_v3.csv of Nanoflow, Llama tokens) after `vllm bench serve`'s filter (prompt >= 4, answer >= 4,
+prompt <= 1024, sum <= 2048): 52,157 rows, mean 110.6, standard deviation 186.9. Between quantiles the
+logarithm of the length is interpolated.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LONGEST = 1400
 
 SHARES = np.array([0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0])
 LENGTHS = np.array([4, 5, 8, 10, 15, 31, 100, 343, 562, 905, 1024], float)
-# Everyday words that are one token each after a space in most BPE vocabularies.
-WORDS = (
+# Everyday words, each one token after a space (checked with SmolLM2's tokenizer).
+_COMMON = (
     "about after again all also an and another any are as at back be because been before being between both"
     " but by call can case change city come could country course day did different do down each early end"
     " even every example fact family few find first for form found four from get give go good government"
@@ -51,7 +51,8 @@ WORDS = (
     " thing think this those thought three through time to today together too took turn two under until up us"
     " use used very want war was water way we week well went were what when where which while white who why"
     " will with without word work world would write year you young your"
-).split()
+)
+WORDS = tuple(_COMMON.split())
 
 Band = tuple[int, int]
 
@@ -70,7 +71,7 @@ def draw(name: str, band: Band | None, n: int, rng: np.random.Generator) -> list
         wanted = f" of {band[0]} to {band[1]} tokens" if band else ""
         raise ConfigError(f"{file} has no prompt{wanted} that fits.", "Widen prompt_tokens of the class.")
     rounds = -(-n // len(texts))
-    order = np.concatenate([rng.permutation(len(texts)) for _ in range(rounds)]) if n else []
+    order = [i for _ in range(rounds) for i in rng.permutation(len(texts))]
     return [texts[i] for i in order[:n]]
 
 
@@ -85,7 +86,9 @@ def find(name: str) -> Path | None:
         if name in DATA_SETS:
             return None
         raise ConfigError(f"There are no prompts {name!r}.", _nearest(name, (*DATA_SETS, GENERATED)))
-    there = [file.name.removesuffix(".jsonl.gz") for file in sorted(Path(folder, "prompts").glob("*.jsonl.gz"))]
+    there = [
+        file.name.removesuffix(".jsonl.gz") for file in sorted(Path(folder, "prompts").glob("*.jsonl.gz"))
+    ]
     return _existing(Path(folder, "prompts", f"{name}.jsonl.gz"), _nearest(name, (*there, GENERATED)))
 
 
@@ -111,7 +114,7 @@ def lengths(n: int, band: Band | None, rng: np.random.Generator) -> Ints:
     if above - below < 1e-9:  # ShareGPT has nothing there: every length of the band is as good as any other
         return rng.integers(low, high, n, endpoint=True)
     drawn = np.exp(np.interp(rng.uniform(below, above, n), SHARES, np.log(LENGTHS)))
-    return np.clip(drawn, low, high).astype(np.int64)
+    return np.asarray(np.clip(drawn, low, high), np.int64)
 
 
 def _text(tokens: int, rng: np.random.Generator) -> str:

@@ -154,9 +154,8 @@ class SqliteBroker:
 
     async def close(self) -> None:
         """Carry out the calls made so far, then let go of the threads, the file and its lock."""
-        if not self._closed:
-            self._closed = True
-            self._calls.put(None)
+        self._closed = True
+        self._calls.put(None)
         await asyncio.to_thread(self._writer.join)
 
     # ---- on the event loop

@@ -42,11 +42,13 @@ Track = Callable[[list[Any]], Iterable[Any]]
 
 
 def sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hex. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def need(module: str) -> Any:
+    """Import `module` now, not when Headway starts. Raises ConfigError that says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -68,7 +70,7 @@ def packaged_gguf() -> Path:
 
 
 def convert(gguf: Path, out: Path, track: Track = iter) -> None:
-    """Write the five files of a Hugging Face model into the directory `out`; `track` sees each tensor go by."""
+    """Write the five files of a Hugging Face model into `out`; `track` sees each tensor go by."""
     reader = need("gguf").GGUFReader(gguf)
     header = {name: field.contents() for name, field in reader.fields.items()}
     weights = _weights(track(reader.tensors), header)
@@ -82,6 +84,7 @@ def convert(gguf: Path, out: Path, track: Track = iter) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` in the one way that gives the pinned hashes on every system."""
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 

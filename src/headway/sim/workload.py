@@ -1,7 +1,7 @@
 """When do requests come?
 
-Arrivals are sorted float64 arrays of seconds from the start of the experiment, drawn by an explicit generator:
-the same seed gives the same arrivals. Words and meaning are those of `vllm bench serve` (--request-rate,
+Arrivals are sorted float64 arrays of seconds from the start, drawn by an explicit generator: the same seed
+gives the same arrivals. Words and meaning are those of `vllm bench serve` (--request-rate,
 --burstiness); a recorded trace (`traces.py`) is the same kind of array and is brought to a rate here.
 """
 

@@ -1,0 +1,174 @@
+"""What does on time look like?
+
+Three pictures from records: who kept their promises, how latencies are distributed against the promise, and
+when promises were lost. Drawn with matplotlib's Figure objects alone, so no display and no global state.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from headway.bench import measures
+from headway.bench.records import Record, Results
+from headway.types import Floats
+
+# Okabe and Ito's colours: told apart by colour-blind readers too.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+_WINDOW = 20
+
+
+def draw(results: Results) -> dict[str, bytes]:
+    """Return the pictures as {name: PNG}: attainment, latency, and timeline when anything was promised."""
+    pictures = {"attainment": _attainment(results), "latency": _latency(results)}
+    if any(_promised(records) for records, _ in results.values()):
+        pictures["timeline"] = _timeline(results)
+    return {name: _png(figure) for name, figure in pictures.items()}
+
+
+def _attainment(results: Results) -> Figure:
+    settings = [*_tiers(results), measures.ALL]
+    figure, (axes,) = _figure(1, 1, 1.6 + 1.1 * len(settings) * max(1.0, 0.5 * len(results)), 3.4)
+    width = 0.8 / max(len(results), 1)
+    for number, (system, (records, _)) in enumerate(results.items()):
+        parts = measures.split(records)
+        heights = [measures.attainment(parts.get(name, [])) for name in settings]
+        places = np.arange(len(settings)) + (number - (len(results) - 1) / 2) * width
+        bars = axes.bar(
+            places, [h or 0.0 for h in heights], width * 0.92, label=system, color=_colour(number)
+        )
+        axes.bar_label(bars, ["-" if h is None else f"{h:.0f}" for h in heights], padding=2, fontsize=9)
+    axes.set(xticks=range(len(settings)), xticklabels=settings, ylim=(0, 112), yticks=range(0, 101, 25))
+    axes.set(ylabel="requests on time, %", title="SLO attainment by class")
+    axes.tick_params(axis="x", length=0)
+    _legend(figure, results)
+    return figure
+
+
+def _latency(results: Results) -> Figure:
+    tiers = _tiers(results)
+    figure, grid = _figure(2, max(len(tiers), 1), 1.2 + 3.6 * max(len(tiers), 1), 5.6)
+    for place, axes in enumerate(grid):
+        metric = ("ttft", "tpot")[place // max(len(tiers), 1)]
+        if tiers:
+            _cdf(axes, results, tiers[place % len(tiers)], metric)
+    _legend(figure, results)
+    return figure
+
+
+def _cdf(axes: Axes, results: Results, tier: str, metric: str) -> None:
+    """Draw the share of all requests that were this fast: what failed keeps the curve below 100 %."""
+    parts = [[record for record in records if record.tier == tier] for records, _ in results.values()]
+    times = [np.sort(measures.values(part, metric)) * 1000 for part in parts]
+    limit = _limit(results, tier, metric)
+    edge = _axis(axes, np.concatenate(times), None if limit is None else limit * 1000)
+    for number, (part, seen) in enumerate(zip(parts, times, strict=True)):
+        asked = max(seen.size + sum(not record.ok for record in part), 1)
+        shares = np.arange(1, seen.size + 1) / asked * 100
+        # To the edge, so that a curve which ends early is seen to have reached its height.
+        x, y = np.append(seen, edge), np.append(shares, seen.size / asked * 100)
+        axes.step(x, y, where="post", color=_colour(number), linewidth=1.8)
+    axes.set(ylim=(0, 103), title=f"{tier}: {metric}", xlabel="ms", ylabel="requests, %")
+    if limit is not None:
+        _line(axes, limit * 1000)
+
+
+def _axis(axes: Axes, seen: Floats, limit: float | None) -> float:
+    """Scale the axis of milliseconds for all that is on it; return its end. Logarithmic for long tails."""
+    points = np.append(seen, limit) if limit is not None else seen
+    edge = float(points.max()) * 1.05 if points.size and points.max() > 0 else 1.0
+    low = float(points.min()) if points.size else 0.0
+    if low > 0 and edge > 20 * low and edge > 8 * float(np.median(points)):
+        axes.set_xscale("log")
+        axes.set_xlim(low / 1.2, edge)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="x", labelsize=8)
+    else:
+        axes.set_xlim(0, edge)
+    return edge
+
+
+def _line(axes: Axes, limit: float) -> None:
+    """Mark the promise, with its label on the side where there is room."""
+    axes.axvline(limit, color="#444444", linestyle="--", linewidth=1)
+    left = axes.transAxes.inverted().transform(axes.transData.transform((limit, 0)))[0] > 0.5
+    axes.annotate(
+        f"SLO {limit:g} ms", (limit, 4), xytext=(-4 if left else 4, 0), textcoords="offset points",
+        rotation=90, ha="right" if left else "left", va="bottom", fontsize=8, color="#444444",
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
+    )  # fmt: skip
+
+
+def _timeline(results: Results) -> Figure:
+    tiers = [tier for tier in _tiers(results) if any(tier in _promised(r) for r, _ in results.values())]
+    figure, grid = _figure(len(tiers), 1, 7.2, 1.0 + 2.4 * len(tiers))
+    for axes, tier in zip(grid, tiers, strict=True):
+        for number, (records, _) in enumerate(results.values()):
+            times, shares = running([record for record in records if record.tier == tier])
+            axes.plot(times, shares, color=_colour(number), linewidth=1.8)
+        axes.set(ylim=(-3, 105), xlabel="planned arrival, s", ylabel="on time, %")
+        axes.set_title(f"{tier}: attainment of the last {_WINDOW} arrivals")
+    _legend(figure, results)
+    return figure
+
+
+def running(records: Sequence[Record], window: int = _WINDOW) -> tuple[Floats, Floats]:
+    """Return planned arrivals in order and, at each, the percentage on time of the last `window`."""
+    ordered = sorted(records, key=lambda record: record.at)
+    met = np.concatenate([[0.0], np.cumsum([float(record.met) for record in ordered])])
+    ends = np.arange(1, len(ordered) + 1)
+    starts = np.maximum(ends - window, 0)
+    shares = 100 * (met[ends] - met[starts]) / (ends - starts)
+    return np.array([record.at for record in ordered], float), np.asarray(shares, float)
+
+
+def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure, list(grid.flat)
+
+
+def _legend(figure: Figure, results: Results) -> None:
+    """Name the systems below everything, where no curve can be hidden; one system needs no legend."""
+    if len(results) < 2:
+        return
+    patches = [Patch(color=_colour(number), label=system) for number, system in enumerate(results)]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(results), 4), frameon=False)
+
+
+def _tiers(results: Results) -> list[str]:
+    return measures.tiers([record for records, _ in results.values() for record in records])
+
+
+def _promised(records: Sequence[Record]) -> set[str]:
+    return {record.tier for record in records if record.slo.objective != "best_effort"}
+
+
+def _limit(results: Results, tier: str, metric: str) -> float | None:
+    """Return the class's limit of ttft or tpot in seconds, None when it has none or several."""
+    mine = {getattr(r.slo, metric) for records, _ in results.values() for r in records if r.tier == tier}
+    return next(iter(mine)) if len(mine) == 1 else None
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

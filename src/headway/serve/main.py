@@ -1,0 +1,119 @@
+"""How is Headway run? Checks first, then engines and door, and nothing left behind at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+from rich.logging import RichHandler
+
+from headway.config import Config
+from headway.engines.vllm.process import check_installed
+from headway.errors import ConfigError, HeadwayError
+from headway.model import resolve
+from headway.recipes import find
+from headway.serve.driver import Driver
+from headway.serve.gateway import build
+from headway.serve.http import limited
+
+_GRACE = 5  # seconds that running answers get at the end
+
+
+def preflight(config: Config) -> None:
+    """Raise ConfigError for everything that can be known before an engine is started."""
+    find(config.recipe)
+    names = [engine.name for engine in config.engines]
+    kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}
+    if len(kinds) > len(set(names)):
+        raise ConfigError(
+            f"Engines of the same name differ in model or max_model_len: {', '.join(names)}.",
+            "Give different models different served_name.",
+        )
+    if any(engine.url is None for engine in config.engines):
+        check_installed()
+    for engine in config.engines:
+        resolve(engine.model)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket; ConfigError when the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"Port {port} on {host} is in use.",
+                "Stop what listens there, or choose another with --port.",
+                param="server.port",
+            ) from error
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}.", "Check --host and --port."
+        ) from error
+    return sock
+
+
+def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -> int:
+    """Serve until a signal ends it; return the exit status."""
+    logging.basicConfig(
+        level=logging.WARNING if quiet else logging.INFO, format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
+    )  # fmt: skip
+    preflight(config)
+    with bind(config.server.host, config.server.port) as sock:
+        driver = Driver(config, log_dir=log_dir)
+        server = _Server(driver, config)
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
+            server.run(sockets=[sock])
+    return 1 if server.failed else 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which says when the engines are up and ends when none ever comes up."""
+
+    def __init__(self, driver: Driver, config: Config) -> None:
+        super().__init__(
+            uvicorn.Config(
+                build(config, driver), loop="uvloop", log_level="warning", access_log=False,
+                http=limited(config.server.max_header_kib * 1024), server_header=False,
+                timeout_graceful_shutdown=_GRACE, ws="none",
+            )
+        )  # fmt: skip
+        self._driver, self._config = driver, config
+        self._announcer: asyncio.Task[None] | None = None
+        self.failed = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            self.failed = True
+            return
+        self._announcer = asyncio.create_task(self._announce())
+
+    async def _announce(self) -> None:
+        """Show progress while engines start; stop everything when one cannot start at all."""
+        console = Console(stderr=True)
+        address = f"http://{self._config.server.host}:{self._config.server.port}"
+        console.print(f"[bold]Headway[/] listens on {address}, recipe [cyan]{self._config.recipe}[/]")
+        with console.status("starting engines (a vLLM takes 15 to 60 s) ..."):
+            while not all(engine.up.is_set() for engine in self._driver.engines.values()):
+                for engine in self._driver.engines.values():
+                    if engine.failure is not None and engine.restarts >= 2:
+                        self._give_up(console, engine.failure)
+                        return
+                await asyncio.sleep(0.2)
+        models = ", ".join(sorted({engine.name for engine in self._config.engines}))
+        console.print(f"[green]ready[/]: {models} at {address}/v1  (Ctrl-C stops everything)")
+
+    def _give_up(self, console: Console, failure: HeadwayError) -> None:
+        console.print(f"[red]cannot start[/]: {failure}", markup=True, highlight=False)
+        self.failed = self.should_exit = True

@@ -1,0 +1,102 @@
+"""How is it going? Prometheus metrics: ours as `headway_*`, each engine's own with an instance label."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from headway.types import Request
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
+_TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Headway's own figures; `render` adds the engines'."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r, by = self.registry, ["model", "class"]
+        self._ends = Counter("headway_requests", "Requests ended, by outcome.", [*by, "outcome"], registry=r)
+        self._met = Counter("headway_slo_met", "Requests that kept every promise.", by, registry=r)
+        self._owed = Counter("headway_slo_owed", "Requests ended that had a promise.", by, registry=r)
+        self._attainment = Gauge("headway_slo_attainment", "Share of promises kept.", by, registry=r)
+        self._ttft = Histogram("headway_ttft_seconds", "To the first token.", by, buckets=_TTFT, registry=r)
+        self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
+        self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
+        self._drops = Counter("headway_dropped", "Requests refused.", ["reason"], registry=r)
+        self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind"], registry=r)
+        self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
+        self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
+        self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
+        self.evictions = Gauge(
+            "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
+        )
+        self._promised: dict[tuple[str, str], list[int]] = {}
+
+    def dropped(self, reason: str) -> None:
+        """Count a refusal."""
+        self._drops.labels(reason).inc()
+
+    def finished(self, request: Request, ttft: float, e2e: float, made: int) -> None:
+        """Count a complete answer: seconds from arrival, and its tokens."""
+        by = (request.model, request.tier)
+        tpot = (e2e - ttft) / (made - 1) if made > 1 else 0.0
+        self._ends.labels(*by, "finished").inc()
+        self._ttft.labels(*by).observe(ttft)
+        self._tpot.labels(*by).observe(tpot)
+        self._e2e.labels(*by).observe(e2e)
+        self._tokens.labels(request.model, "prompt").inc(request.prompt_tokens)
+        self._tokens.labels(request.model, "output").inc(made)
+        self._promise(request, request.slo.met(ttft, tpot, e2e))
+
+    def failed(self, request: Request, outcome: str) -> None:
+        """Count an answer that never came or broke off; a client that left was owed nothing more."""
+        self._ends.labels(request.model, request.tier, outcome).inc()
+        if outcome != "cancelled":
+            self._promise(request, False)
+
+    def _promise(self, request: Request, met: bool) -> None:
+        if request.slo.objective == "best_effort":
+            return
+        by = (request.model, request.tier)
+        kept = self._promised.setdefault(by, [0, 0])
+        kept[0], kept[1] = kept[0] + met, kept[1] + 1
+        self._owed.labels(*by).inc()
+        self._met.labels(*by).inc(met)
+        self._attainment.labels(*by).set(kept[0] / kept[1])
+
+    def render(self, engines: Mapping[str, str]) -> bytes:
+        """Return the page: ours, then each engine's page (instance -> text) with its label."""
+        page = generate_latest(self.registry)
+        merged = CollectorRegistry()
+        merged.register(_Relabelled(engines))
+        return page + generate_latest(merged)
+
+
+class _Relabelled(Collector):
+    """The engines' own families, each sample with an `instance` label."""
+
+    def __init__(self, pages: Mapping[str, str]) -> None:
+        self._pages = pages
+
+    def collect(self) -> list[Metric]:
+        families: dict[str, Metric] = {}
+        for instance, page in self._pages.items():
+            for family in text_string_to_metric_families(page):
+                # Process figures of the API server would collide with those of other exporters.
+                if not family.name.startswith("vllm:"):
+                    continue
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                merged.samples += [
+                    sample._replace(labels={**sample.labels, "instance": instance})
+                    for sample in family.samples
+                ]
+        return list(families.values())

@@ -1,0 +1,187 @@
+"""Do requests come as often as asked, and are bad traces refused?"""
+
+from __future__ import annotations
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.errors import ConfigError
+from headway.sim import traces, workload
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+# ---- drawn
+
+
+@given(st.floats(0.1, 50), st.floats(0.2, 5), st.floats(1, 200), seeds)
+@settings(max_examples=200, deadline=None)
+def test_arrivals_are_sorted_inside_and_as_many_as_asked(rate, burstiness, duration, seed):
+    times = workload.gamma(rate, burstiness, duration, rng(seed))
+    assert times.dtype == np.float64
+    assert np.all(np.diff(times) >= 0)
+    assert np.all((times >= 0) & (times < duration))
+    # Renewal theory: variance of the count ~ n * cv^2; six deviations, and the start's transient.
+    expected, cv2 = rate * duration, 1 / burstiness
+    assert abs(times.size - expected) <= 6 * math.sqrt(expected * cv2) + 6 * (1 + cv2)
+
+
+@given(seeds)
+@settings(max_examples=30, deadline=None)
+def test_the_same_seed_gives_the_same_arrivals(seed):
+    drawn = workload.poisson(5, 20, rng(seed))
+    assert np.array_equal(drawn, workload.poisson(5, 20, rng(seed)))
+    assert np.array_equal(drawn, workload.gamma(5, 1.0, 20, rng(seed)))
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_burstiness_is_vllms(burstiness):
+    gaps = np.diff(workload.gamma(20, burstiness, 2000, rng()))
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_endless_burstiness_is_a_metronome():
+    assert workload.gamma(2, math.inf, 2.4, rng()) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    "bad", [(0, 1, 1), (-1, 1, 1), (math.nan, 1, 1), (math.inf, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, math.inf)]
+)
+def test_impossible_arrivals_are_refused(bad):
+    with pytest.raises(ConfigError, match="above 0"):
+        workload.gamma(*bad, rng())
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=50).map(sorted), st.floats(0.01, 1000))
+def test_rescaling_keeps_the_shape(times, rate):
+    times = np.array(times)
+    if times[-1] - times[0] < 1e-6:
+        return
+    scaled = workload.rescale(times, rate)
+    assert scaled[0] == 0
+    assert (times.size - 1) / scaled[-1] == pytest.approx(rate)
+    assert scaled / scaled[-1] == pytest.approx((times - times[0]) / (times[-1] - times[0]), abs=1e-9)
+
+
+@pytest.mark.parametrize("times", [[], [3.0], [3.0, 3.0]])
+def test_one_instant_has_no_rate(times):
+    with pytest.raises(ConfigError, match="no rate"):
+        workload.rescale(np.array(times), 1.0)
+
+
+def test_spreading_fills_the_steps():
+    times = np.repeat([0.0, 3.0, 6.0], 10)
+    spread = workload.spread(times, rng())
+    assert np.all(np.diff(spread) > 0)
+    assert np.array_equal(spread // 3 * 3, times)
+    assert np.array_equal(workload.spread(times[:10], rng()), times[:10])
+
+
+# ---- recorded
+
+CSV = "timestamp_s,prompt_tokens,output_tokens\n10.5,7,3\n10.5,8,4\n12,9,5\n"
+JSONL = (
+    '{"timestamp_ms": 3000, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n\n'
+    '{"timestamp_ms": 4500, "input_length": 8, "output_length": 4}\n'
+)
+
+
+def write(folder, name: str, text: str):
+    file = folder / name
+    file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return file
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+def test_an_azure_trace(tmp_path, name):
+    trace = traces.read(write(tmp_path, name, CSV))
+    assert list(trace.at) == [0.0, 0.0, 1.5]
+    assert list(trace.prompt_tokens) == [7, 8, 9]
+    assert list(trace.output_tokens) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_a_mooncake_trace(tmp_path, name):
+    trace = traces.read(write(tmp_path, name, JSONL))
+    assert list(trace.at) == [0.0, 1.5]
+    assert list(trace.prompt_tokens) == [7, 8]
+
+
+def test_the_limit_cuts(tmp_path):
+    file = write(tmp_path, "t.csv", CSV + "nonsense")
+    assert list(traces.arrivals(file, limit=2)) == [0.0, 0.0]
+    with pytest.raises(ConfigError, match="limit of 1 or more"):
+        traces.arrivals(file, limit=0)
+
+
+HEAD = "timestamp_s,prompt_tokens,output_tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "t.csv",
+            "time,prompt_tokens,output_tokens\n1,2,3\n",
+            "line 2 has no timestamp_s .* Name that column",
+        ),
+        ("t.csv", HEAD + "1,2,3\n2,3\n", "line 3 has no output_tokens"),
+        ("t.csv", HEAD + "1,-2,3\n", "line 2 has prompt_tokens = '-2'. Give a number"),
+        ("t.csv", HEAD + "nan,2,3\n", "line 2 has timestamp_s = 'nan'"),
+        ("t.csv", HEAD + "1,2,3\n1,2,x\n", "line 3 has output_tokens = 'x'"),
+        ("t.csv", HEAD + "5,2,3\n4,2,3\n", r"line 3 is earlier \(4\) .* Sort the file by timestamp_s"),
+        ("t.csv", HEAD, "has no rows"),
+        ("t.csv", "", "has no rows"),
+        ("t.jsonl", "\n", "has no rows"),
+        ("t.jsonl", '{"timestamp_ms": 1}\n', "line 1 has no input_length"),
+        ("t.jsonl", JSONL + "{", "line 4 is not a JSON object"),
+        ("t.jsonl", "[1]\n", "line 1 is not a JSON object"),
+        (
+            "t.jsonl",
+            '{"timestamp_ms": NaN, "input_length": 1, "output_length": 1}\n',
+            "line 1 has timestamp_ms",
+        ),
+        (
+            "t.jsonl",
+            '{"timestamp_ms": [], "input_length": 1, "output_length": 1}\n',
+            "line 1 has timestamp_ms",
+        ),
+        ("t.txt", CSV, "not a trace by its name"),
+    ],
+)
+def test_a_bad_trace_says_where_and_what_to_do(tmp_path, name, text, said):
+    with pytest.raises(ConfigError, match=said):
+        traces.read(write(tmp_path, name, text))
+
+
+def test_a_damaged_file_is_said(tmp_path):
+    file = tmp_path / "t.csv.gz"
+    for content in (b"no gzip", gzip.compress(CSV.encode())[:-8]):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            traces.read(file)
+    (tmp_path / "u.csv").write_bytes(HEAD.encode() + b"\xff\xfe,1,2\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        traces.read(tmp_path / "u.csv")
+
+
+def test_a_name_is_looked_up_in_the_data(tmp_path, monkeypatch):
+    (tmp_path / "arrivals").mkdir()
+    write(tmp_path / "arrivals", "mine.csv.gz", CSV)
+    monkeypatch.setenv("HEADWAY_DATA", str(tmp_path))
+    assert traces.arrivals("mine").size == 3
+    with pytest.raises(ConfigError, match="no trace other"):
+        traces.arrivals("other")
+    monkeypatch.delenv("HEADWAY_DATA")
+    with pytest.raises(ConfigError, match="set HEADWAY_DATA"):
+        traces.arrivals("mine")

@@ -1,0 +1,240 @@
+"""Are the figures right, and do they reach people and programs whole?"""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from headway.bench import measures, plots, report
+from headway.bench.records import Record
+from headway.types import Slo
+
+CHAT = Slo(ttft=1.5, tpot=0.150)
+
+
+def record(at=0.0, first=1.0, last=2.0, *, tier="chat", out=11, error=None, slo=CHAT, **more) -> Record:
+    status = 200 if error is None else 429
+    gaps = np.array(more.get("itl", []), np.float32)
+    return Record(
+        tier, at, more.get("sent", at), first, last, more.get("prompt", 5), out, gaps, status, error, slo,
+        more.get("counted", False),
+    )  # fmt: skip
+
+
+# Chat: on time; first token late; tokens slow; refused. Batch: two completed, no promise.
+HAND = [
+    record(10.0, 11.0, 12.0, itl=[0.2, 0.8]),  # ttft 1.0, tpot 0.1
+    record(11.0, 13.0, 14.0),  # ttft 2.0
+    record(12.0, 13.0, 15.0),  # ttft 1.0, tpot 0.2
+    record(13.0, None, 13.1, error="HTTP 429: full", out=0, prompt=0, sent=13.2),
+    record(10.5, 14.0, 20.0, tier="batch", slo=Slo(), out=1),
+    record(14.0, 15.0, 20.0, tier="batch", slo=Slo(), out=21),
+]
+
+
+def by_id(results, system="s"):
+    return {(row.id, row.setting): row.ours for row in report.figures(results) if row.system == system}
+
+
+def test_figures_against_a_sheet_of_paper():
+    seen = by_id({"s": (HAND, 3.0)})
+    assert seen["requests", "chat"] == 4
+    assert seen["failed", "chat"] == 1
+    assert seen["attainment.chat", "chat"] == 25.0
+    assert seen["attainment.batch", "batch"] == 100.0
+    assert seen["attainment.all", "all"] == 50.0
+    # The makespan is 10 s: from the arrival at 10 to the last completion at 20.
+    assert seen["goodput.req_per_s", "chat"] == pytest.approx(0.1)
+    assert seen["goodput.req_per_s", "all"] == pytest.approx(0.3)
+    assert seen["throughput.output_tokens_per_s", "all"] == pytest.approx((33 + 22) / 10)
+    assert seen["throughput.tokens_per_s", "all"] == pytest.approx((33 + 22 + 25) / 10)
+    assert seen["throughput.tokens_per_s", "batch"] == pytest.approx((22 + 10) / 10)
+    assert seen["ttft.mean", "chat"] == pytest.approx(4000 / 3)
+    assert seen["ttft.p50", "chat"] == pytest.approx(1000)
+    assert seen["ttft.p90", "chat"] == pytest.approx(1800)
+    assert seen["tpot.p50", "chat"] == pytest.approx(100)
+    assert seen["tpot.mean", "chat"] == pytest.approx(400 / 3)
+    assert seen["tpot.p99", "batch"] == pytest.approx(250)  # the answer of one token has none
+    assert seen["itl.p50", "chat"] == pytest.approx(500)
+    assert seen["itl.p50", "batch"] is None
+    assert seen["e2el.p50", "chat"] == pytest.approx(3000)
+    assert seen["lateness.mean", "all"] == pytest.approx(200 / 6)
+    assert seen["preemptions", "all"] == 3.0
+
+
+def test_a_promise_of_the_whole_answer_counts():
+    on_time, late = record(0, 1, 5, slo=Slo(e2e=5.0)), record(0, 1, 5.1, slo=Slo(e2e=5.0))
+    assert (on_time.met, late.met) == (True, False)
+
+
+def test_one_token_keeps_any_tpot():
+    assert record(out=1).met  # as in vllm bench serve
+
+
+def test_what_never_completed_has_no_figures():
+    seen = by_id({"s": ([record(1.0, None, 2.0, error="x", out=0)], None)})
+    assert seen["attainment.chat", "chat"] == 0.0
+    assert {seen[name, "all"] for name in ("goodput.req_per_s", "ttft.p50", "e2el.p99", "preemptions")} == {
+        None
+    }
+    empty = by_id({"s": ([], None)})
+    assert empty["attainment.all", "all"] is None
+    assert empty["requests", "all"] == 0
+
+
+def test_failures_are_counted_by_kind():
+    assert measures.failures([*HAND, HAND[3], record(error="OSError: x")]) == {"HTTP 429": 2, "OSError": 1}
+
+
+def test_notes_say_what_one_must_know():
+    late = [record(counted=True, sent=0.2)]
+    first, *rest = report.notes({"a": (HAND, None), "b": (late, None)})
+    assert first == "a: not completed: 1 HTTP 429."
+    assert [line.partition(": ")[2][:20] for line in rest] == [
+        "the generator was la", "the generator was la", "1 answers came witho"
+    ]  # fmt: skip
+
+
+def test_running_attainment_looks_back_a_window():
+    met = [record(float(i), i + 1.0, i + 2.0) for i in range(4)]
+    missed = [record(float(i), i + 9.0, i + 10.0) for i in range(4, 8)]
+    times, shares = plots.running([*missed, *met], window=4)
+    assert list(times) == list(range(8))
+    assert list(shares) == [100, 100, 100, 100, 75, 50, 25, 0]
+
+
+# ---- the terminal
+
+
+def printed(made) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(made)
+    return console.export_text()
+
+
+def test_one_system_is_a_column_per_class():
+    text = printed(report.table({"s": (HAND, None)}, report.About(workload="chat [and] batch")))
+    lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
+    assert [cell.strip() for cell in lines["attainment %"]] == ["25.0", "100.0", "50.0"]
+    assert [cell.strip() for cell in lines["itl.p50 ms"]] == ["500.0", "-", "500.0"]
+    assert [cell.strip() for cell in lines["preemptions"]] == ["", "", "-"]
+    assert "chat [and] batch" in text
+
+
+def test_several_systems_have_ratios_to_the_first():
+    faster = [record(10.0, 10.5, 11.5)]
+    text = printed(report.table({"fcfs": (HAND, 0.0), "head[way]": (faster, 2.0), "none": ([], None)}))
+    lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
+    assert [cell.strip() for cell in lines["chat: attainment %"]] == ["25.0", "100.0 (×4.00)", "-"]
+    assert [cell.strip() for cell in lines["chat: ttft.p50 ms"]] == ["1000", "500.0 (×0.50)", "-"]
+    assert [cell.strip() for cell in lines["batch: failed"]] == ["0", "-", "-"]
+    assert [cell.strip() for cell in lines["all: preemptions"]] == ["0", "2", "-"]
+    assert "head[way]" in text
+
+
+# ---- files
+
+
+def test_json_keeps_the_contract():
+    data = report.to_json({"s": (HAND, None)}, bench="serve", host="vllm", seconds=12.5)
+    assert list(data) == ["bench", "host", "rows", "seconds"]
+    assert data["rows"][2] == {
+        "id": "attainment.chat", "system": "s", "setting": "chat", "paper": None, "ours": 25.0, "unit": "%"
+    }  # fmt: skip
+    ids = [(row["id"], row["system"], row["setting"]) for row in data["rows"]]
+    assert len(set(ids)) == len(ids)
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+
+@pytest.mark.parametrize("systems", [["s"], ["fcfs", "a <b>"]])
+def test_everything_is_written(tmp_path, systems):
+    about = report.About("headway bench --seed 7 <x>", 7, "chat & batch", {"vllm": "0.32"})
+    results = dict.fromkeys(systems, (HAND, 1.0))
+    files = report.write(tmp_path / "out", results, bench="serve", host="sim", seconds=3.0, about=about)
+    names = ["report.json", "attainment.png", "latency.png", "timeline.png", "report.html"]
+    assert [file.name for file in files] == names
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:4])
+    assert json.loads(files[0].read_text())["host"] == "sim"
+    page = files[4].read_text()
+    for text in ("headway bench --seed 7 &lt;x&gt;", "<dd>7</dd>", "chat &amp; batch", "0.32", "HTTP 429"):
+        assert text in page
+    tags = Tags()
+    tags.feed(page)
+    images = [attrs["src"] for tag, attrs in tags.seen if tag == "img"]
+    assert len(images) == 3
+    assert all(image.startswith("data:image/png;base64,") for image in images)
+    assert not [tag for tag, attrs in tags.seen if tag in ("script", "link", "x") or "href" in attrs]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [record(error="x", first=None)],
+        [record(slo=Slo())],
+        [record(out=1)],
+        [record(), record(slo=Slo(ttft=3.0))],
+    ],
+)
+def test_odd_records_can_be_drawn(tmp_path, records):
+    files = report.write(tmp_path, {"s": (records, None)}, bench="b", host="vllm", seconds=0)
+    assert files
+
+
+def test_versions_name_what_is_here():
+    assert {"python", "headway", "numpy", "aiohttp"} <= report.versions().keys()
+
+
+# ---- whatever the records
+
+
+seconds = st.floats(0, 1e5)
+limit = st.none() | st.floats(1e-3, 1e3)
+
+
+@st.composite
+def any_record(draw) -> Record:
+    at = draw(seconds)
+    first = draw(st.none() | seconds.map(lambda wait: at + wait))
+    last = None if first is None else first + draw(seconds)
+    error = draw(st.sampled_from([None, None, "HTTP 429: full", "TimeoutError: "]))
+    slo = Slo(draw(limit), draw(limit), draw(limit))
+    gaps = draw(st.lists(st.floats(0, 100), max_size=3))
+    return record(
+        at, first, last, tier=draw(st.sampled_from("abc")), out=draw(st.integers(0, 5)), error=error, slo=slo,
+        itl=gaps, sent=at + draw(st.floats(0, 1)), prompt=draw(st.integers(0, 5)),
+    )  # fmt: skip
+
+
+@given(st.lists(any_record(), max_size=12), st.lists(any_record(), max_size=4), st.none() | st.floats(0, 1e6))
+@settings(max_examples=100, deadline=None)
+def test_figures_are_always_sound(first, second, preemptions):
+    results = {"first": (first, preemptions), "second": (second, None)}
+    text = json.dumps(report.to_json(results, bench="b", host="sim", seconds=1.0), allow_nan=False)
+    for row in json.loads(text)["rows"]:
+        assert row["ours"] is None or row["ours"] >= 0
+        if row["id"].startswith("attainment."):
+            assert row["ours"] is None or row["ours"] <= 100
+    for system in ("first", "second"):
+        seen = by_id(results, system)
+        parts = [value for (id, setting), value in seen.items() if id == "requests" and setting != "all"]
+        assert sum(parts) == seen["requests", "all"]
+        for metric in measures.METRICS:
+            marks = [seen[f"{metric}.{p}", "all"] for p in ("p50", "p90", "p99")]
+            assert marks == [None] * 3 or marks == sorted(marks)
+    assert printed(report.table(results))
