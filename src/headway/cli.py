@@ -86,3 +86,7 @@ def show(config: ConfigFile = None) -> None:
     from headway import config as configuration
 
     print(configuration.show(configuration.load(config)), end="")
+
+
+if __name__ == "__main__":
+    main()

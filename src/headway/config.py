@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -157,12 +157,14 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     return config
 
 
+def write(config: Config) -> str:
+    """Return a configuration as the TOML that `load` reads; options left unset are left out."""
+    return tomli_w.dumps(_drop(asdict(config)))
+
+
 def show(config: Config) -> str:
-    """Return the effective configuration as TOML; options left unset are left out. Keys are masked."""
-    data = asdict(config)
-    for key in data["keys"]:
-        key["key"] = key["key"][:4] + "…"
-    return tomli_w.dumps(_drop(data))
+    """Return the effective configuration as TOML for people: as `write`, with API keys masked."""
+    return write(replace(config, keys=tuple(replace(key, key=key.key[:4] + "****") for key in config.keys)))
 
 
 def state_dir() -> Path:

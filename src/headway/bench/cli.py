@@ -2,6 +2,168 @@
 
 from __future__ import annotations
 
-import typer
+import asyncio
+import json
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
-bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
+import numpy as np
+import typer
+from rich.console import Console
+
+from headway.bench import mix as mixes
+from headway.errors import ConfigError
+
+bench_app = typer.Typer(help="Measure: was it on time?", no_args_is_help=True)
+
+Quick = Annotated[bool, typer.Option("--quick", help="End within a minute on a small machine.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same workload.")]
+Out = Annotated[Path | None, typer.Option(help="Write plots (PNG), report.json and report.html here.")]
+MixName = Annotated[str, typer.Option("--mix", help="chat-batch, or a TOML file: one table per class.")]
+Slos = Annotated[
+    list[str] | None, typer.Option("--slo", help='A class\'s promise in ms: "chat ttft:1500 tpot:150".')
+]
+
+
+@bench_app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="An OpenAI endpoint that runs.")],
+    model: Annotated[str, typer.Option(help="Its model name.")] = "smollm2",
+    mix: MixName = "chat-batch",
+    slo: Slos = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second.")] = None,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 60.0,
+    burstiness: Annotated[float, typer.Option(min=0.01, help="1 = Poisson, lower is burstier.")] = 1.0,
+    trace: Annotated[str | None, typer.Option(help="Arrival times from a trace (Azure, Mooncake).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First N arrivals of the trace.")] = None,
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Send an open-loop load to any OpenAI endpoint and report what came back when."""
+    from headway.bench import load, report
+
+    if endpoint not in ("chat", "completions"):
+        raise ConfigError(f"There is no endpoint {endpoint!r}.", "Use chat or completions.")
+    if url.partition("://")[0] not in ("http", "https"):
+        raise ConfigError(f"{url!r} is not an HTTP address.", "Write it like http://127.0.0.1:8000.")
+    setup = _mix(mix, slo)
+    rng = np.random.default_rng([seed, 0])
+    arrivals = _arrivals(trace, limit, rate, min(duration, 30.0) if quick else duration, burstiness, rng)
+    calls = mixes.calls(setup, arrivals, rng)
+
+    async def run() -> Any:
+        before = await load.scrape_preemptions(url)
+        records = await load.run(url, model, calls, api_key=api_key, endpoint=endpoint, progress=not as_json)  # type: ignore[arg-type]
+        after = await load.scrape_preemptions(url)
+        return records, None if before is None or after is None else after - before
+
+    began = time.perf_counter()
+    results = {"endpoint": asyncio.run(run())}
+    seconds = time.perf_counter() - began
+    _report(report, results, "serve", seconds, as_json, out, _about(report, seed, mixes.describe(setup)))
+
+
+@bench_app.command()
+def compare(
+    systems: Annotated[str, typer.Option(help="Comma separated: vllm-fcfs, vllm-priority, recipes.")] = (
+        "vllm-fcfs,vllm-priority,edf,slack"
+    ),
+    model: Annotated[str, typer.Option(help="Model name, directory or hub id.")] = "smollm2",
+    mix: MixName = "chat-batch",
+    slo: Slos = None,
+    load: Annotated[float, typer.Option(min=0.05, help="Arrivals as a multiple of the capacity.")] = 1.3,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second instead.")] = None,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per round.")] = 300.0,
+    rounds: Annotated[int, typer.Option(min=1)] = 1,
+    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of every engine.")] = 16,
+    blocks: Annotated[int | None, typer.Option(min=1, help="Fewer KV blocks, to fill memory.")] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Start engines and run stock vLLM and Headway's recipes on the same trace, in turn."""
+    from headway.bench import compare as comparing
+    from headway.bench import report
+    from headway.bench.systems import standard_engine
+
+    names = tuple(name.strip() for name in systems.split(",") if name.strip())
+    setup = comparing.Setup(
+        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=blocks), names,
+        load, rate, duration, rounds, seed,
+    )  # fmt: skip
+    if quick:
+        setup = _quick(setup)
+    began = time.perf_counter()
+    outcome = asyncio.run(comparing.run(setup))
+    seconds = time.perf_counter() - began
+    capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
+    workload = (
+        f"{mixes.describe(setup.mix)}; Poisson arrivals at {outcome.rate:.3f} req/s{capacity}, "
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {max_running}"
+    )
+    _report(report, outcome.results, "compare", seconds, as_json, out, _about(report, seed, workload))
+
+
+@bench_app.command()
+def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """What Headway itself costs: the gateway before a FAKE instant engine, the hook inside real vLLM."""
+    from headway.bench.overhead import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out, command=shlex.join(sys.argv))
+
+
+def _quick(setup: Any) -> Any:
+    """Two systems, up together, a fixed rate: what fits into a minute with two engine starts."""
+    both = ("vllm-fcfs", "slack")
+    names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
+    rate = setup.rate or 6.0
+    return replace(
+        setup, systems=names, rate=rate, duration=min(setup.duration, 4.0), rounds=1, together=True
+    )
+
+
+def _mix(name: str, slos: list[str] | None) -> mixes.Mix:
+    mix = mixes.load(name)
+    for text in slos or ():
+        mix = mixes.override(mix, text)
+    return mix
+
+
+def _arrivals(
+    trace: str | None, limit: int | None, rate: float | None, duration: float, burstiness: float, rng: Any
+) -> Any:
+    """Return arrival seconds: a trace's own (rescaled to `rate` if given), else gamma or Poisson."""
+    from headway.sim import traces, workload
+
+    if trace is None:
+        return workload.gamma(rate or 1.0, burstiness, duration, rng)
+    times = traces.arrivals(trace, limit=limit)
+    times = workload.rescale(times, rate) if rate else times
+    return times[times <= duration]
+
+
+def _about(report: Any, seed: int, workload: str) -> Any:
+    return report.About(shlex.join(["headway", *sys.argv[1:]]), seed, workload)
+
+
+def _report(
+    report: Any, results: Any, bench: str, seconds: float, as_json: bool, out: Path | None, about: Any
+) -> None:
+    """Print one JSON object or a table, and write the files when a folder was given."""
+    if out is not None:
+        report.write(out, results, bench=bench, host="vllm", seconds=seconds, about=about)
+        Console(stderr=True).print(f"written: {out}/report.html")
+    if as_json:
+        print(json.dumps(report.to_json(results, bench=bench, host="vllm", seconds=seconds), allow_nan=False))
+    else:
+        Console().print(report.table(results, about))

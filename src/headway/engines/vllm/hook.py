@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class HeadwayMixin:
     running: list[Any]
     waiting: Any
     requests: dict[str, Any]
+    clock: Callable[[], float] = staticmethod(time.time)  # virtual in clockwork.py
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,7 +70,7 @@ class HeadwayMixin:
             self._enter(request, read_facts(request))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        now = time.time()
+        now = self.clock()
         self._refresh(now)
         step = self.packer.pack(self.jobs, self._ledger(), now)
         for row in step.evict:

@@ -1,0 +1,159 @@
+"""Does Headway meet deadlines that stock vLLM misses? Several systems, one trace, one machine.
+
+Each round sends the same calls to every system in turn, so a machine that drifts drifts for all. How much
+is too much is measured first: the load is given as a multiple of what stock vLLM sustains here and now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from headway.bench import load, measures, mix
+from headway.bench.records import Call, Record
+from headway.bench.systems import STANDARD, check, running
+from headway.config import Engine
+from headway.sim import workload
+
+_BURST = 64  # calls that show what the engine sustains
+_console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to compare. load: arrivals per second as a multiple of the measured capacity; rate overrides it.
+
+    duration: seconds of arrivals per round. together: keep all systems up at once (memory!), which saves
+    restarts between rounds; an idle engine costs next to no CPU.
+    """
+
+    mix: mix.Mix
+    engine: Engine
+    systems: tuple[str, ...] = STANDARD
+    load: float = 1.3
+    rate: float | None = None
+    duration: float = 300.0
+    rounds: int = 1
+    seed: int = 0
+    together: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Records and preemptions per system, the rate of arrivals (1/s) and the capacity it came from."""
+
+    results: dict[str, tuple[list[Record], float | None]]
+    rate: float
+    capacity: float | None
+
+
+async def run(setup: Setup) -> Outcome:
+    """Run the comparison. Raises ConfigError or EngineError when a system cannot be run."""
+    check(setup.systems)
+    logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
+    _console.print(f"[dim]logs: {logs}[/]")
+    async with AsyncExitStack() as stack:
+        urls: dict[str, str] = {}
+        if setup.together:
+            found = await asyncio.gather(*(_up(stack, name, setup, logs) for name in setup.systems))
+            urls = dict(zip(setup.systems, found, strict=True))
+            await asyncio.gather(*(_warm(url, setup) for url in found))
+        capacity = None if setup.rate else await _capacity(setup, urls, logs)
+        rate = setup.rate or setup.load * (capacity or 0.0)
+        outcome = Outcome({name: ([], 0.0) for name in setup.systems}, rate, capacity)
+        for number in range(setup.rounds):
+            calls = _calls(setup, rate, number)
+            for name in _turn(setup.systems, number):
+                records, preemptions = await _run(name, calls, setup, urls, logs, number)
+                _append(outcome, name, records, preemptions)
+    return outcome
+
+
+async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
+    _console.print(f"[dim]starting {name} ...[/]")
+    return await stack.enter_async_context(running(name, setup.engine, logs))
+
+
+async def _fresh(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
+    url = await _up(stack, name, setup, logs)
+    await _warm(url, setup)
+    return url
+
+
+async def _run(
+    name: str, calls: Sequence[Call], setup: Setup, urls: dict[str, str], logs: Path, number: int
+) -> tuple[list[Record], float | None]:
+    async with AsyncExitStack() as stack:
+        url = urls.get(name) or await _fresh(stack, name, setup, logs)
+        before = await load.scrape_preemptions(url)
+        _console.print(f"[bold]{name}[/], round {number + 1} of {setup.rounds}")
+        records = await load.run(url, setup.engine.name, calls)
+        after = await load.scrape_preemptions(url)
+        return records, None if before is None or after is None else after - before
+
+
+async def _warm(url: str, setup: Setup) -> None:
+    """The first batches of a fresh engine are slow: let them be nobody's."""
+    calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
+    await load.run(url, setup.engine.name, calls, progress=False)
+
+
+async def _capacity(setup: Setup, urls: dict[str, str], logs: Path) -> float:
+    """Return the requests per second that the first system completes when it always has enough to do."""
+    name = setup.systems[0]
+    calls = [replace(call, at=0.0) for call in _calls(setup, _BURST / 10, 2000, duration=20.0)[:_BURST]]
+    async with AsyncExitStack() as stack:
+        url = urls.get(name) or await _fresh(stack, name, setup, logs)
+        began = time.perf_counter()
+        records = await load.run(url, setup.engine.name, calls, progress=False)
+        seconds = time.perf_counter() - began
+    capacity = _steady(records)
+    _console.print(
+        f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)"
+    )
+    return capacity
+
+
+def _steady(records: Sequence[Record]) -> float:
+    """Return completions per second between the first quarter and three quarters: no ramp, no drain."""
+    ends = np.sort([record.last for record in records if record.ok and record.last is not None])
+    low, high = len(ends) // 4, 3 * len(ends) // 4
+    return float((high - low) / (ends[high] - ends[low]))
+
+
+def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+    """Return the calls of one round: the same for every system, other ones for every round."""
+    rng = np.random.default_rng([setup.seed, number])
+    arrivals = workload.poisson(rate, duration or setup.duration, rng)
+    return mix.calls(setup.mix, arrivals, rng, warn=lambda _: None if number else _console.print(_))
+
+
+def _turn(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Rotate the order, so that no system always runs first."""
+    start = number % len(systems)
+    return systems[start:] + systems[:start]
+
+
+def _append(outcome: Outcome, name: str, records: Sequence[Record], preemptions: float | None) -> None:
+    """Add a round behind the earlier ones: it begins when they ended, so that makespans add up."""
+    earlier, count = outcome.results[name]
+    start = measures.makespan(earlier) or 0.0
+    shifted = [_shift(record, start) for record in records]
+    known = None if preemptions is None or count is None else count + preemptions
+    outcome.results[name] = ([*earlier, *shifted], known)
+
+
+def _shift(record: Record, by: float) -> Record:
+    later = {
+        name: None if value is None else value + by
+        for name, value in (("first", record.first), ("last", record.last))
+    }
+    return replace(record, at=record.at + by, sent=record.sent + by, **later)  # type: ignore[arg-type]
