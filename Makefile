@@ -1,0 +1,37 @@
+# Two commands: `make serve` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: install serve test lint bench clean
+install: $(VENV)/.installed
+
+# The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
+$(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Headway needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock -r requirements-dev.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+serve: install
+	$(BIN)/headway model fetch
+	exec $(BIN)/headway serve $(ARGS)
+
+test: install
+	$(BIN)/headway model fetch
+	$(BIN)/pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/headway model fetch
+	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
+
+clean:
+	rm -rf $(VENV) out

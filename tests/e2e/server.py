@@ -1,0 +1,87 @@
+"""`headway serve` as a person runs it: a process with a real vLLM child and a queue on disk."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from headway.config import Broker, Config, Engine, Server, write
+from headway.engines.vllm.process import free_port
+
+
+@dataclass
+class Headway:
+    """One gateway process; `start` again after `kill` is the restart after a crash."""
+
+    folder: Path
+    recipe: str = "slack"
+    max_running: int = 8
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def queue(self) -> Path:
+        return self.folder / "queue.sqlite"
+
+    def start(self) -> None:
+        config = Config(
+            recipe=self.recipe,
+            server=Server(port=self.port),
+            engines=(Engine(max_running=self.max_running),),
+            broker=Broker(path=str(self.queue)),
+        )
+        (self.folder / "headway.toml").write_text(write(config))
+        argv = [sys.executable, "-m", "headway.cli", "serve", "-c", str(self.folder / "headway.toml")]
+        with (self.folder / "gateway.log").open("ab") as log:
+            self.process = subprocess.Popen([*argv, "--logs", str(self.folder)], stdout=log, stderr=log)
+
+    def wait_ready(self, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process is not None
+            assert self.process.poll() is None, (self.folder / "gateway.log").read_text()
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.25)
+        raise AssertionError((self.folder / "gateway.log").read_text())
+
+    def family(self) -> list[psutil.Process]:
+        """The gateway's descendants: the engine and all its processes."""
+        assert self.process is not None
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL the gateway; return the processes that it leaves to be ended."""
+        family = self.family()
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        return family
+
+    def interrupt(self) -> tuple[int, list[psutil.Process]]:
+        """Ctrl-C; return the exit status and the processes that are left."""
+        family = self.family()
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        status = self.process.wait(40)
+        return status, gone(family, 10)
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait for processes to end; return those that did not."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

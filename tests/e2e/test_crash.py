@@ -1,0 +1,125 @@
+"""Kill -9 the gateway, then the engine, under load: nothing accepted is lost, nothing answered twice."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server import Headway, gone
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+def body(i: int, **more: Any) -> dict[str, Any]:
+    ask = {"prompt": f"Number {i} is", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    return {"model": "smollm2"} | ask | more
+
+
+def states(queue: Path) -> dict[str, tuple[str, int, str | None]]:
+    """Read what the queue says of every accepted request, as another process sees it."""
+    with sqlite3.connect(f"file:{queue}?mode=ro", uri=True) as db:
+        rows = db.execute("SELECT id, state, background, reason FROM jobs").fetchall()
+    return {id: (state, background, reason) for id, state, background, reason in rows}
+
+
+def background(server: Headway, count: int) -> list[str]:
+    ids = []
+    for i in range(count):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body(i, background=True), timeout=10)
+        assert answer.status_code == 202, answer.text
+        ids.append(answer.json()["id"])
+    return ids
+
+
+def completed(server: Headway, ids: list[str], seconds: float = 90) -> dict[str, Any]:
+    """Poll until every background response has an end; return their texts."""
+    texts: dict[str, Any] = {}
+    deadline = time.monotonic() + seconds
+    while len(texts) < len(ids) and time.monotonic() < deadline:
+        for id in ids:
+            answer = httpx.get(f"{server.url}/v1/responses/{id}", timeout=10).json()
+            if answer["status"] == "completed":
+                texts[id] = answer["response"]["choices"][0]["text"]
+            assert answer["status"] in ("queued", "completed"), answer
+        time.sleep(0.2)
+    return texts
+
+
+async def ask(session: aiohttp.ClientSession, url: str, i: int, stream: bool) -> tuple[int | None, bytes]:
+    """One foreground request; (status, body), status None when the connection broke."""
+    seen = b""
+    try:
+        async with session.post(f"{url}/v1/completions", json=body(i, stream=stream)) as answer:
+            async for chunk in answer.content.iter_any():
+                seen += chunk
+            return answer.status, seen
+    except aiohttp.ClientError:
+        return None, seen
+
+
+async def load_and(url: str, strike: Any, count: int = 16) -> list[tuple[int | None, bytes]]:
+    """Send `count` requests, half of them streaming, strike once they run, return what came back."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=150)) as session:
+        tasks = [asyncio.create_task(ask(session, url, i, i % 2 == 0)) for i in range(count)]
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(strike)
+        return await asyncio.gather(*tasks)
+
+
+def engine_core(server: Headway) -> psutil.Process:
+    """The process that computes; its death is the hardest one to notice."""
+    cores = [p for p in server.family() if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name()]
+    return cores[0]
+
+
+async def test_nothing_accepted_is_lost_or_answered_twice(tmp_path: Path) -> None:
+    server = Headway(tmp_path, max_running=4)
+    server.start()
+    try:
+        server.wait_ready()
+        first = background(server, 10)
+        left: list[psutil.Process] = []
+        await load_and(server.url, lambda: left.extend(server.kill()))
+        assert gone(left, 30) == [], "the engine ends with its gateway"
+
+        before = states(server.queue)
+        assert set(first) <= set(before), "accepted means stored"
+        finished = {id for id, (state, _, _) in before.items() if state == "done"}
+        server.start()
+        server.wait_ready()
+        texts = completed(server, first)
+        after = states(server.queue)
+        assert set(texts) == set(first)
+        assert set(after) == set(before), "no request appeared or vanished"
+        assert all(after[id][0] == "done" for id in finished | set(first))
+        orphans = [row for id, row in after.items() if id not in finished and not row[1]]
+        assert orphans, "the kill found foreground requests in flight"
+        assert all(state == "failed" and "client_gone" in str(why) for state, _, why in orphans)
+
+        second = background(server, 6)
+        answers = await load_and(server.url, lambda: engine_core(server).kill())
+        whole, streamed = answers[1::2], answers[0::2]
+        assert all(status == 200 for status, _ in whole), "no byte was out: the next engine answers them"
+        for status, text in streamed:
+            assert status == 200
+            assert b"[DONE]" in text, "every stream has an end, be it an error event"
+        broken = sum(b'"error"' in text for _, text in streamed)
+        assert broken, "the kill found streams in flight"
+        assert set(completed(server, second)) == set(second)
+        ends = Counter(state for state, _, _ in states(server.queue).values())
+        assert ends["open"] == 0
+        assert completed(server, first) == texts, "what was answered stays as it was answered"
+        status, rest = server.interrupt()
+        assert (status, rest) == (0, [])
+    finally:
+        if server.process is not None and server.process.poll() is None:
+            server.kill()

@@ -1,0 +1,94 @@
+"""A fresh `headway serve`: the official client streams a chat with SLOs, and Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.server import Headway
+
+pytestmark = pytest.mark.engine
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def headway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Headway]:
+    server = Headway(tmp_path_factory.mktemp("serve"))
+    server.start()
+    try:
+        server.wait_ready()
+        yield server
+        status, left = server.interrupt()
+        assert status == 0
+        assert left == []
+    finally:
+        if server.process is not None and server.process.poll() is None:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def client(headway: Headway) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{headway.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_streams_a_chat_with_slos(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, max_tokens=20, temperature=0, stream=True,
+        extra_headers={"x-slo-ttft-ms": "5000", "x-slo-tpot-ms": "1000"},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Paris" in text
+    assert len(chunks) > 4, "tokens come one by one"
+    assert all(chunk.usage is None for chunk in chunks), "usage only when asked for"
+
+
+def test_stream_and_whole_answer_agree(client: openai.OpenAI) -> None:
+    ask = {"model": "smollm2", "messages": QUESTION, "max_tokens": 20, "temperature": 0, "seed": 1}
+    whole = client.chat.completions.create(**ask)
+    stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_parameters_reach_the_engine(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="smollm2", prompt="One two three four", max_tokens=12, n=2, logprobs=3, temperature=0,
+        stop=["\n"], seed=7,
+    )  # fmt: skip
+    assert len(answer.choices) == 2
+    assert answer.choices[0].text == answer.choices[1].text
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.top_logprobs is not None
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 24
+
+
+def test_the_engine_s_own_refusals_come_through(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(
+            model="smollm2", messages=QUESTION, temperature="hot", extra_body={"max_tokens": 5}
+        )  # type: ignore[call-overload]
+
+
+def test_metrics_join_both_sides(headway: Headway) -> None:
+    page = httpx.get(f"{headway.url}/metrics", timeout=10).text
+    assert 'headway_engine_up{instance="e0"} 1.0' in page
+    assert 'headway_slo_attainment{class="default",model="smollm2"}' in page
+    assert "vllm:num_preemptions_total{" in page
+    assert 'instance="e0"' in page.split("vllm:num_preemptions_total{")[1].split("}")[0]
+
+
+def test_control_reaches_the_running_scheduler(headway: Headway) -> None:
+    state = httpx.post(f"{headway.url}/headway/control/e0", json={"op": "state", "log": 3}, timeout=10).json()
+    assert state["recipe"] == "slack"
+    assert state["blocks_free"] == state["blocks_total"]
+    assert len(state["log"]) == 3
+    refused = httpx.post(f"{headway.url}/headway/control/e0", json={"op": "dance"}, timeout=10)
+    assert "error" in refused.json()

@@ -1,0 +1,172 @@
+"""What the packer decides is what vLLM's scheduler does: displacement, chunk caps, control, bad facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headway.engines import clockwork
+from headway.engines.clockwork import Clockwork
+from headway.engines.vllm.control import _control
+from headway.engines.vllm.hook import HeadwayScheduler
+
+pytestmark = pytest.mark.filterwarnings("default")
+Make = Callable[..., Clockwork]
+BLOCKS = 200
+
+
+@pytest.fixture
+def make() -> Make:
+    def build(
+        recipe: str, running: int = 2, budget: int = 256, blocks: int = BLOCKS, slots: int = 8
+    ) -> Clockwork:
+        setup = clockwork.config(
+            max_running=running, max_batched_tokens=budget, max_model_len=1024, block_size=16,
+            recipe=recipe, slots=slots,
+        )  # fmt: skip
+        return Clockwork(clockwork.scheduler(setup, blocks, 16, HeadwayScheduler))
+
+    return build
+
+
+def facts(id: str, **values: Any) -> dict[str, Any]:
+    return {"headway_id": id, "headway_arrival": 0.0} | {f"headway_{k}": v for k, v in values.items()}
+
+
+def control(clock: Clockwork, **message: Any) -> dict[str, Any]:
+    class Core:
+        scheduler = clock.scheduler
+
+    return _control(Core, message)
+
+
+@pytest.mark.parametrize("recipe", ["priority", "edf", "slack"])
+def test_urgent_takes_the_place_of_running_work_when_the_batch_is_full(make: Make, recipe: str) -> None:
+    """vLLM issue 40004: there the urgent one waits until somebody ends."""
+    clock = make(recipe)
+    clock.add("a", 40, 50, priority=5, facts=facts("a"))
+    clock.add("b", 40, 50, priority=5, facts=facts("b"))
+    clock.step()
+    clock.add("urgent", 40, 5, priority=0, facts=facts("urgent", ttft=0.5, tpot=0.1))
+    assert "urgent" in clock.step()
+    held = clock.scheduler.jobs
+    assert held.computed[held.row_of["b"]] > 0, "the displaced one keeps its KV"
+    while clock.busy:
+        clock.step()
+    assert clock.finished[0] == "urgent"
+    assert clock.scheduler.counters["evictions"] == 0
+
+
+def test_displacement_evicts_only_when_blocks_are_short(make: Make) -> None:
+    clock = make("edf", blocks=12)
+    clock.add("a", 80, 20, facts=facts("a"))
+    clock.step()
+    clock.add("urgent", 100, 5, facts=facts("urgent", ttft=0.5))
+    clock.step()
+    assert clock.scheduler.counters["evictions"] == 1
+    while clock.busy:
+        clock.step()
+    assert clock.finished == ["urgent", "a"]
+    assert clock.scheduler._blocks.get_num_free_blocks() == 11
+
+
+def test_prompt_chunks_go_to_the_urgent_first(make: Make) -> None:
+    clock = make("edf", budget=128)
+    clock.add("long", 600, 5, facts=facts("long"))
+    assert clock.step() == {"long": 128}
+    clock.add("urgent", 100, 5, facts=facts("urgent", ttft=0.5))
+    assert clock.step() == {"long": 28, "urgent": 100}
+
+
+def test_control_changes_urgency_while_running(make: Make) -> None:
+    clock = make("slack", running=1)
+    for name in "abc":
+        clock.add(name, 20, 10, facts=facts(name))
+    clock.step()
+    state = control(clock, op="urgency", values={"c": -1})
+    assert {job["id"]: job["urgency"] for job in state["jobs"]}["c"] == -1
+    while clock.busy:
+        clock.step()
+    assert clock.finished[0] == "c"
+
+
+def test_control_pauses_keeping_kv_and_resumes(make: Make) -> None:
+    clock = make("slack")
+    clock.add("a", 20, 10, facts=facts("a"))
+    clock.add("b", 20, 10, facts=facts("b"))
+    clock.step()
+    free = clock.scheduler._blocks.get_num_free_blocks()
+    state = control(clock, op="pause", ids=["a"])
+    assert [job["held"] for job in state["jobs"]] == [True, False]
+    assert all("a" not in clock.step() for _ in range(5))
+    assert clock.scheduler._blocks.get_num_free_blocks() == free
+    control(clock, op="resume", ids=["a"])
+    assert "a" in clock.step()
+
+
+def test_control_holds_back_one_that_waits(make: Make) -> None:
+    clock = make("slack")
+    clock.add("a", 20, 3, facts=facts("a"))
+    control(clock, op="pause", ids=["a"])
+    assert clock.step() == {}
+    control(clock, op="resume", ids=["a"])
+    assert clock.step() == {"a": 20}
+
+
+@pytest.mark.parametrize(
+    "message", [{}, {"op": "dance"}, {"op": "urgency"}, {"op": "urgency", "values": {"a": "x"}}]
+)
+def test_control_answers_nonsense_with_an_error(make: Make, message: dict[str, Any]) -> None:
+    clock = make("slack")
+    clock.add("a", 20, 3, facts=facts("a"))
+    assert "error" in control(clock, **message)
+    assert clock.step() == {"a": 20}
+
+
+def test_state_and_log_tell_what_ran(make: Make) -> None:
+    clock = make("slack")
+    clock.add("a", 20, 3, facts=facts("ours"))
+    clock.step()
+    state = control(clock, op="state", log=5)
+    assert state["running"] == 1
+    assert state["jobs"][0]["id"] == "ours"
+    assert state["log"][-1][1] == {"a": 20}
+
+
+@pytest.mark.parametrize("junk", ["abc", None, True, [1.0], float("nan")])
+def test_a_stranger_s_facts_do_not_stop_the_engine(make: Make, junk: Any) -> None:
+    clock = make("slack")
+    clock.add("a", 20, 3, facts={"headway_ttft": junk, "headway_arrival": junk, "headway_left": junk})
+    clock.add("b", 20, 3)
+    while clock.busy:
+        clock.step()
+    assert sorted(clock.finished) == ["a", "b"]
+
+
+def test_aborted_requests_leave_the_table(make: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    clock = make("slack", running=1)
+    for name in "abc":
+        clock.add(name, 20, 10, facts=facts(name))
+    clock.step()
+    clock.scheduler.finish_requests(["a", "c"], RequestStatus.FINISHED_ABORTED)
+    while clock.busy:
+        clock.step()
+    assert clock.finished == ["b"]
+    assert len(clock.scheduler.jobs) <= 1  # the last one leaves with the next step
+    assert clock.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_slots_bound_what_holds_kv(make: Make) -> None:
+    """Paused requests keep their slot in the model runner: no more than `slots` ever hold KV."""
+    clock = make("edf", running=2, slots=3)
+    for i in range(8):
+        clock.add(f"r{i}", 20, 12, facts=facts(f"r{i}", ttft=10.0 - i))
+        clock.step()
+        assert len(clock.scheduler.running) <= 3
+    while clock.busy:
+        clock.step()
+    assert len(clock.finished) == 8
