@@ -57,8 +57,12 @@ def completed(server: Headway, ids: list[str], seconds: float = 90) -> dict[str,
 async def ask(session: aiohttp.ClientSession, url: str, i: int, stream: bool) -> tuple[int | None, bytes]:
     """One foreground request; (status, body), status None when the connection broke."""
     seen = b""
+    # Streams have a promise: they go first, so the strike finds them in flight.
+    headers = {"x-slo-ttft-ms": "60000"} if stream else {}
     try:
-        async with session.post(f"{url}/v1/completions", json=body(i, stream=stream)) as answer:
+        async with session.post(
+            f"{url}/v1/completions", json=body(i, stream=stream), headers=headers
+        ) as answer:
             async for chunk in answer.content.iter_any():
                 seen += chunk
             return answer.status, seen
