@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterator
 from dataclasses import asdict, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -126,6 +125,10 @@ class Config:
 
 
 _ADAPTER = TypeAdapter(Config)
+_TABLES: dict[str, Any] = {
+    "server": Server, "engines": Engine, "broker": Broker, "classes": Tier, "keys": Key,
+}  # fmt: skip
+_UNKNOWN = "unexpected_keyword_argument"
 
 
 def load(path: Path | None) -> Config:
@@ -151,7 +154,7 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     try:
         config = _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        raise _explain(error, where) from error
+        raise _explain(error, where) from None  # pydantic's own words quote the input, API keys too
     if not config.engines:
         raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
     return config
@@ -164,7 +167,7 @@ def write(config: Config) -> str:
 
 def show(config: Config) -> str:
     """Return the effective configuration as TOML for people: as `write`, with API keys masked."""
-    return write(replace(config, keys=tuple(replace(key, key=key.key[:4] + "****") for key in config.keys)))
+    return write(replace(config, keys=tuple(replace(key, key=_mask(key.key)) for key in config.keys)))
 
 
 def state_dir() -> Path:
@@ -185,25 +188,34 @@ def _drop(value: Any) -> Any:
 
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
-    """Word the first problem that pydantic found as what is wrong and how to mend it."""
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "unexpected_keyword_argument":
-        key = str(first["loc"][-1])
-        near = get_close_matches(key, _keys(), n=1, cutoff=0.5)
-        fix = (
-            f"Did you mean {near[0]!r}?" if near else "Remove it; `headway config show` lists what there is."
-        )
-        return ConfigError(f"Unknown key {path!r} in {where}.", fix, param=path)
+    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to mend it."""
+    first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
+    names = [str(part) for part in first["loc"]]
+    secret = names[:1] == ["keys"]  # what stands there may be an API key, in the wrong place too
+    if first["type"] == _UNKNOWN:
+        path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
+        return ConfigError(f"Unknown key {path!r} in {where}.", _mend(names), param=path)
+    path = ".".join(names)
+    if first["type"] == "missing":
+        return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
     what = first["msg"][:1].lower() + first["msg"][1:]
-    return ConfigError(
-        f"{path} in {where}: {what} (it is {first['input']!r}).", "Correct that value.", param=path
-    )
+    seen = "" if secret else f" (it is {first['input']!r})"
+    return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
 
 
-def _keys() -> list[str]:
-    def walk() -> Iterator[str]:
-        for cls in (Config, Server, Engine, Broker, Tier, Key):
-            yield from cls.__dataclass_fields__
+def _mend(names: list[str]) -> str:
+    """Say what to do about a key that its table does not have: a near name, else the table that has it."""
+    key, table = names[-1], Config if len(names) == 1 else _TABLES[names[0]]
+    near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
+    if near:
+        return f"Did you mean {near[0]!r}?"
+    if key in Config.__dataclass_fields__:
+        return "Put it at the top of the file, before the first [table]."
+    for name, cls in _TABLES.items():
+        if key in cls.__dataclass_fields__:
+            return f"It belongs in {name!r}."
+    return "Remove it; `headway config show` lists what there is."
 
-    return sorted(set(walk()))
+
+def _mask(secret: str) -> str:
+    return secret[:4] + "****"

@@ -39,6 +39,7 @@ class Controller:
     cluster: Cluster = field(default_factory=Cluster)
     requests: dict[str, Request] = field(default_factory=dict)
     _queued: int = 0
+    _serial: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
@@ -82,7 +83,9 @@ class Controller:
             prompt=request.prompt_tokens,
             tokens=request.prompt_tokens + forecast.mean,
             model=self.cluster.code(request.model),
+            serial=self._serial,
         )
+        self._serial += 1
         self._queued += 1
 
     def _end(self, id: str, made: int, now: float) -> None:

@@ -206,12 +206,13 @@ class Backlog(Table):
     """Every request that Headway has accepted and not finished, as the slow loop sees it.
 
     due: `Slo.due`. tokens: prompt + expected output. model, instance: codes of `Cluster`. sent: the request
-    is inside `instance`; otherwise it is still ours to order.
+    is inside `instance`; otherwise it is still ours to order. serial: order of coming, which decides between
+    equal ranks (traces have many arrivals in one second, and row numbers are reused).
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "due": float, "priority": int, "prompt": int, "tokens": float,
-        "model": int, "instance": int, "sent": bool,
+        "model": int, "instance": int, "sent": bool, "serial": int,
     }  # fmt: skip
 
 

@@ -41,14 +41,19 @@ class OnlinePace:
         return np.asarray(np.maximum(self._theta[0] + per_token * tokens + per_pair * tokens**2 / 2, 1e-4))
 
     def learn(self, batch: Batch, seconds: float) -> None:
-        """Move the fit towards one measured iteration."""
+        """Move the fit towards one measured iteration.
+
+        Errors count relative to the forecast: what disturbs an iteration is proportional to it, and short
+        iterations (decodes only) matter as much as long ones.
+        """
         x = _features(batch)
         expected = max(float(self._theta @ x), 1e-4)
-        error = min(seconds, (1 + self._surprise) * expected) - expected
-        gain = self._cov @ x
-        gain /= self._forget + float(x @ gain)
-        self._theta = np.maximum(self._theta + gain * error, 0.0)
-        self._cov = (self._cov - np.outer(gain, x @ self._cov)) / self._forget
+        error = (min(seconds, (1 + self._surprise) * expected) - float(self._theta @ x)) / expected
+        x = x / expected
+        ahead = self._cov @ x
+        weight = self._forget + float(x @ ahead)
+        self._cov = (self._cov - np.outer(ahead, ahead) / weight) / self._forget
+        self._theta = _nonnegative(self._theta + ahead * (error / weight), self._cov)
         self._bound()
 
     def _bound(self) -> None:
@@ -57,6 +62,22 @@ class OnlinePace:
         if over.any():
             shrink = np.where(over, np.sqrt(self._cap / np.diag(self._cov)), 1.0)
             self._cov *= np.outer(shrink, shrink)
+
+
+def _nonnegative(theta: Floats, cov: Floats) -> Floats:
+    """Return the most likely fit without negative coefficients.
+
+    What a coefficient held at 0 would have explained goes to the others as `cov` relates them. Cutting it
+    off alone would leave each step's error standing, and the next corrections grow without end.
+    """
+    for _ in range(theta.size):
+        i = int(theta.argmin())
+        if theta[i] >= 0 or cov[i, i] <= 0:
+            break
+        column = cov[:, i] / cov[i, i]
+        theta, cov = theta - column * theta[i], cov - np.outer(column, cov[i])
+        theta[i] = 0.0
+    return np.maximum(theta, 0.0)
 
 
 def _features(batch: Batch) -> Floats:

@@ -1,11 +1,13 @@
 """Who gets the slots, the KV blocks and the iteration's tokens, once it is known who is more urgent?
 
 Each of the three goes to the most urgent first. A running job that ends up without a place keeps its KV as
-long as nobody more urgent needs the blocks (a pause costs nothing), and is evicted from the least urgent
-upwards when somebody does.
+long as nobody more urgent needs the blocks (a pause costs nothing), and is evicted when somebody does and
+evicting the less urgent would not do.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,18 +15,26 @@ from headway.memory.ledger import Ledger
 from headway.types import Bools, Ints, Jobs, Step
 
 
-def arrange(jobs: Jobs, ranked: Ints, ledger: Ledger, max_running: int, budget: int) -> Step:
+def arrange(
+    jobs: Jobs, ranked: Ints, ledger: Ledger, max_running: int, budget: int, chunk: int | None = None
+) -> Step:
     """Return the step in which the rows of `ranked` (most urgent first) get what there is.
 
-    At most `max_running` rows run, their blocks fit the ledger, and at most `budget` tokens are computed.
+    At most `max_running` rows run, their blocks fit the ledger, and at most `budget` tokens are computed,
+    `chunk` of them (None = all) for prompts. Nobody makes place for a row that gets no tokens; with
+    budget >= max_running (vLLM requires it) the most urgent row always gets some.
     """
-    claims = _claims(jobs, ranked, ledger)
-    active = _active(jobs, ranked, claims, _capacity(jobs, ranked, ledger), max_running)
-    evict = _evicted(jobs, ranked, active, claims, ledger)
-    order = ranked[active]
-    tokens = grant(jobs, order, budget)
-    runs = (tokens > 0) | jobs.running[order]
-    return Step(order[runs], tokens[runs], evict, max_running, budget)
+    chunk = budget if chunk is None else chunk
+    while True:
+        room = _room(jobs, ranked, ledger, max_running, min(budget, chunk))
+        runs, stays = room.shared() if room.ample else room.squeezed()
+        order = ranked[runs]
+        tokens = grant(jobs, order, budget, chunk)
+        hungry = order[(tokens == 0) & ~jobs.running[order]]
+        if not hungry.size:
+            return Step(order, tokens, ranked[room.running & ~runs & ~stays][::-1], max_running, budget)
+        last = int(np.flatnonzero(ranked == hungry[0])[0])
+        ranked = ranked[room.running | (np.arange(ranked.size) < last)]
 
 
 def missing(jobs: Jobs, rows: Ints) -> Ints:
@@ -32,69 +42,86 @@ def missing(jobs: Jobs, rows: Ints) -> Ints:
     return np.asarray(np.maximum(jobs.prompt[rows] + jobs.made[rows] - jobs.computed[rows], 1), np.int64)
 
 
-def grant(jobs: Jobs, order: Ints, budget: int) -> Ints:
+def grant(jobs: Jobs, order: Ints, budget: int, chunk: int | None = None) -> Ints:
     """Share a token budget: one token for every running decode, the rest to prompts in order.
 
-    Returns the tokens per row of `order`; rows that get nothing have 0.
+    Prompts get at most `chunk` tokens together (None = the whole rest). Returns the tokens per row of
+    `order`; rows that get nothing have 0.
     """
     want = missing(jobs, order)
     decodes = jobs.running[order] & (want == 1)
-    spare = budget - int(np.count_nonzero(decodes))
+    spare = max(budget - int(np.count_nonzero(decodes)), 0)
+    spare = spare if chunk is None else min(spare, chunk)
     prompts = np.where(decodes, 0, want)
     before = np.cumsum(prompts) - prompts
-    return np.asarray(np.where(decodes, 1, np.clip(spare - before, 0, prompts)), np.int64)
+    each = decodes & (np.cumsum(decodes) <= budget)
+    return np.asarray(np.where(decodes, each, np.clip(spare - before, 0, prompts)), np.int64)
 
 
-def _claims(jobs: Jobs, ranked: Ints, ledger: Ledger) -> Ints:
-    """Return the blocks each row must have to take part: what it holds and grows by, or its whole prompt.
+@dataclass(slots=True)
+class _Room:
+    """What there is to share, and per row of the ranking what it holds and asks for, in blocks.
 
-    A prompt is admitted only whole (vLLM's own rule), and with a block to spare so that its first tokens do
-    not evict somebody at once.
+    needs: to take part in this step. claims: to compute its whole prompt. A prompt is admitted only whole
+    (vLLM's own rule), and with a block to spare so that its first tokens do not evict somebody at once.
     """
-    running = jobs.running[ranked]
-    whole = ledger.blocks_for(jobs.prompt[ranked] + jobs.made[ranked] + 1)
-    grown = np.maximum(jobs.blocks[ranked], ledger.blocks_for(jobs.computed[ranked] + 1))
-    return np.asarray(np.where(running, grown, np.minimum(whole + 1, ledger.total)), np.int64)
+
+    running: Bools
+    holds: Ints
+    needs: Ints
+    claims: Ints
+    blocks: int  # free, or held by rows that may lose them
+    slots: int  # not taken by rows that control holds
+    places: int
+
+    @property
+    def ample(self) -> bool:
+        """Tell whether the most urgent rows run as they come and everybody else keeps what he holds."""
+        head, rest = slice(self.places), slice(self.places, None)
+        holders = min(self.places, self.running.size) + int(np.count_nonzero(self.running[rest]))
+        return int(self.claims[head].sum() + self.holds[rest].sum()) <= self.blocks and holders <= self.slots
+
+    def shared(self) -> tuple[Bools, Bools]:
+        """Return masks of the rows that run and of those that pause, when there is room for all."""
+        runs = np.arange(self.running.size) < self.places
+        return runs, self.running & ~runs
+
+    def squeezed(self) -> tuple[Bools, Bools]:
+        """Return the same when room is short: in order of urgency, those whose need still fits.
+
+        Newcomers come in only beside the whole prompts of those ahead of them, and none overtakes a row that
+        does not fit: small prompts would keep it out for ever. Running rows that need no more may go on.
+        """
+        runs, stays = np.zeros_like(self.running), np.zeros_like(self.running)
+        blocks, slots, places, owed, stuck = self.blocks, self.slots, self.places, 0, False
+        looked = np.flatnonzero(self.running | (np.cumsum(~self.running) <= self.places))
+        columns = (looked, self.running[looked], self.holds[looked], self.needs[looked], self.claims[looked])
+        for i, running, holds, needs, claims in zip(*(c.tolist() for c in columns), strict=True):
+            admits = running or (not stuck and needs <= blocks - owed)
+            if admits and min(places, slots) > 0 and needs <= blocks:
+                runs[i], places, taken = True, places - 1, needs
+                owed += claims - needs
+            elif running and slots > 0 and holds <= blocks:
+                stays[i], stuck, taken = True, True, holds
+            else:
+                stuck = True
+                continue
+            blocks, slots = blocks - taken, slots - 1
+        if not runs.any() and slots > 0:  # held rows have the rest: whoever fits is better than nobody
+            fits = ~self.running & (self.needs <= blocks)
+            runs[np.flatnonzero(fits)[:1]] = True
+        return runs, stays
 
 
-def _capacity(jobs: Jobs, ranked: Ints, ledger: Ledger) -> int:
-    """Blocks that are free or held by rows that may lose them."""
-    return ledger.free + int(jobs.blocks[ranked].sum())
-
-
-def _active(jobs: Jobs, ranked: Ints, claims: Ints, capacity: int, max_running: int) -> Bools:
-    """Mark the rows that run: in order of urgency, those whose claim still fits, up to max_running."""
-    head = claims[:max_running]
-    active = np.zeros(ranked.size, np.bool_)
-    if int(head.sum()) <= capacity:
-        active[:max_running] = True
-        return active
-    places, blocked = max_running, False
-    for i in _candidates(jobs.running[ranked], max_running):
-        waiting = not jobs.running[ranked[i]]
-        if not places or (waiting and blocked):
-            continue
-        if claims[i] <= capacity:
-            active[i] = True
-            capacity -= int(claims[i])
-            places -= 1
-        # Memory is short: small prompts must not overtake for ever the first one that does not fit.
-        blocked = blocked or (waiting and not active[i])
-    return active
-
-
-def _candidates(running: Bools, max_running: int) -> Ints:
-    """Return the positions worth a look when memory is short: all running, the first waiting ones."""
-    return np.flatnonzero(running | (np.cumsum(~running) <= max_running))
-
-
-def _evicted(jobs: Jobs, ranked: Ints, active: Bools, claims: Ints, ledger: Ledger) -> Ints:
-    """Return the paused rows to evict, least urgent first, until the active ones' claims and slots fit."""
-    paused = ranked[jobs.running[ranked] & ~active][::-1]
-    if not paused.size:
-        return paused
-    short = int(claims[active].sum() - jobs.blocks[ranked[active]].sum()) - ledger.free
-    crowd = int(np.count_nonzero(active)) + paused.size - ledger.slots
-    freed = np.cumsum(jobs.blocks[paused])
-    needed = int(np.searchsorted(freed, short)) + 1 if short > 0 else 0
-    return paused[: max(needed, crowd, 0)]
+def _room(jobs: Jobs, ranked: Ints, ledger: Ledger, max_running: int, most: int) -> _Room:
+    """Return the room there is for the rows of `ranked` in a step that computes at most `most` per prompt."""
+    running, holds = jobs.running[ranked], jobs.blocks[ranked]
+    want = missing(jobs, ranked)
+    end = jobs.computed[ranked] + want
+    whole = np.minimum(ledger.blocks_for(end + 1) + 1, ledger.total)
+    claims = np.where(running, np.maximum(holds, ledger.blocks_for(end)), whole)
+    soon = ledger.blocks_for(jobs.computed[ranked] + np.minimum(want, most))
+    needs = np.where(running, np.maximum(holds, soon), whole)
+    slots = ledger.slots - int(np.count_nonzero(jobs.running & jobs.live)) + int(np.count_nonzero(running))
+    blocks = ledger.free + int(holds.sum())
+    return _Room(running, holds, needs, claims, blocks, slots, max(min(max_running, slots), 0))

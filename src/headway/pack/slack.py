@@ -34,13 +34,22 @@ class Slack:
     max_step: float = 0.5
 
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
-        """Return the step: on time by least slack, then the late, then best effort by arrival."""
+        """Return the step: on time by least slack, then the late, then best effort by arrival.
+
+        Slack alone pauses but never evicts: who waits has ever less of it, so two equals would take each
+        other's KV in turn and recompute their prompts for ever. Among equals what holds KV goes on.
+        """
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         slack = self._slack(jobs, rows, now)
-        order = np.lexsort((jobs.serial[rows], slack, _hope(jobs, rows, slack), jobs.urgency[rows]))
-        ranked = rows[order]
-        return arrange(jobs, ranked, ledger, self.max_running, self._budget(jobs, ranked, slack[order]))
+        by_class = (_hope(jobs, rows, slack), jobs.urgency[rows])
+        order = np.lexsort((jobs.serial[rows], slack, *by_class))
+        chunk = self._chunk(jobs, rows[order], slack[order])
+        step = arrange(jobs, rows[order], ledger, self.max_running, self.budget, chunk)
+        if step.evict.size:
+            order = np.lexsort((jobs.serial[rows], slack, ~jobs.running[rows], *by_class))
+            step = arrange(jobs, rows[order], ledger, self.max_running, self.budget, chunk)
+        return step
 
     def _slack(self, jobs: Jobs, rows: Ints, now: float) -> Floats:
         """Return seconds each row can still wait before its next token (or its whole answer) is late."""
@@ -53,18 +62,24 @@ class Slack:
         """Seconds per token of one answer in a full batch."""
         return self.pace.seconds(Batch(self.max_running, self.max_running * 512, 0))
 
-    def _budget(self, jobs: Jobs, ranked: Ints, slack: Floats) -> int:
-        """Return the tokens for this iteration: as much prompt as the answers in progress can wait for."""
+    def _chunk(self, jobs: Jobs, ranked: Ints, slack: Floats) -> int:
+        """Return the prompt tokens for this iteration: as many as the answers in progress can wait for."""
         head = ranked[: self.max_running]
         decodes = head[jobs.running[head] & (missing(jobs, head) == 1)]
         limit = self._limit(jobs, head, slack[: self.max_running])
         context = int(jobs.computed[decodes].sum())
-        low, high = self.min_chunk, max(self.budget - decodes.size, self.min_chunk)
+
+        def fits(prompt: int) -> bool:
+            shape = Batch(decodes.size, context, prompt, prompt * prompt // 2)
+            return self.pace.seconds(shape) <= limit
+
+        low, high = self.min_chunk, max(self.budget - int(decodes.size), self.min_chunk)
+        if fits(high):
+            return high
         while high - low > _GRAIN:  # the pace grows with the prompt, so halving finds the largest that fits
             middle = (low + high) // 2
-            fits = self.pace.seconds(Batch(decodes.size, context, middle, middle * middle // 2)) <= limit
-            low, high = (middle, high) if fits else (low, middle)
-        return min(low + int(decodes.size), self.budget)
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     def _limit(self, jobs: Jobs, head: Ints, slack: Floats) -> float:
         """Return the seconds this iteration may take.

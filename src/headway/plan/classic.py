@@ -54,7 +54,7 @@ class Ordered:
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return for each instance all requests inside it and all it may still get, in rank order."""
         rows = cluster.backlog.rows()
-        columns = self.rank(cluster.backlog, rows, now)
+        columns = (*self.rank(cluster.backlog, rows, now), cluster.backlog.serial[rows])
         inside = ~cluster.backlog.sent[rows] if not self.displaces else np.zeros(rows.size, np.bool_)
         ranked = rows[np.lexsort((*reversed(columns), inside))]
         return Plan({name: _line(cluster, name, ranked) for name in cluster.instances})

@@ -7,6 +7,7 @@ own refusal comes back as it is.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from headway.types import Request, Slo, Stage
 
 Kind = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_Ms = Annotated[float, Field(gt=0, le=86_400_000, allow_inf_nan=False, strict=True)]
+_LEAST, _MOST = 0.001, 86_400_000  # milliseconds: a promise is at least a microsecond, at most a day
+_Ms = Annotated[float, Field(ge=_LEAST, le=_MOST, allow_inf_nan=False, strict=True)]
 _Count = Annotated[int, Field(ge=1, strict=True)]
 
 # Header names that mean the same, the first one present wins; the last entry is the body's field.
@@ -30,6 +32,15 @@ _SLO_NAMES: dict[str, tuple[str, ...]] = {
     "e2e": ("x-slo-e2e-ms", "x-llm-d-slo-e2e-ms", "ttlt_slo_ms"),
 }
 _SESSIONS = ("x-headway-run", "x-session-id", "x-claude-code-session-id", "x-session-affinity")
+# What may stand in a request's head, as JSON types.
+HEADERS: dict[str, str] = {
+    **{name: "number" for names in _SLO_NAMES.values() for name in names[:-1]},
+    "x-vllm-priority": "integer",
+    **dict.fromkeys(
+        ("x-llm-d-inference-objective", "x-headway-task", "x-headway-app", *_SESSIONS, "x-headway-unit"),
+        "string",
+    ),
+}
 _OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier")
 
 
@@ -82,10 +93,20 @@ class Asked:
     wants_usage: bool
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")  # Python reads it, other parsers do not
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
 def read_json(raw: bytes) -> dict[str, Any]:
-    """Parse a body; RequestError when it is not a JSON object."""
+    """Parse a body; RequestError when it is not a JSON object that can be passed on."""
     try:
-        value = json.loads(raw)
+        text = raw.decode()
+        value = _JSON.decode(text)
+        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is legal JSON but no text
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"The body is not valid JSON: {str(error)[:200]}.", "Send a JSON object.", code="invalid_json"
@@ -97,13 +118,17 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
+# How pydantic names a member of a union in the path of an error; the client knows only the field.
+_UNION = re.compile(r"str$|list\[|constrained-|function-")
+
+
 def validate(kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
     """Check the fields Headway reads; RequestError names the field and what it must be."""
     try:
         return (ChatBody if kind == "chat" else CompletionBody).model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        path = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "str")))
+        path = ".".join(str(part) for part in first["loc"] if not _UNION.match(str(part)))
         given = "" if first["type"] == "missing" else f" (it is {str(first.get('input'))[:80]!r})"
         text = f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}{given}."
         raise RequestError(text, f"Correct {path!r} in the body.", param=path) from error
@@ -143,17 +168,14 @@ def interpret(
         raise RequestError(
             "A background request cannot stream.", "Leave out stream, and poll GET /v1/responses/{id}."
         )
-    wants_usage = bool((body.stream_options or {}).get("include_usage"))
-    return Asked(request, kind, _upstream(raw, request, stream), stream, background, wants_usage)
-
-
-def _upstream(raw: dict[str, Any], request: Request, stream: bool) -> dict[str, Any]:
-    """Return the engine's body: ours taken out, usage always counted."""
+    options = body.stream_options or {}
+    wants_usage = bool(options.get("include_usage"))
     upstream = {key: value for key, value in raw.items() if key not in _OURS}
     upstream["priority"] = request.priority
     if stream:
-        upstream["stream_options"] = {**(raw.get("stream_options") or {}), "include_usage": True}
-    return upstream
+        # Usage is always counted; whoever did not ask for it must not get it with every chunk either.
+        upstream["stream_options"] = {**(options if wants_usage else {}), "include_usage": True}
+    return Asked(request, kind, upstream, stream, background, wants_usage)
 
 
 def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, Tier]:
@@ -194,10 +216,10 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= 86_400_000:
+    if not _LEAST <= value <= _MOST:
         raise RequestError(
             f"The header {name} is {text[:40]!r}.",
-            "It must be a number of milliseconds above 0 and at most 86400000 (a day).",
+            f"It must be a number of milliseconds from {_LEAST} to {_MOST} (a day).",
             param=name,
         )
     return value

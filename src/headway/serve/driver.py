@@ -11,13 +11,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from pydantic import TypeAdapter
 
 from headway.broker import open_broker
 from headway.config import Config, state_dir
@@ -39,11 +39,10 @@ from headway.types import (
     Request,
     Returned,
     Send,
-    Slo,
-    Stage,
     Started,
 )
 
+_CORE = TypeAdapter(Request)  # to and from the broker's text
 _BROKEN = b'data: {"error"'  # how vLLM says within a stream that its engine died
 log = logging.getLogger("headway.serve")
 
@@ -79,17 +78,23 @@ class Answer:
     engine: str
     stack: AsyncExitStack = field(repr=False)
 
-    async def rest(self) -> AsyncIterator[bytes]:
-        """Yield what follows as it comes; EngineGone when the engine breaks off."""
+    @property
+    def streams(self) -> bool:
+        return "event-stream" in self.content_type
+
+    async def read(self) -> bytes:
+        """Return what came next, empty at the end; EngineGone when the engine breaks off."""
         try:
-            async for chunk in self.response.content.iter_any():
-                yield chunk
+            return await self.response.content.readany()
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise EngineGone(self.engine, error) from error
 
     async def whole(self) -> bytes:
         """Return the complete body."""
-        return self.head + b"".join([chunk async for chunk in self.rest()])
+        parts = [self.head]
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
 
     async def close(self) -> None:
         await self.stack.aclose()
@@ -137,17 +142,24 @@ class Driver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
+        for ticket in [ticket for ticket in self._tickets.values() if not ticket.background]:
+            await self.fail(ticket, "gateway_stopped")
         await self.broker.close()
 
     async def _recover(self) -> None:
         """Close as failed what nobody waits for any more; run background work again."""
+        served = {engine.config.name for engine in self.engines.values()}
         async for job in self.broker.open():
-            if job.background:
-                self._run_background(_ticket_of(job))
+            if not job.background:
+                reason = "client_gone: the gateway ended before the answer"
+                await self.broker.fail(job.id, reason, time.time())
+                continue
+            ticket = _ticket_of(job)
+            if ticket.request.model in served:
+                self._run_background(ticket)
             else:
-                await self.broker.fail(
-                    job.id, "client_gone: the gateway ended before the answer", time.time()
-                )
+                reason = f"engine_gone: {ticket.request.model} is not served any more"
+                await self.broker.fail(job.id, reason, time.time())
 
     async def _forget(self) -> None:
         while True:
@@ -223,7 +235,8 @@ class Driver:
             try:
                 return await self._open(engine, ticket)
             except EngineGone:
-                engine.lost()
+                if not await engine.lives():
+                    engine.lost()
                 ticket.attempts += 1
                 if await self._attempts(ticket) >= self.config.server.max_attempts:
                     raise
@@ -240,11 +253,9 @@ class Driver:
             response = await stack.enter_async_context(engine.open(PATHS[ticket.kind], ticket.body()))
             kind = response.headers.get("content-type", "application/json")
             answer = Answer(response.status, kind, b"", response, engine.id, stack)
-            if "event-stream" in kind:
-                answer.head = await anext(aiter(answer.rest()), b"")
-            else:
-                answer.head = await answer.whole()
-            if response.status >= 500 or answer.head.startswith(_BROKEN):
+            answer.head = await (answer.read() if answer.streams else answer.whole())
+            broken = response.status >= 500 or answer.head.startswith(_BROKEN)
+            if broken and not await engine.lives():  # else it is this request's fault: the client is told
                 raise EngineGone(engine.id, answer.head[:300])
         except BaseException:
             await stack.aclose()
@@ -257,7 +268,7 @@ class Driver:
         self.tell(Started(ticket.request.id))
 
     async def finish(self, ticket: Ticket, made: int, result: bytes | None = None) -> bool:
-        """Close a ticket as answered. False when it was closed before."""
+        """Close a ticket as answered: at once for the core, then durably. False when it was closed before."""
         if ticket.closed:
             return False
         ticket.closed = True
@@ -300,6 +311,9 @@ class Driver:
                 await self.fail(ticket, f"engine_refused: {answer.head.decode(errors='replace')[:2000]}")
         except EngineGone as error:
             await self.fail(ticket, f"engine_gone: {error.message}")
+        except Exception as error:  # whatever it was, the request gets its end and frees its place
+            log.exception("request %s failed", ticket.request.id)
+            await self.fail(ticket, f"internal: {error!r}")
 
     async def cancel(self, id: str) -> bool:
         """Give up a background job that is not finished; tell whether there was one."""
@@ -309,6 +323,8 @@ class Driver:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+        if ticket.closed:  # it ended this very moment
+            return False
         await self.fail(ticket, "cancelled", "cancelled")
         return True
 
@@ -328,15 +344,11 @@ def _ticket(request: Request, kind: Kind, upstream: dict[str, Any], background: 
 
 def _job_of(ticket: Ticket) -> Job:
     request = ticket.request
-    body = json.dumps(ticket.upstream).encode()
-    core = json.dumps(asdict(request))
+    body, core = json.dumps(ticket.upstream).encode(), _CORE.dump_json(request).decode()
     return Job(request.id, request.tenant, PATHS[ticket.kind], body, core, request.arrival, ticket.background)
 
 
 def _ticket_of(job: Job) -> Ticket:
     """Return the ticket of a stored job, its promises counted from its first arrival."""
-    core = json.loads(job.request)
-    core["slo"] = Slo(**core["slo"])
-    core["stage"] = Stage(**core["stage"]) if core["stage"] else None
     kind: Kind = "chat" if job.path == PATHS["chat"] else "completions"
-    return _ticket(Request(**core), kind, json.loads(job.body), True)
+    return _ticket(_CORE.validate_json(job.request), kind, json.loads(job.body), True)

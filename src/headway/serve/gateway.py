@@ -10,13 +10,24 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from headway import __version__
 from headway.config import Config
-from headway.errors import HeadwayError, RequestError
+from headway.errors import EngineError, HeadwayError, RequestError
 from headway.ports import Job
-from headway.serve.asking import Asked, ChatBody, CompletionBody, Kind, interpret, read_json, validate
+from headway.serve.asking import (
+    HEADERS,
+    Asked,
+    ChatBody,
+    CompletionBody,
+    Kind,
+    interpret,
+    read_json,
+    validate,
+)
 from headway.serve.driver import Driver
 from headway.serve.relay import Relay, error_response
 from headway.serve.tokens import TokenCounter
@@ -34,6 +45,15 @@ class Door:
         self.counters = {name: TokenCounter(engine.model) for name, engine in self.models.items()}
         self._keys = {_digest(key.key): key.tenant for key in config.keys}
         self.started = int(time.time())
+        self._opened = False
+
+    async def open(self) -> None:
+        """Load the tokenizers and start the driver; a second call does nothing."""
+        if not self._opened:
+            self._opened = True
+            for counter in self.counters.values():
+                await counter.load()
+            await self.driver.start()
 
     def tenant(self, request: Request) -> str:
         """Return whose request this is; 401 when keys are configured and none fits."""
@@ -99,16 +119,14 @@ def build(config: Config, driver: Driver | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        for counter in door.counters.values():
-            await counter.load()
-        await driver.start()
+        await door.open()
         try:
             yield
         finally:
             await driver.stop()
 
     app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)
-    app.state.driver = driver
+    app.state.driver, app.state.door = driver, door
     _errors(app)
     _generation(app, door)
     _background(app, door)
@@ -128,15 +146,39 @@ def _errors(app: FastAPI) -> None:
         wrapped.headers = dict(error.headers or {})
         return error_response(wrapped)
 
+    @app.exception_handler(RecursionError)
+    async def deep(_: Request, error: RecursionError) -> JSONResponse:
+        return error_response(RequestError("The body is nested too deeply.", "Send a flatter one."))
+
+    @app.exception_handler(Exception)
+    async def unforeseen(_: Request, error: Exception) -> JSONResponse:
+        mend = "This is a bug; its trace is in the log."
+        return error_response(EngineError(f"Headway failed: {error!r}.", mend, status=500))
+
+
+class _Plain(APIRoute):
+    """A route whose calls FastAPI only lists in the schema: its own handling takes as long as our parsing."""
+
+    def __init__(self, path: str, endpoint: Handler, **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await (await endpoint(Request(scope, receive)))(scope, receive, send)
+
+        self.app = app
+
 
 def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    for field in schema["properties"].values():
-        if "$ref" in str(field):  # the engine checks messages in depth
-            field.clear()
-            field.update({"type": "array", "items": {"type": "object"}, "minItems": 1})
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    schema = model.model_json_schema()
+    parts = schema.pop("$defs", {})  # FastAPI would not put them where references find them
+    if "messages" in schema["properties"]:
+        schema["properties"]["messages"]["items"] = parts["Message"]
+    headers = [
+        {"name": name, "in": "header", "required": False, "schema": {"type": kind}}
+        for name, kind in HEADERS.items()
+    ]
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"requestBody": body, "parameters": headers}
 
 
 def _answers(*codes: int) -> dict[int | str, dict[str, Any]]:
@@ -156,12 +198,15 @@ def _generation(app: FastAPI, door: Door) -> None:
         return handle
 
     errors = _answers(202, 400, 401, 404, 413, 429, 502, 503)
-    for path, kind, model in (
+    routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),
-    ):
-        handler = endpoint(kind)  # type: ignore[arg-type]
-        app.post(path, openapi_extra=_schema(model), responses=errors, response_model=None)(handler)
+    )
+    for path, kind, model in routes:
+        app.router.add_api_route(
+            path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=errors,
+            response_model=None, route_class_override=_Plain,
+        )  # fmt: skip
 
 
 def _background(app: FastAPI, door: Door) -> None:
@@ -189,6 +234,7 @@ def _background(app: FastAPI, door: Door) -> None:
         """Give up a background response that is not complete yet."""
         job = await find(request, id)
         if not await door.driver.cancel(job.id):
+            job = await find(request, id)  # it may have ended in between
             raise RequestError(
                 f"{id} is {_STATUS[job.state]} already.", "Only unfinished ones can be cancelled.", status=409
             )
@@ -263,9 +309,9 @@ async def _gauge(driver: Driver) -> None:
         if engine.up.is_set():
             try:
                 state = await engine.control({"op": "state"})
-            except HeadwayError:
+                metrics.evictions.labels(id).set(state["counters"]["evictions"])
+            except (HeadwayError, KeyError, TypeError):
                 continue  # an engine without our scheduler has no such figure
-            metrics.evictions.labels(id).set(state["counters"]["evictions"])
 
 
 def _digest(key: str) -> bytes:

@@ -29,8 +29,9 @@ def limited(max_head: int) -> type[HttpToolsProtocol]:
                 self._error = _too_large(max_head)
                 self.send_400_response("")
                 return
+            began = self._open
             super().data_received(data)
-            if self._open:
+            if began and self._open:  # the chunk in which it began may hold the end of a body before it
                 self._head += len(data)
 
         def on_message_begin(self) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
 import socket
 from pathlib import Path
 
 import uvicorn
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from headway.config import Config
 from headway.engines.vllm.process import check_installed
@@ -23,6 +25,7 @@ from headway.serve.gateway import build
 from headway.serve.http import limited
 
 _GRACE = 5  # seconds that running answers get at the end
+_URL = re.compile(r"https?://[^/\s]+")
 
 
 def preflight(config: Config) -> None:
@@ -39,6 +42,11 @@ def preflight(config: Config) -> None:
         check_installed()
     for engine in config.engines:
         resolve(engine.model)
+        if engine.url is not None and not _URL.match(engine.url):
+            raise ConfigError(
+                f"{engine.url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
+                param="engines.url",
+            )  # fmt: skip
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -74,6 +82,8 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
         server = _Server(driver, config)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
+    if server.failure is not None:
+        raise server.failure
     return 1 if server.failed else 0
 
 
@@ -81,22 +91,26 @@ class _Server(uvicorn.Server):
     """uvicorn, which says when the engines are up and ends when none ever comes up."""
 
     def __init__(self, driver: Driver, config: Config) -> None:
+        app = build(config, driver)
         super().__init__(
             uvicorn.Config(
-                build(config, driver), loop="uvloop", log_level="warning", access_log=False,
+                app, loop="uvloop", log_level="warning", access_log=False,
                 http=limited(config.server.max_header_kib * 1024), server_header=False,
-                timeout_graceful_shutdown=_GRACE, ws="none",
+                timeout_graceful_shutdown=_GRACE, ws="none", proxy_headers=False,
             )
         )  # fmt: skip
-        self._driver, self._config = driver, config
+        self._driver, self._config, self._door = driver, config, app.state.door
         self._announcer: asyncio.Task[None] | None = None
         self.failed = False
+        self.failure: HeadwayError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.should_exit:
-            self.failed = True
+        try:
+            await self._door.open()  # not in the app's lifespan, which would print a traceback for an error
+        except HeadwayError as error:
+            self.failure, self.should_exit = error, True
             return
+        await super().startup(sockets)
         self._announcer = asyncio.create_task(self._announce())
 
     async def _announce(self) -> None:
@@ -115,5 +129,5 @@ class _Server(uvicorn.Server):
         console.print(f"[green]ready[/]: {models} at {address}/v1  (Ctrl-C stops everything)")
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:
-        console.print(f"[red]cannot start[/]: {failure}", markup=True, highlight=False)
+        console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False)
         self.failed = self.should_exit = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from headway.types import Request
 
+log = logging.getLogger("headway.serve")
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -88,7 +90,7 @@ class _Relabelled(Collector):
     def collect(self) -> list[Metric]:
         families: dict[str, Metric] = {}
         for instance, page in self._pages.items():
-            for family in text_string_to_metric_families(page):
+            for family in _parse(instance, page):
                 # Process figures of the API server would collide with those of other exporters.
                 if not family.name.startswith("vllm:"):
                     continue
@@ -100,3 +102,12 @@ class _Relabelled(Collector):
                     for sample in family.samples
                 ]
         return list(families.values())
+
+
+def _parse(instance: str, page: str) -> list[Metric]:
+    """Return an engine's families; none when it serves no metrics but something else."""
+    try:
+        return list(text_string_to_metric_families(page))
+    except ValueError as error:
+        log.warning("the metrics of engine %s cannot be read: %s", instance, error)
+        return []

@@ -21,6 +21,7 @@ from headway.serve.driver import Answer, Driver, Ticket, tokens_made
 
 log = logging.getLogger("headway.serve")
 _END = b"\n\n"
+_DONE = b"data: [DONE]\n\n"
 _USAGE = b'"choices":[]'  # vLLM's last event, which carries nothing but the usage
 _ERROR = b'data: {"error"'
 
@@ -31,7 +32,7 @@ class Relay(Response):
     def __init__(self, driver: Driver, ticket: Ticket, *, wants_usage: bool) -> None:
         super().__init__()
         self._driver, self._ticket, self._wants_usage = driver, ticket, wants_usage
-        self._begun = False
+        self._begun = self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the answer is complete or the client has left, whichever is first."""
@@ -39,11 +40,11 @@ class Relay(Response):
         left = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if work.done() or self._ticket.closed:  # all was said: who leaves now has had the answer
+                await work
+            else:
                 await _cancel(work)
                 await self._driver.fail(self._ticket, "client_gone: disconnected", "cancelled")
-            else:
-                await work
         except asyncio.CancelledError:
             await _cancel(work)
             await self._driver.fail(self._ticket, "gateway_stopped")
@@ -58,8 +59,9 @@ class Relay(Response):
                 await self._pass_on(answer, send)
             finally:
                 await answer.close()
-        except EngineGone as error:
-            await self._driver.fail(self._ticket, f"engine_gone: {error.message}")
+        except HeadwayError as error:
+            kind = "engine_gone" if isinstance(error, EngineGone) else "internal"
+            await self._driver.fail(self._ticket, f"{kind}: {error.message}")
             await self._say(error, scope, receive, send)
         except Exception as error:  # whatever it was, the request gets its end and the client an answer
             log.exception("request %s failed", self._ticket.request.id)
@@ -73,41 +75,55 @@ class Relay(Response):
         """Tell the client: with a status when nothing was sent yet, else as the stream's last event."""
         if not self._begun:
             await error_response(error)(scope, receive, send)
-            return
-        event = b"data: " + json.dumps(error.body()).encode() + _END + b"data: [DONE]" + _END
-        await send({"type": "http.response.body", "body": event, "more_body": False})
+        elif not self._ended:
+            event = b"data: " + json.dumps(error.body()).encode() + _END + _DONE
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+        else:
+            log.error("request %s was answered, but not closed: %s", self._ticket.request.id, error)
 
     async def _pass_on(self, answer: Answer, send: Send) -> None:
         headers = [
             (b"content-type", answer.content_type.encode()),
             (b"x-request-id", self._ticket.request.id.encode()),
         ]
-        streams = "event-stream" in answer.content_type
-        if not streams:
-            headers.append((b"content-length", str(len(answer.head)).encode()))
+        if not answer.streams:
+            headers.append((b"content-length", b"%d" % len(answer.head)))
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         self._begun = True
-        await (self._stream(answer, send) if streams else self._whole(answer, send))
+        await (self._stream(answer, send) if answer.streams else self._whole(answer, send))
 
     async def _whole(self, answer: Answer, send: Send) -> None:
-        """The client has its answer before the books are closed, but not before they are sure to be."""
+        await self._end(answer.head, send)
         if answer.status == 200:
             await self._driver.finish(self._ticket, tokens_made(answer.head))
         else:
             reason = answer.head.decode(errors="replace")[:500]
             await self._driver.fail(self._ticket, f"engine_refused: {reason}", "refused")
-        await send({"type": "http.response.body", "body": answer.head, "more_body": False})
 
     async def _stream(self, answer: Answer, send: Send) -> None:
-        reader = _Events(self._wants_usage)
-        await _body(send, reader.feed(answer.head))
-        async for chunk in answer.rest():
-            await _body(send, reader.feed(chunk))
-        if reader.complete:
-            await self._driver.finish(self._ticket, reader.tokens)
-        else:
-            await self._driver.fail(self._ticket, "engine_gone: the stream ended early")
-        await send({"type": "http.response.body", "body": reader.rest, "more_body": False})
+        reader, chunk = _Events(self._wants_usage), answer.head
+        while chunk:
+            data = reader.feed(chunk)
+            if reader.complete:
+                await self._end(data + reader.rest, send)
+                await self._driver.finish(self._ticket, reader.tokens)
+                await _drain(answer)
+                return
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            chunk = await answer.read()
+        if not reader.broken:
+            raise EngineGone(answer.engine, "its stream ended early")
+        await self._end(b"" if reader.closed else _DONE, send)
+        await self._driver.fail(self._ticket, "engine_failed: it said so in the stream")
+
+    async def _end(self, last: bytes, send: Send) -> None:
+        """Send the end of the answer. The books are closed after it, so that no client waits for the disk.
+
+        A crash in between leaves an answered request open; the next start closes it as one whose client left.
+        """
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        self._ended = True
 
 
 class _Events:
@@ -116,9 +132,18 @@ class _Events:
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
         self.rest = b""
-        self.tokens = 0
-        self.complete = False
-        self._broken = False
+        self._counted: int | None = None  # the engine's own count, once it has come
+        self._events = 0
+        self.closed = False  # the engine has said that no more will come
+        self.broken = False  # the engine has said that something is wrong
+
+    @property
+    def tokens(self) -> int:
+        return self._events if self._counted is None else self._counted
+
+    @property
+    def complete(self) -> bool:
+        return self.closed and not self.broken
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the bytes to pass on; an unfinished event is kept until its end comes."""
@@ -128,19 +153,19 @@ class _Events:
             self.rest = data
             return b""
         whole, self.rest = data[:end], data[end:]
-        self.tokens += whole.count(_END)  # replaced by the engine's own count when that comes
+        self._events += whole.count(_END)
         if _USAGE in whole or _ERROR in whole or b"[DONE]" in whole:
             whole = b"".join(self._look(event + _END) for event in whole.split(_END)[:-1])
         return whole
 
     def _look(self, event: bytes) -> bytes:
         if event.startswith(b"data: [DONE]"):
-            self.complete = not self._broken
+            self.closed = True
         elif event.startswith(_ERROR):
-            self._broken = True
+            self.broken = True
         elif _USAGE in event:
             with suppress(ValueError, KeyError, TypeError):
-                self.tokens = int(json.loads(event[6:])["usage"]["completion_tokens"])
+                self._counted = int(json.loads(event[6:])["usage"]["completion_tokens"])
                 return event if self._wants_usage else b""
         return event
 
@@ -150,9 +175,11 @@ def error_response(error: HeadwayError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _body(send: Send, data: bytes) -> None:
-    if data:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+async def _drain(answer: Answer) -> None:
+    """Read to the very end, so that the connection to the engine can be used again."""
+    with suppress(EngineGone):
+        while await answer.read():
+            pass
 
 
 async def _left(receive: Receive) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
@@ -10,6 +12,7 @@ from headway.model import resolve
 from headway.serve.asking import ChatBody, CompletionBody
 
 _INLINE = 8192  # characters; longer prompts are counted off the event loop
+Length = Callable[[str, bool], int]
 
 
 class TokenCounter:
@@ -18,16 +21,24 @@ class TokenCounter:
     def __init__(self, model: str) -> None:
         self._model = model
         self._tokenizer: Any = None
+        self._length: Length
 
     async def load(self) -> None:
         """Load the tokenizer; ConfigError when the model has none."""
         self._tokenizer = await asyncio.to_thread(self._load)
+        self._length = _length(self._tokenizer)
 
     def _load(self) -> Any:
-        from transformers import AutoTokenizer
-
         path = resolve(self._model)
         try:
+            if Path(
+                path, "tokenizer.json"
+            ).is_file():  # whole in itself; AutoTokenizer would load torch for it
+                from transformers import PreTrainedTokenizerFast
+
+                return PreTrainedTokenizerFast.from_pretrained(path)
+            from transformers import AutoTokenizer
+
             return AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -47,13 +58,10 @@ class TokenCounter:
             return self._count_chat(body)
         prompt = body.prompt
         if isinstance(prompt, str):
-            return self._length(prompt)
+            return self._length(prompt, True)
         if isinstance(prompt[0], int):
             return len(prompt)
-        return max(self._length(one) if isinstance(one, str) else len(one) for one in prompt)
-
-    def _length(self, text: str) -> int:
-        return len(self._tokenizer(text, verbose=False)["input_ids"])
+        return max(self._length(one, True) if isinstance(one, str) else len(one) for one in prompt)
 
     def _count_chat(self, body: ChatBody) -> int:
         messages = [{**m.model_dump(), "content": _text(m.content)} for m in body.messages]
@@ -63,7 +71,21 @@ class TokenCounter:
             )
         except Exception:  # the template may raise anything; the engine judges it, and answers the client
             text = "\n".join(message["content"] for message in messages)
-        return self._length(text)
+        return self._length(text, False)  # the template has put the special tokens in
+
+
+def _length(tokenizer: Any) -> Length:
+    """Return what counts the tokens of a text, with or without the special ones around it.
+
+    The Rust tokenizer is asked directly where there is one: transformers' wrapper takes twice the time, and
+    sets truncation before each call, which another thread must not meet in the middle of its own.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda text, special: len(tokenizer.encode(text, add_special_tokens=special))
+    backend.no_truncation()
+    backend.no_padding()
+    return lambda text, special: len(backend.encode(text, add_special_tokens=special))
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
@@ -76,4 +98,6 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
 def _size(body: ChatBody | CompletionBody) -> int:
     if isinstance(body, ChatBody):
         return sum(len(_text(message.content)) for message in body.messages)
-    return len(body.prompt) if isinstance(body.prompt, str) else sum(len(str(one)) for one in body.prompt)
+    if isinstance(body.prompt, str):
+        return len(body.prompt)
+    return sum(len(one) for one in body.prompt if isinstance(one, str))  # token ids need no counting

@@ -7,6 +7,7 @@ streamed to it and control messages reach its scheduler. A child that dies is st
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,8 @@ from headway.types import Event, Instance, InstanceDown, InstanceUp
 log = logging.getLogger("headway.engine")
 _POLL = 0.25  # seconds between looks at a child
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
+# vLLM closes idle connections after 5 s; letting go earlier avoids writing into one that is being closed.
+_KEEPALIVE = 2.0
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
 
 
@@ -60,9 +63,8 @@ class VllmEngine:
         if self.config.url is None:
             await asyncio.to_thread(check_installed)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-        self._session = aiohttp.ClientSession(
-            timeout=timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**18
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**18)
         self._task = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
@@ -87,6 +89,9 @@ class VllmEngine:
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
+            except Exception as error:  # whatever it is, supervision must go on and people must hear of it
+                log.exception("engine %s", self.id)
+                self.failure = EngineError(f"The engine {self.id} failed: {error!r}.", "See the log.")
             self._down()
             wait = _BACKOFF[min(tries, len(_BACKOFF) - 1)]
             tries += 1 if time.monotonic() - began < 60 else -tries
@@ -94,9 +99,9 @@ class VllmEngine:
             self.restarts += 1
 
     async def _bring_up(self) -> None:
-        alive = self.child is not None and self.child.alive and await self._ping()
+        alive = self.child is not None and self.child.alive and await self.lives()
         if self.config.url is None and not alive:
-            await asyncio.to_thread(self._spawn)
+            await _to_the_end(self._spawn)
         await self._healthy()
         instance = await self._describe()
         self.failure = None
@@ -114,7 +119,7 @@ class VllmEngine:
     async def _healthy(self) -> None:
         """Wait until the instance answers; EngineError when it dies or takes too long."""
         deadline = time.monotonic() + self.config.start_timeout_s
-        while not await self._ping():
+        while not await self.lives():
             if self.child is not None and not self.child.alive:
                 raise self.child.died(self.id)
             if time.monotonic() > deadline:
@@ -132,7 +137,7 @@ class VllmEngine:
             await asyncio.sleep(_POLL)
             if self.child is not None and not self.child.alive:
                 raise self.child.died(self.id)
-            misses = 0 if self.child is not None or await self._ping() else misses + 1
+            misses = 0 if self.child is not None or await self.lives() else misses + 1
         log.error("engine %s does not answer any more", self.id)
 
     def lost(self) -> None:
@@ -144,7 +149,8 @@ class VllmEngine:
             self.up.clear()
             self._tell(InstanceDown(self.id))
 
-    async def _ping(self) -> bool:
+    async def lives(self) -> bool:
+        """Ask whether the instance can still work: vLLM's /health says no once its engine core is dead."""
         try:
             async with self._http.get(f"{self.url}/health", timeout=_timeout(3)) as answer:
                 return answer.status == 200
@@ -156,10 +162,9 @@ class VllmEngine:
         config = self.config
         try:
             state = await self.control({"op": "state"})
-        except EngineError:
-            block, total = 16, config.max_running * config.max_model_len // 16
-        else:
             block, total = int(state["block_size"]), int(state["blocks_total"])
+        except (EngineError, KeyError, TypeError, ValueError):
+            block, total = 16, config.max_running * config.max_model_len // 16
         return Instance(self.id, config.name, config.max_running, total, block, config.max_model_len)
 
     # ---- work
@@ -183,21 +188,29 @@ class VllmEngine:
             raise EngineGone(self.id, error) from error
 
     async def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message to the running scheduler and return its state; EngineError if it has no control."""
+        """Send a message to the running scheduler and return its state.
+
+        EngineError: 400 when the message is wrong, 502 when the engine has no control.
+        """
+        url = f"{self.url}/headway/control"
         try:
-            async with self._http.post(
-                f"{self.url}/headway/control", json=message, timeout=_timeout(10)
-            ) as answer:
-                if answer.status != 200:
-                    raise EngineError(
-                        f"The engine {self.id} answered {answer.status} to a control message: "
-                        f"{(await answer.text())[:200]}.",
-                        "Only engines with Headway's scheduler inside can be controlled.",
-                    )
-                state: dict[str, Any] = await answer.json()
-                return state
+            async with self._http.post(url, json=message, timeout=_timeout(10)) as answer:
+                status, text = answer.status, await answer.text(errors="replace")
         except _GONE as error:
             raise EngineGone(self.id, error) from error
+        state = _state(text)
+        if status == 200 and state is not None:
+            return state
+        if status == 400 and state is not None:
+            raise EngineError(
+                f"The engine {self.id} refused the message: {state.get('error')}.",
+                "See headway/engines/vllm/control.py for what can be said.",
+                status=400, kind="invalid_request_error",
+            )  # fmt: skip
+        raise EngineError(
+            f"The engine {self.id} answered {status} to a control message: {text[:200]}.",
+            "Only engines with Headway's scheduler inside can be controlled.",
+        )
 
     async def metrics(self) -> str:
         """Return the instance's own Prometheus page, empty when it is not there."""
@@ -206,6 +219,24 @@ class VllmEngine:
                 return await answer.text() if answer.status == 200 else ""
         except _GONE:
             return ""
+
+
+def _state(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+async def _to_the_end(work: Callable[[], None]) -> None:
+    """Run it in a thread and stay until its end even when cancelled: no child may be born unseen."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _timeout(seconds: float) -> aiohttp.ClientTimeout:

@@ -1,0 +1,284 @@
+"""A wrong configuration is refused with what is wrong and the mend; a right one says what it means."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config import Broker, Config, Engine, Key, Server, Tier, load, parse, show, write
+from headway.errors import ConfigError
+from headway.recipes import RECIPES, find
+from headway.types import Slo
+
+SECRET = "sk-very-secret-0123456789"
+
+EVERY_FIELD = f"""
+recipe = "edf"
+
+[server]
+host = "0.0.0.0"
+port = 9000
+max_body_kib = 64
+max_header_kib = 16
+max_queued = 10
+max_attempts = 5
+
+[[engines]]
+model = "org/some-model"
+served_name = "some"
+url = "http://10.0.0.1:8000"
+port = 8001
+max_running = 4
+slots = 9
+max_model_len = 1024
+max_batched_tokens = 512
+kv_gib = 2
+blocks = 96
+dtype = "float32"
+cores = "0-1"
+eager = false
+async_scheduling = true
+args = ["--gpu-memory-utilization", "0.5"]
+start_timeout_s = 60
+
+[broker]
+kind = "memory"
+path = "/tmp/q.sqlite"
+synchronous = "normal"
+keep_hours = 0.5
+
+[classes.gold]
+ttft_ms = 300
+tpot_ms = 50.5
+e2e_ms = 4000
+priority = -3
+
+[[keys]]
+key = "{SECRET}"
+tenant = "alice"
+"""
+
+
+def refused(data: dict[str, Any]) -> str:
+    """Return what the refusal says; its traceback too must not quote an API key."""
+    with pytest.raises(ConfigError) as caught:
+        parse(data, "headway.toml")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.fix
+    return str(caught.value)
+
+
+def test_no_file_and_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "headway.toml"
+    path.write_text("")
+    assert load(path) == load(None) == Config()
+
+
+def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "headway.toml"
+    path.write_text(EVERY_FIELD)
+    config = load(path)
+    assert config.recipe == "edf"
+    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 5)
+    assert config.engines == (
+        Engine(
+            model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
+            slots=9, max_model_len=1024, max_batched_tokens=512, kv_gib=2, blocks=96, dtype="float32",
+            cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
+            start_timeout_s=60.0,
+        ),
+    )  # fmt: skip
+    assert config.broker == Broker("memory", "/tmp/q.sqlite", "normal", 0.5)
+    assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3)
+    assert config.keys == (Key(SECRET, "alice"),)
+
+
+def test_the_example_above_names_every_field_there_is() -> None:
+    data = tomllib.loads(EVERY_FIELD)
+    tables = {Server: data["server"], Engine: data["engines"][0], Broker: data["broker"], Config: data}
+    tables |= {Tier: data["classes"]["gold"], Key: data["keys"][0]}
+    for cls, table in tables.items():
+        assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__
+
+
+def test_classes_are_added_to_the_built_in_ones_and_replace_them_by_name() -> None:
+    classes = parse({"classes": {"gold": {"ttft_ms": 300}, "chat": {"ttft_ms": 500}}}).classes
+    assert set(classes) == {"default", "chat", "batch", "gold"}
+    assert classes["chat"] == Tier(ttft_ms=500.0)
+
+
+def test_a_class_promises_seconds() -> None:
+    assert Tier(ttft_ms=300.0, tpot_ms=50.0).slo == Slo(ttft=0.3, tpot=0.05)
+    assert Tier().slo == Slo()
+
+
+def test_the_name_at_the_door_is_the_served_name_or_the_last_part_of_the_model() -> None:
+    assert Engine(model="org/some-model/").name == "some-model"
+    assert Engine(model="org/some-model", served_name="x").name == "x"
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "mend"),
+    [
+        ({"enginse": []}, "'enginse'", "Did you mean 'engines'?"),
+        ({"server": {"prot": 1}}, "'server.prot'", "Did you mean 'port'?"),
+        ({"engines": [{}, {"max_runing": 1}]}, "'engines.1.max_runing'", "Did you mean 'max_running'?"),
+        ({"classes": {"x": {"ttft": 1}}}, "'classes.x.ttft'", "Did you mean 'ttft_ms'?"),
+        ({"broker": {"king": "sqlite"}}, "'broker.king'", "Did you mean 'kind'?"),
+        ({"keys": [{"key": SECRET, "tenent": "a"}]}, "'keys.0.tene****'", "Did you mean 'tenant'?"),
+        ({"engines": [{"recipe": "edf"}]}, "'engines.0.recipe'", "at the top of the file"),
+        ({"server": {"max_running": 4}}, "'server.max_running'", "It belongs in 'engines'."),
+        ({"server": {"zzz": 4}}, "'server.zzz'", "Remove it; `headway config show`"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
+    data: dict[str, Any], key: str, mend: str
+) -> None:
+    said = refused(data)
+    assert f"Unknown key {key} in headway.toml" in said
+    assert mend in said
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "seen"),
+    [
+        ({"recipe": 3}, "recipe", "3"),
+        ({"server": {"port": "8000"}}, "server.port", "'8000'"),
+        ({"server": {"port": 70000}}, "server.port", "70000"),
+        ({"server": {"port": 8000.5}}, "server.port", "8000.5"),
+        ({"server": {"max_queued": True}}, "server.max_queued", "True"),
+        ({"server": {"max_queued": 0}}, "server.max_queued", "0"),
+        ({"server": 3}, "server", "3"),
+        ({"engines": 3}, "engines", "3"),
+        ({"engines": [3]}, "engines.0", "3"),
+        ({"engines": [{"max_running": -1}]}, "engines.0.max_running", "-1"),
+        ({"engines": [{"slots": 0}]}, "engines.0.slots", "0"),
+        ({"engines": [{"dtype": "int4"}]}, "engines.0.dtype", "'int4'"),
+        ({"engines": [{"eager": 1}]}, "engines.0.eager", "1"),
+        ({"engines": [{"args": "--x"}]}, "engines.0.args", "'--x'"),
+        ({"engines": [{"start_timeout_s": 0}]}, "engines.0.start_timeout_s", "0"),
+        ({"engines": [{"cores": 1}]}, "engines.0.cores", "1"),
+        ({"broker": {"kind": "kafka"}}, "broker.kind", "'kafka'"),
+        ({"broker": {"keep_hours": float("inf")}}, "broker.keep_hours", "inf"),
+        ({"broker": {"keep_hours": float("nan")}}, "broker.keep_hours", "nan"),
+        ({"classes": {"x": {"ttft_ms": -5}}}, "classes.x.ttft_ms", "-5"),
+        ({"classes": {"x": {"ttft_ms": "fast"}}}, "classes.x.ttft_ms", "'fast'"),
+        ({"classes": {"x": {"ttft_ms": True}}}, "classes.x.ttft_ms", "True"),
+        ({"classes": {"x": {"priority": 1.5}}}, "classes.x.priority", "1.5"),
+        ({"classes": {"x": 3}}, "classes.x", "3"),
+        ({"classes": 3}, "classes", "3"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place_and_what_it_is(
+    data: dict[str, Any], path: str, seen: str
+) -> None:
+    said = refused(data)
+    assert said.startswith(f"{path} in headway.toml: ")
+    assert f"(it is {seen})" in said
+    assert said.endswith("Correct that value.")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [{"key": SECRET}],
+        [{"key": SECRET, "tenant": ""}],
+        [{"key": SECRET, "tenant": 3}],
+        [{"key": SECRET, "tenant": "a", "extra": 1}],
+        [{"key": [SECRET], "tenant": "a"}],
+        [{SECRET: "alice"}],
+        [{"key": "sk-long-enough", "tenant": "a", SECRET: "alice"}],
+        {SECRET: "alice"},
+        SECRET,
+        [SECRET],
+    ],
+)
+def test_an_api_key_is_never_quoted(keys: Any) -> None:
+    assert SECRET not in refused({"keys": keys})
+
+
+def test_a_short_api_key_is_refused_without_being_quoted() -> None:
+    said = refused({"keys": [{"key": "hunter2", "tenant": "a"}]})
+    assert "at least 8 characters" in said
+    assert "hunter2" not in said
+
+
+def test_a_missing_part_is_named() -> None:
+    said = refused({"keys": [{"key": SECRET}]})
+    assert said == "keys.0.tenant is missing in headway.toml. Add it."
+
+
+def test_no_engines_is_refused() -> None:
+    assert refused({"engines": []}) == "headway.toml names no engine. Add an [[engines]] table."
+
+
+@pytest.mark.parametrize("text", ["recipe = ", "[server", "port 8000", "a = 1\na = 2", "\ufeffrecipe='edf'"])
+def test_a_file_that_is_not_toml_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "headway.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"headway\.toml is not TOML: .* `headway config show`"):
+        load(path)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "headway.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load(path)
+
+
+def test_a_file_that_is_missing_or_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read: No such file.*Check --config"):
+        load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("data", [{}, tomllib.loads(EVERY_FIELD)], ids=["defaults", "every field"])
+def test_what_write_prints_is_read_back_the_same(data: dict[str, Any]) -> None:
+    config = parse(data)
+    assert parse(tomllib.loads(write(config))) == config
+
+
+def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
+    config = parse(tomllib.loads(EVERY_FIELD))
+    text = show(config)
+    assert SECRET not in text
+    assert SECRET[:4] in text
+    assert dataclasses.replace(parse(tomllib.loads(text)), keys=config.keys) == config
+
+
+# ---- recipes are named in the configuration
+
+
+@pytest.mark.parametrize(("name", "mend"), [("slak", "Did you mean 'slack'?"), ("zzz", "Use one of vllm,")])
+def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, mend: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find(name)
+    assert f"There is no recipe {name!r}." in str(caught.value)
+    assert mend in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no.such.module:x", "headway.recipes:nothing", "headway.recipes:find"])
+def test_a_recipe_from_outside_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded|must be a headway"):
+        find(name)
+
+
+def test_a_recipe_from_outside_is_found_by_module_and_attribute() -> None:
+    assert find("tests.core.test_config:MINE") is MINE
+
+
+def test_every_recipe_stands_under_its_name() -> None:
+    for name, recipe in RECIPES.items():
+        assert find(name) is recipe
+        assert recipe.name == name
+        assert recipe.about
+
+
+MINE = dataclasses.replace(RECIPES["edf"], name="mine")

@@ -1,0 +1,310 @@
+"""Whatever happens, every accepted request is in exactly one place and gets its turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.recipes import RECIPES
+from headway.types import (
+    Failed,
+    Finished,
+    InstanceUp,
+    Request,
+    Returned,
+    Send,
+    Slo,
+    Started,
+    Tick,
+)
+from tests.core.world import FLEET, World, controller
+
+PROGRAMS = st.lists(st.integers(0, 2**34 - 1), min_size=5, max_size=80)
+EXAMPLES = settings(max_examples=100, deadline=None)
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def request(id: str, *, model: str = "m0", prompt: int = 10, arrival: float = 0.0, **more: object) -> Request:
+    return Request(id, model, prompt, 100, arrival, **more)  # type: ignore[arg-type]
+
+
+def world(recipe: str, *up: str) -> World:
+    made = World(controller(recipe))
+    for name in up:
+        made.start(name)
+    return made
+
+
+@every_recipe
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_every_accepted_request_is_queued_or_inside_exactly_one_instance(
+    recipe: str, program: list[int]
+) -> None:
+    """`World.tell` refuses a second sending, one to a dead or wrong instance, and one of an ended request."""
+    around = world(recipe)
+    for choice in program:
+        around.act(choice)
+        core = around.core
+        assert core.queued == len(around.queued)
+        assert set(core.requests) == set(around.requests) == {*around.queued, *around.inside}
+        backlog = core.cluster.backlog
+        assert len(backlog) == len(around.requests)
+        for id, row in backlog.row_of.items():
+            assert backlog.sent[row] == (id in around.inside)
+
+
+@every_recipe
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_every_request_gets_its_turn(recipe: str, program: list[int]) -> None:
+    around = world(recipe)
+    for choice in program:
+        around.act(choice)
+    for name in set(FLEET) - set(around.up):
+        around.start(name)
+    for _ in range(len(around.requests)):
+        assert around.inside, "requests wait and no engine has any"
+        id = next(iter(around.inside))
+        around.end(id, Finished(id, 10))
+    assert not around.requests
+
+
+@every_recipe
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_no_instance_idles_while_work_for_it_waits(recipe: str, program: list[int]) -> None:
+    around = world(recipe)
+    for choice in program:
+        around.act(choice)
+        waiting = {waits.model for waits in around.queued.values()}
+        for name, instance in around.up.items():
+            assert around.load(name) or instance.model not in waiting
+
+
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_without_displacing_no_instance_holds_more_than_its_window(program: list[int]) -> None:
+    around = world("vllm")
+    for choice in program:
+        around.act(choice)
+        for name in around.up:
+            assert around.load(name) <= FLEET[name].window
+
+
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_first_come_first_served_never_overtakes(program: list[int]) -> None:
+    """By arrival, and between equal arrivals by the order of coming."""
+    around = world("vllm")
+
+    def nobody_is_overtaken(sends: list[Send]) -> None:
+        for first in (around.core.requests[send.id] for send in sends):
+            for other in around.queued.values():
+                ahead = (first.arrival, int(first.id[1:])) < (other.arrival, int(other.id[1:]))
+                assert ahead or other.model != first.model
+
+    around.watch = nobody_is_overtaken
+    for choice in program:
+        around.act(choice)
+
+
+@every_recipe
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_a_request_is_sent_beyond_the_window_only_to_displace(recipe: str, program: list[int]) -> None:
+    """More than a window inside means that the one sent ranks among the first of those."""
+    around = world(recipe)
+
+    def room_or_rank(sends: list[Send]) -> None:
+        core = around.core
+        lines = core.planner.plan(core.cluster, around.now).lines
+        for send in sends:
+            window = FLEET[send.instance].window
+            head = core.cluster.backlog.names(lines[send.instance][:window].tolist())
+            assert around.load(send.instance) <= window or send.id in head
+
+    around.watch = room_or_rank
+    for choice in program:
+        around.act(choice)
+
+
+@every_recipe
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_the_same_events_give_the_same_commands(recipe: str, program: list[int]) -> None:
+    one, two = world(recipe), world(recipe)
+    for choice in program:
+        assert one.act(choice) == two.act(choice)
+
+
+@every_recipe
+def test_a_returned_request_is_sent_again_before_those_that_came_after_it(recipe: str) -> None:
+    around = world(recipe, "e2")
+    for i in range(3):
+        around.arrive(request(f"r{i}", model="m1", arrival=float(i)))
+    assert around.inside == {"r0": "e2"}
+    assert around.give_back("r0") == [Send("r0", "e2")]
+
+
+def test_a_returned_request_goes_to_an_instance_that_lives() -> None:
+    around = world("vllm", "e0", "e1")
+    around.arrive(request("r"))
+    first = around.inside["r"]
+    around.stop(first)
+    assert around.inside["r"] == ({"e0", "e1"} - {first}).pop()
+
+
+def test_requests_wait_for_an_instance_of_their_model() -> None:
+    around = world("vllm", "e0")
+    assert around.arrive(request("r", model="m1")) == []
+    assert around.start("e2") == [Send("r", "e2")]
+
+
+@every_recipe
+def test_instances_share_the_load_by_their_size(recipe: str) -> None:
+    around = world(recipe, "e0", "e1")
+    for i in range(9):
+        around.arrive(request(f"r{i}", arrival=float(i)))
+    assert (around.load("e0"), around.load("e1")) == (3, 6)
+    assert around.load("e0") + around.load("e1") == FLEET["e0"].window + FLEET["e1"].window
+
+
+@every_recipe
+def test_half_a_load_is_spread_and_not_piled(recipe: str) -> None:
+    around = world(recipe, "e0", "e1")
+    for i in range(3):
+        around.arrive(request(f"r{i}", arrival=float(i)))
+    assert (around.load("e0"), around.load("e1")) == (1, 2)
+
+
+@every_recipe
+def test_no_more_is_sent_than_the_kv_memory_holds(recipe: str) -> None:
+    """A prompt that waits with us can still go elsewhere; one that waits inside cannot."""
+    around = world(recipe, "e0")  # 60 blocks of 16 tokens
+    for i in range(3):
+        around.arrive(request(f"r{i}", prompt=300, arrival=float(i)))  # and 100 expected: 25 blocks each
+    assert set(around.inside) == {"r0", "r1"}
+    around.end("r0", Finished("r0", 100))
+    assert set(around.inside) == {"r1", "r2"}
+
+
+@every_recipe
+def test_what_seems_too_large_may_still_try_alone(recipe: str) -> None:
+    around = world(recipe, "e0")
+    around.arrive(request("huge", prompt=5000))
+    assert around.inside == {"huge": "e0"}
+
+
+@pytest.mark.parametrize("recipe", ["priority", "edf", "slack"])
+def test_a_more_urgent_arrival_is_sent_to_a_full_engine(recipe: str) -> None:
+    around = world(recipe, "e2")
+    around.arrive(request("bulk", model="m1", priority=5))
+    urgent = request("alarm", model="m1", arrival=1.0, priority=-1, slo=Slo(ttft=1e6))
+    assert around.arrive(urgent) == [Send("alarm", "e2")]
+
+
+def test_first_come_first_served_sends_nobody_to_a_full_engine() -> None:
+    around = world("vllm", "e2")
+    around.arrive(request("bulk", model="m1", priority=5))
+    assert around.arrive(request("alarm", model="m1", arrival=1.0, priority=-1)) == []
+
+
+def test_events_about_strangers_and_ended_requests_change_nothing() -> None:
+    around = world("vllm", "e0")
+    around.arrive(request("r"))
+    around.end("r", Finished("r", 10))
+    for event in (Finished("r", 10), Failed("r", "x"), Returned("r"), Started("r"), Tick()):
+        assert around.tell(event) == []
+    assert around.core.queued == 0
+    assert not around.core.requests
+
+
+def test_a_request_returned_while_it_is_ours_is_counted_once() -> None:
+    around = world("vllm")
+    around.arrive(request("r"))
+    around.tell(Returned("r"))
+    assert around.core.queued == 1
+
+
+def test_an_answer_teaches_the_length_of_its_task() -> None:
+    around = world("vllm", "e0")
+    around.arrive(request("r", task="sum"))
+    around.end("r", Finished("r", 7))
+    assert around.core.lengths.forecast(request("q", task="sum")).mean == 7
+    around.arrive(request("f", task="sum"))
+    around.end("f", Failed("f", "x"))
+    assert around.core.lengths.forecast(request("q", task="sum")).mean == 7
+
+
+# ---- the door
+
+
+def full(max_queued: int) -> World:
+    around = World(controller("vllm", max_queued))
+    for i in range(max_queued):
+        assert around.core.admit(request(f"r{i}"), around.now) is None
+        around.arrive(request(f"r{i}"))
+    return around
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+    refusal = full(3).core.admit(request("r"), 1000.0)
+    assert refusal is not None
+    assert (refusal.id, refusal.reason) == ("r", "queue_full")
+    assert refusal.retry_after == 1.0
+
+
+def test_room_in_the_queue_admits_again() -> None:
+    around = full(3)
+    around.end("r1", Failed("r1", "client_gone"))
+    assert around.core.admit(request("r"), around.now) is None
+
+
+def test_requests_inside_engines_do_not_fill_the_queue() -> None:
+    around = World(controller("vllm", 1))
+    around.start("e0")
+    for i in range(FLEET["e0"].window):
+        assert around.core.admit(request(f"r{i}"), around.now) is None
+        around.arrive(request(f"r{i}"))
+    assert around.core.admit(request("r"), around.now) is None
+
+
+@given(
+    gaps=st.lists(st.floats(0, 1e4), max_size=8),
+    wait=st.floats(-10, 1e5),
+    queued=st.integers(1, 4),
+)
+def test_retry_after_is_within_a_second_and_a_minute(gaps: list[float], wait: float, queued: int) -> None:
+    around = full(queued)
+    for i, gap in enumerate(gaps):
+        around.now += gap
+        around.arrive(request(f"x{i}"))
+        around.end(f"x{i}", Finished(f"x{i}", 1))
+    refusal = around.core.admit(request("r"), around.now + wait)
+    assert refusal is not None
+    assert refusal.retry_after is not None
+    assert 1.0 <= refusal.retry_after <= 60.0
+
+
+def test_retry_after_follows_the_rate_at_which_answers_end() -> None:
+    around = full(1)
+    for i in range(6):
+        around.now += 10.0
+        around.arrive(request(f"x{i}"))
+        around.end(f"x{i}", Finished(f"x{i}", 1))
+    refusal = around.core.admit(request("r"), around.now)
+    assert refusal is not None
+    assert refusal.retry_after == pytest.approx(10.0, rel=0.2)
+
+
+def test_an_instance_that_comes_up_again_replaces_its_former_self() -> None:
+    around = world("vllm", "e1")
+    larger = replace(FLEET["e1"], max_running=9)
+    around.tell(InstanceUp(larger))
+    for i in range(20):
+        around.arrive(request(f"r{i}", arrival=float(i)))
+    assert around.load("e1") == larger.window

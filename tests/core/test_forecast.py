@@ -1,0 +1,191 @@
+"""Forecasts follow what was seen: lengths per task, iteration time by its additive law."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.forecast.lengths import TaskLengths
+from headway.forecast.pace import OnlinePace
+from headway.types import Batch, Floats, Request
+
+
+def request(task: str = "chat", max_tokens: int = 1000) -> Request:
+    return Request("r", "m", 10, max_tokens, 0.0, task=task)
+
+
+# ---- lengths
+
+
+def test_before_the_first_answer_the_prior_stands_in() -> None:
+    lengths = TaskLengths(prior=256)
+    assert lengths.forecast(request()).samples.tolist() == [256]
+    assert lengths.forecast(request(max_tokens=16)).samples.tolist() == [16]
+
+
+def test_a_task_is_forecast_from_its_own_answers_only() -> None:
+    lengths = TaskLengths()
+    for made in (30, 10, 20):
+        lengths.learn(request("chat"), made)
+    assert lengths.forecast(request("chat")).samples.tolist() == [10, 20, 30]
+    assert lengths.forecast(request("code")).mean == 256
+
+
+def test_only_the_last_answers_count() -> None:
+    lengths = TaskLengths(window=3)
+    for made in (1000, 1, 2, 3):
+        lengths.learn(request(), made)
+    assert lengths.forecast(request()).samples.tolist() == [1, 2, 3]
+
+
+def test_an_empty_answer_teaches_nothing() -> None:
+    lengths = TaskLengths()
+    lengths.learn(request(), 0)
+    assert lengths.forecast(request()).mean == 256
+
+
+@given(st.lists(st.integers(0, 2000), max_size=50), st.integers(1, 2000), st.integers(1, 20))
+def test_a_forecast_is_sorted_within_limits_and_the_last_answers(
+    answers: list[int], limit: int, window: int
+) -> None:
+    lengths = TaskLengths(window)
+    for made in answers:
+        lengths.forecast(request())  # asking in between changes nothing
+        lengths.learn(request(), made)
+    seen = [made for made in answers if made][-window:] or [256]
+    assert lengths.forecast(request(max_tokens=limit)).samples.tolist() == sorted(
+        min(made, limit) for made in seen
+    )
+
+
+# ---- pace
+
+# Seconds per iteration, decode, context token, prompt token and pair of prompt tokens.
+LAW = np.array([0.004, 0.3e-3, 0.8e-6, 0.12e-3, 0.5e-7])
+GPU = np.array([0.006, 1e-5, 4e-9, 1.5e-5, 1e-9])
+MACHINES = pytest.mark.parametrize("law", [LAW, GPU, 10 * LAW, GPU / 20], ids=["cpu", "gpu", "slow", "fast"])
+
+
+def shapes(rng: np.random.Generator, n: int) -> list[Batch]:
+    """Batches as serving makes them: decodes of some context, a prompt chunk in every third."""
+    out = []
+    for _ in range(n):
+        decodes = int(rng.integers(1, 33))
+        prefill = int(rng.integers(16, 1024)) if rng.random() < 0.35 else 0
+        before = int(rng.integers(0, 1024)) if prefill else 0
+        pairs = prefill * before + prefill * prefill // 2
+        out.append(Batch(decodes, decodes * int(rng.integers(50, 1500)), prefill, pairs))
+    return out
+
+
+def seconds(batch: Batch, law: Floats = LAW) -> float:
+    shape = (1.0, batch.decodes, batch.context, batch.prefill, batch.prefill_context)
+    return float(np.dot(law, shape))
+
+
+def worst(pace: OnlinePace, law: Floats = LAW, seed: int = 99) -> float:
+    """Largest relative error over batches never seen."""
+    return max(
+        abs(pace.seconds(batch) / seconds(batch, law) - 1)
+        for batch in shapes(np.random.default_rng(seed), 300)
+    )
+
+
+def taught(n: int, *, noise: float = 0.05, seed: int = 0, law: Floats = LAW) -> OnlinePace:
+    pace, rng = OnlinePace(), np.random.default_rng(seed)
+    for batch in shapes(rng, n):
+        pace.learn(batch, seconds(batch, law) * rng.lognormal(0, noise))
+    return pace
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_pace_learns_an_additive_law_within_5_per_cent(seed: int) -> None:
+    assert worst(OnlinePace()) > 0.5  # the prior is another machine
+    assert worst(taught(1000, seed=seed)) < 0.05
+
+
+def test_the_pace_learns_exactly_without_noise() -> None:
+    assert worst(taught(2000, noise=0.0)) < 0.001
+
+
+@MACHINES
+def test_the_pace_learns_machines_unlike_its_prior(law: Floats) -> None:
+    assert worst(taught(1000, law=law), law) < 0.05
+
+
+def test_a_machine_unlike_the_prior_is_roughly_known_after_tens_of_iterations() -> None:
+    assert worst(taught(30, law=GPU), GPU) < 0.15
+
+
+def test_one_iteration_that_hung_does_not_spoil_the_forecast() -> None:
+    pace = taught(1000)
+    before = worst(pace)
+    pace.learn(Batch(8, 4000, 0), 30.0)
+    assert worst(pace) < before + 0.1
+
+
+def test_rare_hangs_move_the_forecast_no_more_than_their_share() -> None:
+    pace, rng = OnlinePace(), np.random.default_rng(1)
+    for batch in shapes(rng, 2000):
+        hung = rng.random() < 0.02
+        pace.learn(batch, seconds(batch) * (1000 if hung else rng.lognormal(0, 0.05)))
+    assert worst(pace) < 0.25  # 2 % of surprises, each counted at most threefold
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_the_pace_recovers_when_the_machine_changes_its_speed(factor: float) -> None:
+    pace, rng = taught(3000), np.random.default_rng(2)
+    for batch in shapes(rng, 1500):
+        pace.learn(batch, factor * seconds(batch) * rng.lognormal(0, 0.05))
+    assert worst(pace, LAW * factor) < 0.15
+
+
+@MACHINES
+@pytest.mark.parametrize("batch", [Batch(256, 102_400, 0), Batch(1, 10, 0), Batch(16, 4800, 512, 131_072)])
+def test_equal_batches_for_long_are_forecast_right_from_the_first_start(law: Floats, batch: Batch) -> None:
+    """One shape says nothing of five coefficients: their sum must be right, and none may run away."""
+    pace, rng = OnlinePace(), np.random.default_rng(3)
+    for _ in range(3000):
+        pace.learn(batch, seconds(batch, law) * rng.lognormal(0, 0.05))
+    assert abs(pace.seconds(batch) / seconds(batch, law) - 1) < 0.02
+
+
+def test_hours_of_equal_batches_do_not_spoil_what_was_learned_of_others() -> None:
+    """Forgetting alone would let the unexcited coefficients drift and then jump."""
+    pace, rng = taught(2000), np.random.default_rng(3)
+    batch, mixed = Batch(8, 8 * 400, 0), Batch(8, 3200, 512, 131_072)
+    for _ in range(10_000):
+        pace.learn(batch, seconds(batch) * rng.lognormal(0, 0.05))
+    assert abs(pace.seconds(batch) / seconds(batch) - 1) < 0.03
+    assert abs(pace.seconds(mixed) / seconds(mixed) - 1) < 0.15
+
+
+BATCH = st.builds(
+    Batch,
+    st.integers(0, 512),
+    st.integers(0, 10**6),
+    st.integers(0, 8192),
+    st.integers(0, 10**8),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(BATCH, st.floats(0, 1e4)), max_size=40), BATCH, st.integers(1, 4096))
+def test_no_measurement_makes_a_forecast_negative_or_larger_for_less_work(
+    measured: list[tuple[Batch, float]], batch: Batch, tokens: int
+) -> None:
+    pace = OnlinePace()
+    for seen, took in measured:
+        pace.learn(seen, took)
+    less = Batch(batch.decodes // 2, batch.context // 2, batch.prefill // 2, batch.prefill_context // 2)
+    assert 1e-4 <= pace.seconds(less) <= pace.seconds(batch) < np.inf
+    alone = pace.prefill_seconds(np.array([tokens, 2.0 * tokens]))
+    assert 1e-4 <= alone[0] <= alone[1]
+
+
+def test_a_prompt_alone_takes_what_a_batch_of_it_takes() -> None:
+    pace = taught(500)
+    alone = pace.prefill_seconds(np.array([600.0]))[0]
+    assert alone == pytest.approx(pace.seconds(Batch(0, 0, 600, 600 * 600 // 2)))

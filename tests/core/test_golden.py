@@ -1,0 +1,177 @@
+"""Have decisions changed? One workload through controller and packer, every decision compared with the last.
+
+A change of policy shows as a diff of `golden/<recipe>.jsonl`, to be read and committed with it:
+`HEADWAY_GOLDEN=write pytest tests/core/test_golden.py` writes them anew.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from headway.controller import Controller
+from headway.forecast.lengths import TaskLengths
+from headway.forecast.pace import OnlinePace
+from headway.recipes import RECIPES
+from headway.types import Arrived, Event, Finished, Instance, InstanceUp, Request, Send, Slo, Started
+from tests.core.toy import Ran, Task, ToyEngine
+
+GOLDEN = Path(__file__).parent / "golden"
+BUDGET = 256
+# e1 has no slots for pausing: whoever is displaced there is evicted.
+FLEET = {
+    "e0": (Instance("e0", "m", 4, 60, 16, 1024), 6),
+    "e1": (Instance("e1", "m", 2, 44, 16, 1024, lead=1), 2),
+}
+# task, promises, priority, prompt from..to, answer from..to, share
+MIX = (
+    ("chat", Slo(ttft=0.8, tpot=0.1), 0, (20, 260), (5, 30), 0.4),
+    ("code", Slo(ttft=0.3, e2e=1.0), 0, (100, 400), (2, 8), 0.2),
+    ("report", Slo(e2e=8.0), -1, (150, 420), (10, 40), 0.15),
+    ("batch", Slo(), 10, (200, 560), (20, 60), 0.25),
+)
+
+
+def workload(n: int = 60, seed: int = 7) -> list[tuple[Request, int]]:
+    """Requests with the length of their answers; only `Random.random`, which is the same everywhere."""
+    rng, now, out = Random(seed), 0.0, []
+    for i in range(n):
+        now = round(now - 0.035 * math.log(1 - rng.random()) * (3 if i % 20 < 8 else 0.5), 4)
+        pick, shares = rng.random(), accumulate(share for *_, share in MIX)
+        task, slo, priority, prompts, answers, _ = MIX[sum(pick >= share for share in shares)]
+        prompt, target = (low + int(rng.random() * (high - low)) for low, high in (prompts, answers))
+        out.append((Request(f"r{i}", "m", prompt, 64, now, slo, priority, task=task), target))
+    return out
+
+
+@dataclass(slots=True)
+class Host:
+    """Controller and toy engines on one virtual clock. An engine's answers reach the core when they end."""
+
+    core: Controller
+    engines: dict[str, ToyEngine]
+    targets: dict[str, int]
+    heap: list[tuple[float, int, Any]] = field(default_factory=list)
+    serial: count[int] = field(default_factory=count)
+    busy: set[str] = field(default_factory=set)
+    log: list[str] = field(default_factory=list)
+
+    def at(self, time: float, what: Any) -> None:
+        heapq.heappush(self.heap, (time, next(self.serial), what))
+
+    def run(self) -> list[str]:
+        while self.heap:
+            now, _, what = self.heap[0]
+            heapq.heappop(self.heap)
+            if isinstance(what, str):
+                self._ready(what, now)
+            else:
+                self._tell(what, now)
+        return self.log
+
+    def _ready(self, name: str, now: float) -> None:
+        """An engine begins its next iteration, or rests."""
+        engine = self.engines[name]
+        if not len(engine.jobs):
+            self.busy.discard(name)
+            return
+        engine.now = now
+        ran = engine.step()
+        self._note(t=round(now, 4), e=name, run=ran.tokens, pause=ran.paused, evict=ran.evicted)
+        self._ends(engine, ran)
+        self.at(engine.now, name)
+
+    def _ends(self, engine: ToyEngine, ran: Ran) -> None:
+        for id in ran.tokens:
+            if id in engine.jobs and engine.jobs.made[engine.jobs.row_of[id]] == 1:
+                self.at(engine.now, Started(id))
+        for id in ran.finished:
+            self.at(engine.now, Finished(id, self.targets[id]))
+
+    def _tell(self, event: Event, now: float) -> None:
+        commands = self.core.on(event, now)
+        sends = [(c.id, c.instance) for c in commands if isinstance(c, Send)]
+        name = event.id if isinstance(event, Finished) else ""
+        self._note(t=round(now, 4), end=name, send=[list(send) for send in sends])
+        for id, instance in sends:
+            self._receive(self.core.requests[id], instance, now)
+
+    def _receive(self, request: Request, instance: str, now: float) -> None:
+        left = self.core.lengths.forecast(request).mean
+        task = Task(
+            request.id, request.prompt_tokens, self.targets[request.id], request.arrival, request.slo,
+            request.priority,
+        )  # fmt: skip
+        self.engines[instance].add(task, left)
+        if instance not in self.busy:
+            self.busy.add(instance)
+            self.at(now, instance)
+
+    def _note(self, **facts: Any) -> None:
+        line = {key: value for key, value in facts.items() if value or key == "t"}
+        if len(line) > 1:
+            self.log.append(json.dumps(line, separators=(",", ":")))
+
+
+def decisions(recipe: str) -> list[str]:
+    """Run the workload to its end and return one JSON line per decision."""
+    policy, pace = RECIPES[recipe], OnlinePace()
+    engines = {
+        name: ToyEngine(
+            policy.packer(instance.max_running, BUDGET, pace), blocks=instance.blocks_total,
+            size=instance.block_size, slots=slots, budget=BUDGET, pace=pace,
+        )
+        for name, (instance, slots) in FLEET.items()
+    }  # fmt: skip
+    requests = workload()
+    host = Host(Controller(policy.planner(), TaskLengths(prior=32)), engines, {r.id: n for r, n in requests})
+    for instance, _ in FLEET.values():
+        host.at(0.0, InstanceUp(instance))
+    for request, _ in requests:
+        host.at(request.arrival, Arrived(request))
+    log = host.run()
+    assert not host.core.requests, "somebody was never answered"
+    return log
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_decisions_are_those_committed(recipe: str) -> None:
+    path, now = GOLDEN / f"{recipe}.jsonl", decisions(recipe)
+    if os.environ.get("HEADWAY_GOLDEN") == "write":
+        path.write_text("\n".join(now) + "\n")
+    assert path.exists(), "HEADWAY_GOLDEN=write makes it"
+    before = path.read_text().splitlines()
+    for number, (was, is_now) in enumerate(zip(before, now, strict=False), 1):
+        assert is_now == was, f"first difference in line {number} of {path.name}"
+    assert len(now) == len(before)
+    assert path.stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_same_workload_gives_the_same_decisions(recipe: str) -> None:
+    assert decisions(recipe) == decisions(recipe)
+
+
+def test_recipes_decide_differently() -> None:
+    assert len({tuple(decisions(recipe)) for recipe in RECIPES}) == len(RECIPES)
+
+
+def test_the_workload_meets_pauses_evictions_and_a_queue() -> None:
+    """What the logs do not contain they cannot guard."""
+    for recipe in ("priority", "edf", "slack"):
+        log = [json.loads(line) for line in decisions(recipe)]
+        assert any("pause" in line for line in log), recipe
+        assert any("evict" in line for line in log), recipe
+        sent = {id for line in log for id, _ in line.get("send", [])}
+        waited = [line for line in log if line.get("end") and line.get("send")]
+        assert len(sent) == 60
+        assert waited, "no request ever waited for room"

@@ -1,0 +1,138 @@
+"""What stands around the controller in tests: clients that ask, engines that answer, die and come back.
+
+It keeps its own account of every request, and `tell` compares each command with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headway.controller import Controller
+from headway.forecast.lengths import TaskLengths
+from headway.recipes import RECIPES
+from headway.types import (
+    Arrived,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Instance,
+    InstanceDown,
+    InstanceUp,
+    Request,
+    Returned,
+    Send,
+    Slo,
+    Started,
+    Tick,
+)
+from tests.core.tables import Bits
+
+MODELS = ("m0", "m1")
+# Two that serve m0, one m1; unlike in size.
+FLEET = {
+    "e0": Instance("e0", "m0", 2, 60, 16, 2048, lead=1),
+    "e1": Instance("e1", "m0", 4, 400, 16, 2048),
+    "e2": Instance("e2", "m1", 1, 100, 16, 2048, lead=0),
+}
+
+
+def controller(recipe: str, max_queued: int = 1000) -> Controller:
+    return Controller(RECIPES[recipe].planner(), TaskLengths(), max_queued)
+
+
+@dataclass(slots=True)
+class World:
+    """queued: ours, in order of coming. inside: request -> its instance. requests: both.
+
+    watch is told what each single event led to (one act may be several events).
+    """
+
+    core: Controller
+    now: float = 1000.0
+    queued: dict[str, Request] = field(default_factory=dict)
+    inside: dict[str, str] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+    up: dict[str, Instance] = field(default_factory=dict)
+    watch: Callable[[list[Send]], None] = lambda sends: None
+    serial: int = 0
+
+    def tell(self, event: Event) -> list[Command]:
+        """Give the core an event; the commands that come back must make sense at once."""
+        commands = self.core.on(event, self.now)
+        for command in commands:
+            assert isinstance(command, Send), "the core refuses only at the door"
+            request = self.queued.pop(command.id)  # KeyError: not accepted, ended, or inside already
+            assert command.instance in self.up, "sent to an instance that is not there"
+            assert self.up[command.instance].model == request.model
+            self.inside[command.id] = command.instance
+        self.watch([command for command in commands if isinstance(command, Send)])
+        return commands
+
+    def arrive(self, request: Request) -> list[Command]:
+        self.requests[request.id] = self.queued[request.id] = request
+        return self.tell(Arrived(request))
+
+    def end(self, id: str, event: Event) -> list[Command]:
+        """A request ends, inside or still queued (its client left)."""
+        self.requests.pop(id)
+        self.queued.pop(id, None)
+        self.inside.pop(id, None)
+        return self.tell(event)
+
+    def give_back(self, id: str) -> list[Command]:
+        self.inside.pop(id)
+        self.queued[id] = self.requests[id]
+        return self.tell(Returned(id))
+
+    def start(self, name: str) -> list[Command]:
+        self.up[name] = FLEET[name]
+        return self.tell(InstanceUp(FLEET[name]))
+
+    def stop(self, name: str) -> list[Command]:
+        """An engine dies; its requests come back one by one, as the driver sees their streams break."""
+        del self.up[name]
+        out = self.tell(InstanceDown(name))
+        for id in [id for id, at in self.inside.items() if at == name]:
+            out += self.give_back(id)
+        return out
+
+    def load(self, name: str) -> int:
+        return sum(at == name for at in self.inside.values())
+
+    def act(self, choice: int) -> list[Command]:
+        """Do the one of all things that may happen next which `choice` stands for."""
+        bits = Bits(choice)
+        kind = bits.take(10)
+        self.now += bits.take(4) * 0.25
+        if kind < 4:
+            return self.arrive(self._request(bits))
+        if kind < 8:
+            return self._something_ends(kind, bits)
+        name = list(FLEET)[bits.take(len(FLEET))]
+        if kind == 8 and name in self.up:
+            return self.stop(name)
+        return self.start(name) if name not in self.up else self.tell(Tick())
+
+    def _something_ends(self, kind: int, bits: Bits) -> list[Command]:
+        inside, anywhere = list(self.inside), list(self.requests)
+        if kind == 7 and anywhere:
+            id = anywhere[bits.take(len(anywhere))]
+            return self.end(id, Failed(id, "client_gone"))
+        if not inside:
+            return self.tell(Finished("stranger", 5))
+        id = inside[bits.take(len(inside))]
+        if kind == 6:
+            return self.give_back(id)
+        self.tell(Started(id))
+        return self.end(id, Finished(id, 1 + bits.take(40)))
+
+    def _request(self, bits: Bits) -> Request:
+        self.serial += 1
+        late = bits.take(3) * 0.5  # what comes later may have arrived at the door earlier
+        slo = Slo(ttft=[None, 0.5, 2.0][bits.take(3)], e2e=[None, 5.0][bits.take(2)])
+        return Request(
+            f"r{self.serial}", MODELS[bits.take(2)], 1 + bits.take(500), 1 + bits.take(200), self.now - late,
+            slo, bits.take(3) - 1, task=f"t{bits.take(2)}",
+        )  # fmt: skip

@@ -1,0 +1,166 @@
+"""A gateway in this process, with real sockets, before a fake engine in another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from headway.config import Broker, Config, Engine, Server, Tier
+from headway.engines.vllm.process import Child, free_port
+from headway.serve.driver import Driver
+from headway.serve.main import _Server, bind
+
+CHAT = "/v1/chat/completions"
+SAY = [{"role": "user", "content": "Say something."}]
+CLASSES = {
+    "default": Tier(),
+    "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0),
+    "batch": Tier(priority=10),
+}
+
+
+def until(true: Callable[[], Any], seconds: float = 8.0) -> Any:
+    """Wait until something is true and return it."""
+    deadline = time.monotonic() + seconds
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"not true within {seconds} s"
+        time.sleep(0.01)
+    return value
+
+
+@dataclass
+class Fake:
+    """The fake instant engine, which may be stopped and started again at the same port."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    child: Child | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> Fake:
+        argv = [sys.executable, "-m", "headway.bench.instant", "--port", str(self.port), "--tokens", "8"]
+        self.child = Child(argv, dict(os.environ), self.folder / f"fake-{self.port}.log")
+        self.child.start()
+        until(self.answers, 20)
+        return self
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stop(self) -> None:
+        """End it at once, as a crash would."""
+        if self.child is not None:
+            self.child.stop(grace=0.0)
+
+    def last(self) -> dict[str, Any]:
+        """Return what it was asked last, and its counts."""
+        return dict(httpx.get(f"{self.url}/last").json())
+
+
+class Served(_Server):
+    """The server of `headway serve`, which also tells its event loop."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+
+@dataclass
+class Gateway:
+    """A gateway that runs, and how to look inside."""
+
+    config: Config
+    driver: Driver
+    server: Served
+    url: str
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=15, **more)
+
+    def post(self, body: Any = None, path: str = CHAT, **more: Any) -> httpx.Response:
+        """Post a chat (or to another path), by default one that is answered at once."""
+        if body is not None:
+            more["json"] = body
+        return httpx.post(self.url + path, timeout=15, **more)
+
+    def chat(self, **fields: Any) -> dict[str, Any]:
+        """Return the body of a chat request."""
+        return {"model": "smollm2", "messages": SAY, "max_tokens": 8, **fields}
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
+
+    def jobs(self) -> dict[str, tuple[str, str | None]]:
+        """Return what the queue on disk says: {id: (state, reason)}, oldest first."""
+        with sqlite3.connect(f"file:{self.config.broker.path}?mode=ro", uri=True) as db:
+            rows = db.execute("SELECT id, state, reason FROM jobs ORDER BY seq").fetchall()
+        db.close()
+        return {id: (state, reason) for id, state, reason in rows}
+
+    def newest(self) -> tuple[str, str | None]:
+        """Wait until the newest request has its end, and return how it ended."""
+        return until(lambda: (end := list(self.jobs().values())[-1])[0] != "open" and end)  # type: ignore[no-any-return]
+
+    def metric(self, name: str) -> float:
+        """Return the value of the sample whose line begins with `name`, 0 when there is none."""
+        page = self.get("/metrics").text
+        return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the gateway's own event loop."""
+        done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.server.loop)
+        return done.result(15)
+
+
+def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fields: Any) -> Config:
+    """Return a configuration that attaches to engines; `server` may be a dict of its fields."""
+    server = fields.pop("server", {})
+    engine = fields.pop("engine", {})
+    engines = tuple(Engine(**({"url": url, "max_running": 32} | engine)) for url in urls)
+    queue = broker or Broker(path=str(folder / f"queue-{free_port()}.sqlite"), synchronous="normal")
+    classes = {"classes": CLASSES} | fields
+    return Config(server=Server(**({"port": free_port()} | server)), engines=engines, broker=queue, **classes)
+
+
+@contextmanager
+def serving(config: Config, *, ready: bool = True) -> Iterator[Gateway]:
+    """Run `headway serve` in a thread of this process until the block ends."""
+    with bind(config.server.host, 0) as sock:
+        port = sock.getsockname()[1]
+        config = replace(config, server=replace(config.server, port=port))
+        driver = Driver(config, log_dir=Path(config.broker.path or ".").parent)
+        server = Served(driver, config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="gateway")
+        thread.start()
+        try:
+            until(lambda: server.started or not thread.is_alive(), 30)
+            gateway = Gateway(config, driver, server, f"http://127.0.0.1:{port}")
+            if ready:
+                until(lambda: gateway.get("/ready").status_code == 200)
+            yield gateway
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()

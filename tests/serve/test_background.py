@@ -1,0 +1,156 @@
+"""Work that nobody waits for: accepted with an id, run once, kept over restarts, given up on request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config import Broker
+from headway.engines.vllm.process import free_port
+from tests.serve.conftest import Serve
+from tests.serve.gateway import Fake, Gateway, configuration, serving, until
+from tests.serve.test_ends import fakes
+
+DEAD = f"http://127.0.0.1:{free_port()}"  # nobody listens there
+RESPONSE = {"id", "object", "status", "created_at", "background", "error"}
+
+
+def begin(gateway: Gateway, path: str = "/v1/chat/completions", **fields: Any) -> str:
+    """Ask for a background response; return its id."""
+    body = gateway.chat(background=True, **fields)
+    if path == "/v1/completions":
+        body["prompt"] = body.pop("messages")[0]["content"]
+    answer = gateway.post(body, path)
+    assert answer.status_code == 202, answer.text
+    assert set(answer.json()) == RESPONSE
+    assert answer.json()["status"] == "queued"
+    return str(answer.json()["id"])
+
+
+def look(gateway: Gateway, id: str) -> dict[str, Any]:
+    return dict(gateway.get(f"/v1/responses/{id}").json())
+
+
+def finished(gateway: Gateway, id: str) -> dict[str, Any]:
+    """Wait for a response's end and return it."""
+    return dict(until(lambda: (seen := look(gateway, id))["status"] != "queued" and seen))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_it_is_completed(gateway: Gateway, path: str) -> None:
+    id = begin(gateway, path)
+    seen = finished(gateway, id)
+    assert seen["status"] == "completed"
+    assert seen["error"] is None
+    choice = seen["response"]["choices"][0]
+    assert (choice["message"]["content"] if "chat" in path else choice["text"]) == "fake " * 8
+    assert look(gateway, id) == seen, "looking changes nothing"
+    cancelled = gateway.post(None, f"/v1/responses/{id}/cancel")
+    assert cancelled.status_code == 409
+    assert "completed already" in cancelled.json()["error"]["message"]
+
+
+def test_it_may_be_slow_and_have_promises(gateway: Gateway, fake: Fake) -> None:
+    id = begin(gateway, ttlt_slo_ms=60_000, **fakes(wait=0.3))
+    assert look(gateway, id)["status"] == "queued"
+    assert finished(gateway, id)["status"] == "completed"
+    body = fake.last()["body"]
+    assert body["vllm_xargs"]["headway_e2e"] == 60
+    assert "background" not in body
+
+
+@pytest.mark.parametrize("end", ["400", "500", "cut"])
+def test_what_the_engine_refuses_is_failed(gateway: Gateway, end: str) -> None:
+    seen = finished(gateway, begin(gateway, **fakes(end=end)))
+    assert seen["status"] == "failed"
+    assert seen["error"]["message"].startswith("engine_gone" if end == "cut" else "engine_refused")
+    assert "response" not in seen
+
+
+def test_cancelling_what_the_engine_works_on(gateway: Gateway, fake: Fake) -> None:
+    aborted = fake.last()["aborted"]
+    id = begin(gateway, **fakes(wait=30))
+    until(lambda: fake.last()["open"] == 1)
+    answer = gateway.post(None, f"/v1/responses/{id}/cancel")
+    assert answer.json()["status"] == "cancelled"
+    assert answer.json()["error"] is None
+    until(lambda: fake.last()["aborted"] == aborted + 1)
+    assert look(gateway, id)["status"] == "cancelled"
+    assert gateway.post(None, f"/v1/responses/{id}/cancel").status_code == 409
+    assert gateway.driver.controller.requests == {}
+
+
+def test_cancelling_what_waits(serve: Serve) -> None:
+    with serve(DEAD, ready=False) as gateway:
+        id = begin(gateway)
+        until(lambda: gateway.driver.controller.queued == 1)
+        assert gateway.post(None, f"/v1/responses/{id}/cancel").json()["status"] == "cancelled"
+        assert gateway.driver.controller.queued == 0
+        assert gateway.jobs() == {id: ("failed", "cancelled")}
+
+
+def test_a_foreground_request_is_no_response_to_fetch(gateway: Gateway) -> None:
+    id = gateway.post(gateway.chat()).headers["x-request-id"]
+    assert gateway.get(f"/v1/responses/{id}").status_code == 404
+    assert gateway.post(None, f"/v1/responses/{id}/cancel").status_code == 404
+
+
+def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
+    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
+        ids = [begin(gateway, user=f"u{i}", ttlt_slo_ms=1000) for i in range(3)]
+        gone = begin(gateway)
+    assert set(gateway.jobs().values()) == {("open", None)}, "stopping is no failure"
+    asked = fake.last()["asked"]
+    with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
+        for id in [*ids, gone]:
+            assert finished(gateway, id)["status"] == "completed"
+        assert fake.last()["asked"] == asked + 4, "each is run once"
+        assert fake.last()["body"]["vllm_xargs"]["headway_id"] in {*ids, gone}
+    with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
+        assert look(gateway, ids[0])["status"] == "completed"
+        assert fake.last()["asked"] == asked + 4
+
+
+def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None:
+    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
+        id = begin(gateway)
+    engine = {"served_name": "other"}
+    with serving(configuration(tmp_path, fake.url, broker=broker, engine=engine)) as gateway:
+        seen = finished(gateway, id)
+        assert seen["status"] == "failed"
+        assert "smollm2 is not served any more" in seen["error"]["message"]
+        assert gateway.driver.controller.queued == 0
+
+
+def test_a_crash_is_the_end_of_what_somebody_waited_for(fake: Fake, tmp_path: Path) -> None:
+    """What a killed gateway leaves in the queue: open requests, whose clients are gone."""
+    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
+        id = gateway.post(gateway.chat()).headers["x-request-id"]
+        assert gateway.newest() == ("done", None)
+        gateway.do(_reopen(gateway, id))
+    with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
+        state, reason = gateway.jobs()[id]
+        assert (state, str(reason).split(":")[0]) == ("failed", "client_gone")
+
+
+async def _reopen(gateway: Gateway, id: str) -> None:
+    broker: Any = gateway.driver.broker
+    sql = "UPDATE jobs SET state = 'open', finished = NULL WHERE id = ?"
+    await broker._write(lambda db: db.execute(sql, [id]).rowcount)
+
+
+def test_an_engine_that_dies_over_it(serve: Serve, mortal: Fake) -> None:
+    with serve(mortal.url) as gateway:
+        id = begin(gateway, **fakes(wait=0.8))
+        until(lambda: mortal.last()["open"] == 1)
+        mortal.stop()
+        until(lambda: gateway.driver.controller.queued == 1)
+        assert look(gateway, id)["status"] == "queued"
+        mortal.start()
+        assert finished(gateway, id)["status"] == "completed"
+        assert mortal.last()["asked"] == 1

@@ -1,0 +1,234 @@
+"""`headway serve` as a person types it: what is wrong and the mend, and nothing left behind at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from headway.cli import app
+from headway.config import Broker, Config, Engine, Server, write
+from headway.engines.vllm.process import free_port
+from headway.errors import ConfigError
+from tests.serve.gateway import Fake, until
+
+DEAD = f"http://127.0.0.1:{free_port()}"  # nobody listens there
+
+
+def headway(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """Start `headway ...`; its state goes to the folder."""
+    env = os.environ | {"XDG_STATE_HOME": str(folder), "COLUMNS": "400"} | environment
+    argv = [sys.executable, "-c", "from headway.cli import main; main()", *arguments]
+    return subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@dataclass
+class Taken:
+    """What makes a start impossible: a port that is in use, a queue that another gateway has."""
+
+    port: int
+    queue: str
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taken]:
+    import fcntl
+
+    queue = tmp_path_factory.mktemp("queue") / "queue.sqlite"
+    with socket.create_server(("127.0.0.1", 0)) as sock, Path(f"{queue}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Taken(sock.getsockname()[1], str(queue))
+
+
+Mistake = tuple[str, list[str], str, str]  # the file, the options, what is wrong, the mend
+MISTAKES: dict[str, Mistake] = {
+    "port in use": ("", ["--port", "{taken.port}", "--url", DEAD], "is in use", "--port"),
+    "no such model": ("", ["--model", "/no/such/model"], "/no/such/model", "config.json"),
+    "unknown key": ("[server]\nprot = 1\n", [], "server.prot", "'port'"),
+    "queue in use": ('[broker]\npath = "{taken.queue}"\n', ["--url", DEAD], "another gateway", "of its own"),
+}
+MORE: dict[str, Mistake] = {
+    "not TOML": ("[server\n", [], "not TOML", "config show"),
+    "no such file": ("-", [], "cannot be read", "--config"),
+    "unknown recipe": ("", ["--recipe", "slak"], "slak", "slack"),
+    "not an address": ("", ["--url", "localhost:8000"], "localhost:8000", "http://"),
+    "not our host": ("", ["--host", "203.0.113.7", "--url", DEAD], "203.0.113.7", "--host"),
+    "two models": ("engines = [{port = 1}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
+}
+
+
+def command(mistake: Mistake, taken: Taken, file: Path) -> list[str]:
+    """Write the mistake's file and return the arguments of `headway`."""
+    text, options, _, _ = mistake
+    if text != "-":
+        file.write_text(text.replace("{taken.queue}", taken.queue))
+    options = [option.replace("{taken.port}", str(taken.port)) for option in options]
+    port = [] if "--port" in options else ["--port", str(free_port())]
+    return ["serve", "--config", str(file), *options, *port]
+
+
+def test_mistakes_are_named_with_their_mend(taken: Taken, tmp_path: Path) -> None:
+    """All at once, because each start costs seconds of imports."""
+    started = {
+        name: headway(*command(mistake, taken, tmp_path / f"{name}.toml"), folder=tmp_path / name)
+        for name, mistake in MISTAKES.items()
+    }
+    for name, process in started.items():
+        out, err = process.communicate(timeout=60)
+        _, _, wrong, mend = MISTAKES[name]
+        assert process.returncode == 2, f"{name}: {out}{err}"
+        assert "error:" in err, f"{name}: {err}"
+        assert wrong in err.partition("mend:")[0], f"{name}: {err}"
+        assert mend in err.partition("mend:")[2], f"{name}: {err}"
+        assert "Traceback" not in err, f"{name}: {err}"
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_mistakes(name: str, taken: Taken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    with pytest.raises(ConfigError) as raised:
+        app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
+    _, _, wrong, mend = MORE[name]
+    assert wrong in raised.value.message
+    assert mend in raised.value.fix
+
+
+# ---- with engines of its own: a program that stands in for `vllm serve`
+
+STANDIN = """
+import os, subprocess, sys
+arguments = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+if os.environ.get("STANDIN") == "broken":
+    print("[/red] no such device", flush=True)
+    sys.exit(3)
+subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
+os.environ.pop("PYTHONPATH")
+line = [sys.executable, "-m", "headway.bench.instant", "--port", arguments["--port"]]
+os.execv(sys.executable, line)
+"""
+
+
+@dataclass
+class Run:
+    """A `headway serve` with an engine of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def ready(self) -> bool:
+        assert self.process.poll() is None, self.process.communicate()
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    main = tmp_path / "standin" / "vllm" / "entrypoints" / "cli" / "main.py"
+    main.parent.mkdir(parents=True)
+    main.write_text(STANDIN)
+    for folder in (main.parent, *main.parent.parents[:2]):
+        (folder / "__init__.py").touch()
+    runs: list[Run] = []
+
+    def begin(**environment: str) -> Run:
+        port = free_port()
+        config = Config(
+            server=Server(port=port), engines=(Engine(start_timeout_s=20),),
+            broker=Broker(path=str(tmp_path / "queue.sqlite")),
+        )  # fmt: skip
+        (tmp_path / "headway.toml").write_text(write(config))
+        options = ("serve", "-c", str(tmp_path / "headway.toml"), "--logs", str(tmp_path))
+        path = {"PYTHONPATH": str(tmp_path / "standin")}
+        runs.append(
+            Run(headway(*options, folder=tmp_path, **path, **environment), f"http://127.0.0.1:{port}")
+        )
+        return runs[-1]
+
+    yield begin
+    for one in runs:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_its_engine_is_started_again_and_ended(run: Any) -> None:
+    started = run()
+    until(started.ready, 40)
+    first = started.family()
+    assert len(first) >= 2, "the engine and its own child"
+    chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    assert httpx.post(f"{started.url}/v1/chat/completions", json=chat, timeout=10).status_code == 200
+    engine = next(one for one in first if "headway.bench.instant" in one.cmdline())
+    engine.kill()
+    assert httpx.post(f"{started.url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
+    assert left(first) == [], "nothing of the dead engine is left"
+    family = started.family()
+    started.process.send_signal(signal.SIGINT)
+    _, err = started.process.communicate(timeout=30)
+    assert started.process.returncode == 0, err
+    assert "Traceback" not in err
+    assert left(family) == []
+
+
+def test_its_engine_ends_when_it_is_killed(run: Any) -> None:
+    started = run()
+    until(started.ready, 40)
+    family = [one for one in started.family() if "headway.bench.instant" in one.cmdline()]
+    started.process.kill()
+    assert left(family) == []
+
+
+def test_interrupting_the_start_leaves_nothing(run: Any, tmp_path: Path) -> None:
+    started = run()
+    until((tmp_path / "e0.log").exists, 40)  # the child is being born
+    family = psutil.Process(started.process.pid).children(recursive=True)
+    started.process.send_signal(signal.SIGINT)
+    _, err = started.process.communicate(timeout=30)
+    assert started.process.returncode == 0, err
+    assert left(family) == []
+    time.sleep(0.2)
+    assert not [
+        one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in (one.info["cmdline"] or [])
+    ]
+
+
+def test_an_engine_that_cannot_start(run: Any) -> None:
+    started = run(STANDIN="broken")
+    _, err = started.process.communicate(timeout=60)
+    assert started.process.returncode == 1
+    assert "cannot start" in err
+    assert "[/red] no such device" in err, "the engine's last words"
+    assert "exit code 3" in err
+
+
+def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:
+    port = free_port()
+    process = headway("serve", "--port", str(port), "--url", fake.url, folder=tmp_path)
+    started = Run(process, f"http://127.0.0.1:{port}")
+    until(started.ready, 40)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM, err
+    assert "Traceback" not in err
+    assert fake.answers(), "an engine that it only attached to lives on"

@@ -1,0 +1,194 @@
+"""What was promised, and who asked? Headers, body and classes become facts that the scheduler reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headway.config import Key, Tier
+from headway.engines.vllm.facts import Facts, read_facts
+from tests.serve.conftest import Serve
+from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway
+
+SLOW = 1e6  # milliseconds
+
+
+@pytest.fixture
+def ask(gateway: Gateway, fake: Fake) -> Any:
+    """Send a chat with fields and headers; return the body that the engine got."""
+
+    def send(headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+        answer = gateway.post(gateway.chat(**fields), headers=headers or {})
+        assert answer.status_code == 200, answer.text
+        return dict(fake.last()["body"])
+
+    return send
+
+
+def facts(body: dict[str, Any]) -> Facts:
+    """Read the body's facts as the scheduler does."""
+    params = SimpleNamespace(extra_args=body["vllm_xargs"], max_tokens=body["max_tokens"])
+    return read_facts(SimpleNamespace(sampling_params=params, request_id="vllm's", arrival_time=-1.0))
+
+
+def promises(body: dict[str, Any]) -> dict[str, float]:
+    """Return the promises that the engine was told, in milliseconds."""
+    extra = body["vllm_xargs"]
+    return {
+        name: round(extra[f"headway_{name}"] * 1000, 6)
+        for name in ("ttft", "tpot", "e2e")
+        if f"headway_{name}" in extra
+    }
+
+
+def test_every_request_has_its_facts(ask: Any, gateway: Gateway) -> None:
+    told = facts(ask({"x-slo-ttft-ms": "1200"}, vllm_xargs={"headway_ttft": 9, "mine": 1}))
+    assert told.id == list(gateway.jobs())[-1]
+    assert told.ttft == 1.2, "a client cannot pass facts off as ours"
+    assert told.tpot == told.e2e == float("inf")
+    assert told.arrival > 1.7e9
+    assert 0 < told.left <= 8, "the forecast knows max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({}, {}, {}),
+        ({"x-slo-ttft-ms": "250"}, {}, {"ttft": 250}),
+        ({"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "50.5", "x-slo-e2e-ms": "1e3"}, {},
+         {"ttft": 250, "tpot": 50.5, "e2e": 1000}),
+        ({"x-llm-d-slo-ttft-ms": "300", "x-llm-d-slo-tpot-ms": "30"}, {}, {"ttft": 300, "tpot": 30}),
+        ({"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "2"}, {}, {"ttft": 1}),
+        ({}, {"ttft_slo_ms": 400, "tpot_slo_ms": 40.5, "ttlt_slo_ms": 4000},
+         {"ttft": 400, "tpot": 40.5, "e2e": 4000}),
+        ({}, {"service_tier": "chat"}, {"ttft": 1500, "tpot": 150}),
+        ({"x-llm-d-inference-objective": "chat"}, {}, {"ttft": 1500, "tpot": 150}),
+        ({"x-llm-d-inference-objective": "chat"}, {"service_tier": "batch"}, {"ttft": 1500, "tpot": 150}),
+        ({}, {"service_tier": "chat", "ttft_slo_ms": 9}, {"ttft": 9, "tpot": 150}),
+        ({"x-slo-tpot-ms": "3"}, {"service_tier": "chat", "tpot_slo_ms": 4, "ttft_slo_ms": 9},
+         {"ttft": 9, "tpot": 3}),
+        ({}, {"service_tier": "default"}, {}),
+        ({}, {"service_tier": "auto"}, {}),
+    ],
+)  # fmt: skip
+def test_headers_before_body_before_class(ask: Any, headers: Any, fields: Any, expected: Any) -> None:
+    assert promises(ask(headers, **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({}, {}, 0),
+        ({}, {"priority": -3}, -3),
+        ({"x-vllm-priority": "4"}, {"priority": -3}, 4),
+        ({}, {"service_tier": "batch"}, 10),
+        ({}, {"service_tier": "batch", "priority": 2}, 2),
+        ({"x-vllm-priority": "-1"}, {"service_tier": "batch", "priority": 2}, -1),
+    ],
+)
+def test_priority(ask: Any, headers: dict[str, str], fields: dict[str, Any], expected: int) -> None:
+    assert ask(headers, **fields)["priority"] == expected
+
+
+def test_a_class_of_one_s_own_and_the_default_class(serve: Serve, fake: Fake) -> None:
+    classes = CLASSES | {"gold": Tier(ttft_ms=10.0, priority=-5), "default": Tier(e2e_ms=SLOW)}
+    with serve(classes=classes) as gateway:
+        gateway.post(gateway.chat(service_tier="gold"))
+        assert promises(fake.last()["body"]) == {"ttft": 10}
+        assert fake.last()["body"]["priority"] == -5
+        gateway.post(gateway.chat())
+        assert promises(fake.last()["body"]) == {"e2e": SLOW}
+        assert gateway.metric('headway_slo_attainment{class="default",model="smollm2"}') == 1.0
+        assert gateway.metric('headway_slo_owed_total{class="gold",model="smollm2"}') == 1.0
+
+
+@pytest.mark.parametrize(
+    ("headers", "stage"),
+    [
+        ({}, None),
+        ({"x-headway-app": "rag", "x-headway-run": "r1", "x-headway-unit": "rank"}, ("rag", "r1", "rank")),
+        ({"x-headway-app": "rag"}, ("rag", "", "call")),
+        ({"x-session-id": "s1"}, ("session", "s1", "call")),
+        ({"x-claude-code-session-id": "c1"}, ("session", "c1", "call")),
+        ({"x-session-affinity": "a1"}, ("session", "a1", "call")),
+        ({"x-headway-run": "r1", "x-session-id": "s1"}, ("session", "r1", "call")),
+        ({"x-session-id": "s" * 300}, ("session", "s" * 128, "call")),
+    ],
+)
+def test_sessions_are_runs(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, headers: Any, stage: Any
+) -> None:
+    request = arrived(gateway, monkeypatch, headers)
+    found = request.stage and (request.stage.app, request.stage.run, request.stage.unit)
+    assert found == stage
+
+
+def test_the_task_is_the_class_unless_it_is_named(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arrived(gateway, monkeypatch, {}).task == "default"
+    assert arrived(gateway, monkeypatch, {"x-llm-d-inference-objective": "batch"}).task == "batch"
+    assert arrived(gateway, monkeypatch, {"x-headway-task": "summary"}).task == "summary"
+
+
+def test_the_prompt_is_counted_with_the_model_s_tokenizer(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens(prompt: Any) -> int:
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1}
+        return int(arrived(gateway, monkeypatch, {}, body, "/v1/completions").prompt_tokens)
+
+    assert tokens("one two three four") == 4
+    assert tokens([1, 2, 3]) == 3
+    assert tokens([[1, 2], [1, 2, 3, 4, 5]]) == 5, "the longest counts"
+    assert tokens(["one two", "one two three"]) == 3
+    assert tokens("word " * 2000) == 2000 + 1, "long prompts too, off the event loop"
+    whole = arrived(gateway, monkeypatch, {}, gateway.chat(messages=[{"role": "user", "content": "Hi"}]))
+    assert 10 < whole.prompt_tokens < 60, "the chat template counts"
+
+
+def arrived(
+    gateway: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+    body: Any = None,
+    path: str = CHAT,
+) -> Any:
+    """Send a request and return the `Request` that the core was told of."""
+    seen: list[Any] = []
+    on = gateway.driver.controller._add
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(gateway.driver.controller), "_add", lambda self, request: (seen.append(request), on(request))
+        )
+        answer = gateway.post(body or gateway.chat(), path, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return seen[0]
+
+
+# ---- keys and tenants
+
+
+def test_keys_and_tenants(serve: Serve) -> None:
+    keys = (Key("sk-alpha-123", "alpha"), Key("sk-beta-4567", "beta"))
+    with serve(keys=keys) as gateway:
+        for headers in ({}, {"authorization": "Bearer nonsense"}, {"authorization": "Basic sk-alpha-123"},
+                        {"authorization": "Bearer"}):  # fmt: skip
+            for path in ("/v1/models", "/v1/responses/x"):
+                refused = gateway.get(path, headers=headers)
+                assert refused.status_code == 401
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert gateway.post(gateway.chat(), headers=headers).status_code == 401
+            assert gateway.post({"op": "state"}, "/headway/control/e0", headers=headers).status_code == 401
+        alpha, beta = ({"authorization": f"Bearer {key.key}"} for key in keys)
+        assert gateway.get("/v1/models", headers=alpha).status_code == 200
+        accepted = gateway.post(gateway.chat(background=True), headers=alpha).json()
+        path = f"/v1/responses/{accepted['id']}"
+        assert gateway.get(path, headers=alpha).status_code == 200
+        other, nobody = gateway.get(path, headers=beta), gateway.get("/v1/responses/hw-0", headers=beta)
+        assert other.status_code == nobody.status_code == 404
+        assert gateway.post(None, f"{path}/cancel", headers=beta).status_code == 404
+        with gateway.client(api_key="sk-beta-4567") as client:
+            assert client.models.list().data[0].id == "smollm2"
+        for open_to_all in ("/health", "/ready", "/metrics"):
+            assert gateway.get(open_to_all).status_code == 200
