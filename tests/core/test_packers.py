@@ -130,6 +130,7 @@ def test_a_prompt_in_progress_keeps_room_for_its_rest() -> None:
     """Else a later prompt takes the blocks and one of the two is computed for nothing."""
     table = Table().running("big", 320, made=0, computed=32, priority=0).waiting("next", 64, priority=1)
     assert table.pack(ranked(2, budget=64), free=20).order == ["big"]
+    assert table.pack(ranked(2, budget=512), free=23).order == ["big"]
     assert table.pack(ranked(2, budget=512), free=24).order == ["big", "next"]
 
 
@@ -137,6 +138,46 @@ def test_a_prompt_in_progress_evicts_only_for_what_this_step_computes() -> None:
     table = Table().running("big", 320, made=0, computed=32, priority=0).running("bulk", 160, priority=5)
     assert table.pack(ranked(2, budget=65), free=10).evict == []
     assert table.pack(ranked(2, budget=305), free=10).evict == ["bulk"]
+
+
+# ---- when memory is short
+
+
+def test_small_prompts_do_not_overtake_a_large_one_that_waits_for_memory() -> None:
+    table = Table().running("runs", 30, priority=0).waiting("large", 320, priority=1)
+    assert table.waiting("small", 16, priority=2).pack(ranked(4), free=12).order == ["runs"]
+
+
+def test_small_prompts_do_not_overtake_a_large_one_in_progress_that_pauses_for_memory() -> None:
+    table = Table().running("runs", 30, priority=0).running("large", 320, made=0, computed=32, priority=1)
+    assert table.waiting("small", 16, priority=2).pack(ranked(4), free=12).order == ["runs"]
+
+
+def test_running_rows_that_need_no_more_memory_go_on_beside_one_that_pauses_for_it() -> None:
+    table = Table().running("runs", 30, priority=0).running("large", 320, made=0, computed=32, priority=1)
+    step = table.running("small", 10, priority=2).pack(ranked(4), free=5)
+    assert step.order == ["runs", "small"]
+    assert step.evict == []
+
+
+def test_of_several_the_least_urgent_is_evicted_first() -> None:
+    table = Table().running("p1", 30, priority=1).running("p2", 30, priority=2).running("p3", 30, priority=3)
+    step = table.waiting("alarm", 62, priority=0).pack(ranked(4), free=2)
+    assert step.order == ["alarm", "p1"]
+    assert step.evict == ["p3", "p2"]
+
+
+def test_a_newcomer_takes_a_slot_from_the_least_urgent() -> None:
+    """`large` pauses for memory and keeps its slot, so there is none left for `least`."""
+    table = Table().running("large", 320, made=0, computed=32, priority=1).running("least", 10, priority=2)
+    step = table.waiting("alarm", 15, priority=0).pack(ranked(2), free=5, slots=2)
+    assert step.order == ["alarm"]
+    assert step.evict == ["least"]
+
+
+def test_whoever_fits_runs_when_held_rows_have_the_memory() -> None:
+    table = Table().running("held", 160, held=True).waiting("large", 160, priority=0)
+    assert table.waiting("small", 16, priority=1).pack(ranked(2), free=4).order == ["small"]
 
 
 # ---- earliest deadline
@@ -165,6 +206,11 @@ def test_slack_runs_first_what_can_wait_least() -> None:
     """Least slack is not earliest deadline: the work until the token comes out counts."""
     table = Table().waiting("short", 16, ttft=1.0).waiting("long", 1500, ttft=1.2)
     assert table.pack(slack()).order[0] == "long"
+
+
+def test_what_is_left_to_answer_counts_against_a_promise_for_the_whole() -> None:
+    table = Table().waiting("short", e2e=9.0, left=5.0).waiting("long", e2e=9.1, left=200.0)
+    assert table.pack(slack()).order == ["long", "short"]
 
 
 def test_a_late_one_does_not_take_the_place_of_one_that_can_still_be_met() -> None:
@@ -220,7 +266,7 @@ def test_urgency_set_from_outside_goes_before_everything_else(packer: Packer) ->
 
 
 def chunk(table: Table, **options: float) -> int:
-    return table.pack(slack(**options)).tokens["prompt"]
+    return int(table.pack(slack(**options)).tokens["prompt"])  # type: ignore[arg-type]
 
 
 def answering(slack_tokens: float) -> Table:

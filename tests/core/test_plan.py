@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from headway.plan.actions import sends
 from headway.plan.classic import Ordered, by_arrival, by_due, by_hope, by_priority
 from headway.ports import Cluster
-from headway.types import Instance
+from headway.types import Backlog, Instance
 from tests.core.tables import Bits
 from tests.core.world import FLEET, MODELS
 
@@ -104,15 +106,15 @@ def test_sends_never_exceed_window_and_memory_unless_displacing(place: Cluster, 
 @settings(max_examples=200, deadline=None)
 @given(clusters(), st.sampled_from(list(RANKS)))
 def test_lines_are_sorted_by_their_rule(place: Cluster, name: str) -> None:
-    rule = {
+    rules: dict[str, Callable[[Backlog, int], tuple[float, ...]]] = {
         "arrival": lambda b, r: (b.arrival[r],),
         "priority": lambda b, r: (b.priority[r], b.arrival[r]),
         "due": lambda b, r: (b.due[r], b.arrival[r]),
         "hope": lambda b, r: (
             2 if math.isinf(b.due[r]) else int(b.due[r] < NOW and not b.sent[r]), b.due[r], b.arrival[r],
         ),
-    }[name]  # fmt: skip
-    backlog = place.backlog
+    }  # fmt: skip
+    rule, backlog = rules[name], place.backlog
     for displaces in (True, False):
         for rows in Ordered(RANKS[name], displaces).plan(place, NOW).lines.values():
             keys = [
@@ -185,6 +187,13 @@ def test_what_stands_in_several_lines_goes_to_the_least_loaded() -> None:
     add(place, "old", at="e1", arrival=NOW - 9)
     add(place, "new")
     assert sent(place, Ordered(by_arrival)) == [("new", "e0")]
+
+
+def test_what_is_sent_at_once_is_spread() -> None:
+    place = cluster(*(replace(FLEET["e1"], id=id) for id in ("a", "b")))
+    for i in range(4):
+        add(place, f"r{i}")
+    assert sent(place, Ordered(by_arrival)) == [("r0", "a"), ("r1", "b"), ("r2", "a"), ("r3", "b")]
 
 
 def test_what_was_inside_a_dead_instance_stands_in_no_line() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -36,7 +38,7 @@ def displaced(moment: Moment, step: Step) -> list[int]:
 
 def behind(moment: Moment, row: int) -> list[int]:
     """Rows less urgent than `row`."""
-    ranked = moment.ranked.tolist()
+    ranked: list[int] = moment.ranked.tolist()
     return ranked[ranked.index(row) + 1 :]
 
 
@@ -201,7 +203,7 @@ def test_decodes_get_one_token_each_before_prompts_get_the_rest(moment: Moment, 
         assert not prompts[i + 1 :].any(), "a later prompt got tokens before an earlier one was served"
 
 
-PACKERS = {
+PACKERS: dict[str, Callable[[Moment], Packer]] = {
     "fcfs": lambda m: Fcfs(m.max_running),
     "priority": lambda m: Ranked(by_priority, m.max_running, m.budget),
     "edf": lambda m: Ranked(by_due, m.max_running, m.budget),
@@ -213,8 +215,7 @@ PACKERS = {
 @settings(max_examples=150, deadline=None)
 @given(moment=moments())
 def test_packers_leave_held_rows_alone(name: str, moment: Moment) -> None:
-    packer: Packer = PACKERS[name](moment)
-    step = packer.pack(moment.jobs, moment.ledger, 50.0)
+    step = PACKERS[name](moment).pack(moment.jobs, moment.ledger, 50.0)
     assert not moment.jobs.held[step.order].any()
     assert not moment.jobs.held[step.evict].any()
     assert len({*step.order.tolist()}) == step.order.size

@@ -24,6 +24,8 @@ from headway.engines.vllm.process import Child, free_port
 from headway.serve.driver import Driver
 from headway.serve.main import _Server, bind
 
+# One client for all tests: making one reads the machine's certificates, which takes longer than most calls.
+WEB = httpx.Client(verify=False, timeout=15, limits=httpx.Limits(max_keepalive_connections=0))
 CHAT = "/v1/chat/completions"
 SAY = [{"role": "user", "content": "Say something."}]
 CLASSES = {
@@ -63,7 +65,7 @@ class Fake:
 
     def answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health").status_code == 200
+            return WEB.get(f"{self.url}/health").status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -74,7 +76,7 @@ class Fake:
 
     def last(self) -> dict[str, Any]:
         """Return what it was asked last, and its counts."""
-        return dict(httpx.get(f"{self.url}/last").json())
+        return dict(WEB.get(f"{self.url}/last").json())
 
 
 class Served(_Server):
@@ -97,13 +99,13 @@ class Gateway:
     url: str
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=15, **more)
+        return WEB.get(self.url + path, **more)
 
     def post(self, body: Any = None, path: str = CHAT, **more: Any) -> httpx.Response:
         """Post a chat (or to another path), by default one that is answered at once."""
         if body is not None:
             more["json"] = body
-        return httpx.post(self.url + path, timeout=15, **more)
+        return WEB.post(self.url + path, **more)
 
     def chat(self, **fields: Any) -> dict[str, Any]:
         """Return the body of a chat request."""

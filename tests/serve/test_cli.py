@@ -21,7 +21,7 @@ from headway.cli import app
 from headway.config import Broker, Config, Engine, Server, write
 from headway.engines.vllm.process import free_port
 from headway.errors import ConfigError
-from tests.serve.gateway import Fake, until
+from tests.serve.gateway import WEB, Fake, until
 
 DEAD = f"http://127.0.0.1:{free_port()}"  # nobody listens there
 
@@ -129,7 +129,7 @@ class Run:
     def ready(self) -> bool:
         assert self.process.poll() is None, self.process.communicate()
         try:
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+            return WEB.get(f"{self.url}/ready", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -178,10 +178,10 @@ def test_its_engine_is_started_again_and_ended(run: Any) -> None:
     first = started.family()
     assert len(first) >= 2, "the engine and its own child"
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    assert httpx.post(f"{started.url}/v1/chat/completions", json=chat, timeout=10).status_code == 200
+    assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=10).status_code == 200
     engine = next(one for one in first if "headway.bench.instant" in one.cmdline())
     engine.kill()
-    assert httpx.post(f"{started.url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
+    assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
     assert left(first) == [], "nothing of the dead engine is left"
     family = started.family()
     started.process.send_signal(signal.SIGINT)

@@ -81,13 +81,13 @@ def test_the_urgent_overtake_those_who_wait(serve: Serve, fake: Fake) -> None:
     with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
 
         def ask(name: str, **more: Any) -> None:
-            assert gateway.post(gateway.chat(**fakes(wait=0.25)), **more).status_code == 200
+            assert gateway.post(gateway.chat(**fakes(wait=0.4)), **more).status_code == 200
             order.append(name)
 
         asked = []
         for i in range(6):
             asked.append(pool.submit(ask, f"easy{i}"))
-            until(lambda i=i: len(gateway.driver.controller.requests) == i + 1)  # type: ignore[misc]
+            until(lambda i=i: len(gateway.jobs()) == i + 1)  # type: ignore[misc]
         asked.append(pool.submit(ask, "urgent", headers={"x-slo-e2e-ms": "1000"}))
         for one in asked:
             one.result()

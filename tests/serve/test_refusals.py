@@ -12,7 +12,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tests.serve.conftest import Serve
-from tests.serve.gateway import CHAT, SAY, Gateway, until
+from tests.serve.gateway import CHAT, SAY, WEB, Gateway, until
 
 COMPLETIONS = "/v1/completions"
 MIB = 2**20
@@ -159,7 +159,7 @@ def test_nothing_refused_is_stored(gateway: Gateway) -> None:
     ],
 )  # fmt: skip
 def test_unknown_paths_and_methods(gateway: Gateway, method: str, path: str, status: int) -> None:
-    answer = httpx.request(method, gateway.url + path, timeout=10)
+    answer = WEB.request(method, gateway.url + path)
     error(answer, status)
     if status == 405:
         assert answer.headers["allow"]

@@ -374,7 +374,11 @@ def plot(measured: Measured) -> bytes:
         rows = [row for row in measured.rows if row.setting == setting and row.unit.endswith("per core")]
         bars = axes.bar([row.system for row in rows], [row.ours or 0.0 for row in rows], color="#0072B2")
         axes.bar_label(bars, fmt="{:,.0f}", fontsize=8)
-        axes.set_title("\n".join([rows[0].unit, *setting.split(", ")]), fontsize=7)
+        axes.margins(y=0.12)
+        axes.set_yticks([])
+        axes.set_title(
+            "\n".join([rows[0].unit, *setting.split(", ")]).replace(NAME, "FAKE engine"), fontsize=7
+        )
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()

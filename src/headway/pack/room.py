@@ -60,16 +60,16 @@ def grant(jobs: Jobs, order: Ints, budget: int, chunk: int | None = None) -> Int
 
 @dataclass(slots=True)
 class _Room:
-    """What there is to share, and per row of the ranking what it holds and asks for, in blocks.
+    """What there is to share, and per row of the ranking the blocks it holds and needs in this step.
 
-    needs: to take part in this step. claims: to compute its whole prompt. A prompt is admitted only whole
-    (vLLM's own rule), and with a block to spare so that its first tokens do not evict somebody at once.
+    A prompt is admitted only whole (vLLM's own rule), and with a block to spare so that its first tokens do
+    not evict somebody at once. One in progress then keeps room for its rest without more ado: as long as it
+    is not complete it takes all tokens, and nobody less urgent is admitted.
     """
 
     running: Bools
     holds: Ints
     needs: Ints
-    claims: Ints
     blocks: int  # free, or held by rows that may lose them
     slots: int  # not taken by rows that control holds
     places: int
@@ -79,7 +79,7 @@ class _Room:
         """Tell whether the most urgent rows run as they come and everybody else keeps what he holds."""
         head, rest = slice(self.places), slice(self.places, None)
         holders = min(self.places, self.running.size) + int(np.count_nonzero(self.running[rest]))
-        return int(self.claims[head].sum() + self.holds[rest].sum()) <= self.blocks and holders <= self.slots
+        return int(self.needs[head].sum() + self.holds[rest].sum()) <= self.blocks and holders <= self.slots
 
     def shared(self) -> tuple[Bools, Bools]:
         """Return masks of the rows that run and of those that pause, when there is room for all."""
@@ -89,18 +89,16 @@ class _Room:
     def squeezed(self) -> tuple[Bools, Bools]:
         """Return the same when room is short: in order of urgency, those whose need still fits.
 
-        Newcomers come in only beside the whole prompts of those ahead of them, and none overtakes a row that
-        does not fit: small prompts would keep it out for ever. Running rows that need no more may go on.
+        No newcomer overtakes a row that does not fit: small prompts would keep it out for ever. Running rows
+        that need no more may go on.
         """
         runs, stays = np.zeros_like(self.running), np.zeros_like(self.running)
-        blocks, slots, places, owed, stuck = self.blocks, self.slots, self.places, 0, False
+        blocks, slots, places, stuck = self.blocks, self.slots, self.places, False
         looked = np.flatnonzero(self.running | (np.cumsum(~self.running) <= self.places))
-        columns = (looked, self.running[looked], self.holds[looked], self.needs[looked], self.claims[looked])
-        for i, running, holds, needs, claims in zip(*(c.tolist() for c in columns), strict=True):
-            admits = running or (not stuck and needs <= blocks - owed)
-            if admits and min(places, slots) > 0 and needs <= blocks:
+        columns = (looked, self.running[looked], self.holds[looked], self.needs[looked])
+        for i, running, holds, needs in zip(*(column.tolist() for column in columns), strict=True):
+            if needs <= blocks and min(places, slots) > 0 and (running or not stuck):
                 runs[i], places, taken = True, places - 1, needs
-                owed += claims - needs
             elif running and slots > 0 and holds <= blocks:
                 stays[i], stuck, taken = True, True, holds
             else:
@@ -115,13 +113,10 @@ class _Room:
 
 def _room(jobs: Jobs, ranked: Ints, ledger: Ledger, max_running: int, most: int) -> _Room:
     """Return the room there is for the rows of `ranked` in a step that computes at most `most` per prompt."""
-    running, holds = jobs.running[ranked], jobs.blocks[ranked]
-    want = missing(jobs, ranked)
-    end = jobs.computed[ranked] + want
-    whole = np.minimum(ledger.blocks_for(end + 1) + 1, ledger.total)
-    claims = np.where(running, np.maximum(holds, ledger.blocks_for(end)), whole)
-    soon = ledger.blocks_for(jobs.computed[ranked] + np.minimum(want, most))
-    needs = np.where(running, np.maximum(holds, soon), whole)
+    running, holds, want = jobs.running[ranked], jobs.blocks[ranked], missing(jobs, ranked)
+    grown = ledger.blocks_for(jobs.computed[ranked] + np.minimum(want, most))
+    whole = np.minimum(ledger.blocks_for(jobs.computed[ranked] + want + 1) + 1, ledger.total)
+    needs = np.where(running, np.maximum(holds, grown), whole)
     slots = ledger.slots - int(np.count_nonzero(jobs.running & jobs.live)) + int(np.count_nonzero(running))
     blocks = ledger.free + int(holds.sum())
-    return _Room(running, holds, needs, claims, blocks, slots, max(min(max_running, slots), 0))
+    return _Room(running, holds, needs, blocks, slots, max(min(max_running, slots), 0))

@@ -1,0 +1,70 @@
+"""The benchmark of the gateway itself: it measures what it says, and says that the engine is fake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headway.bench import overhead, report
+from headway.bench.instant import NAME
+from headway.bench.measures import Row
+from headway.errors import EngineError
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> overhead.Measured:
+    """Measure for a moment; the hook's rows are made up."""
+    made, rng = overhead.Measured(seconds=1.0), np.random.default_rng(0)
+    with pytest.MonkeyPatch.context() as patch, overhead.servers(tmp_path_factory.mktemp("o")) as peers:
+        patch.setattr(overhead, "_TOKENS", 20)
+        overhead._latency(peers, made, 10, rng)
+        overhead._throughput(peers, made, 0.2, rng)
+    made.rows.append(Row("hook.ratio", "slack", "16 running", 1.5, "x"))
+    return made
+
+
+def test_every_figure_is_there(measured: overhead.Measured) -> None:
+    found = {(row.id, row.system): row for row in measured.rows if row.ours is not None and row.ours > 0}
+    for name in ("added_ms.p50", "added_ms.p99", "req_per_s", "tokens_per_s"):
+        assert (f"gateway.{name}", "headway") in found
+    for name in ("latency_ms.p50", "req_per_s", "tokens_per_s", "tokens_per_s.wall"):
+        assert (f"gateway.{name}", "direct") in found
+    assert found["gateway.req_per_s", "headway"].unit == "req/s per core"
+    assert found["gateway.tokens_per_s", "headway"].unit == "tokens/s per core"
+    assert found["gateway.latency_ms.p50", "headway"].ours > found["gateway.latency_ms.p50", "direct"].ours
+    assert all("FAKE" in row.setting for row in measured.rows if row.id.startswith("gateway."))
+
+
+def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
+    files = overhead.write(tmp_path, measured, report.About("headway bench overhead", 0, overhead.WORKLOAD))
+    assert {file.name for file in files} == {"report.json", "overhead.png", "report.html"}
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["bench"] == "overhead"
+    assert set(data["rows"][0]) == {"id", "system", "setting", "paper", "ours", "unit"}
+    assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
+    assert NAME in (tmp_path / "report.html").read_text()
+    assert overhead.table(measured).row_count == len(measured.rows)
+
+
+@pytest.mark.parametrize(
+    ("data", "complete"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no", False),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n", False),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n", False),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n", True),
+    ],
+)
+def test_whole_answers_are_told_from_parts(data: bytes, complete: bool) -> None:
+    assert overhead._complete(data) == complete
+
+
+def test_refusals_are_not_counted_as_speed() -> None:
+    with pytest.raises(EngineError, match="refused"):
+        overhead._count(b"HTTP/1.1 429 Too Many\r\n\r\n", False)
+    with pytest.raises(EngineError, match="0 tokens"):
+        overhead._count(b"HTTP/1.1 200 OK\r\n\r\n", True)
