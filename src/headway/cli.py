@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from headway import __version__
 from headway.errors import HeadwayError
@@ -33,8 +34,8 @@ def main() -> None:
         app()
     except HeadwayError as error:
         console = Console(stderr=True)
-        console.print(f"[red]error:[/] {error.message}", highlight=False)
-        console.print(f"[green]mend:[/]  {error.fix}", highlight=False)
+        console.print(f"[red]error:[/] {escape(error.message)}", highlight=False)
+        console.print(f"[green]mend:[/]  {escape(error.fix)}", highlight=False)
         sys.exit(2)
 
 

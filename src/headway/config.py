@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -166,8 +166,11 @@ def write(config: Config) -> str:
 
 
 def show(config: Config) -> str:
-    """Return the effective configuration as TOML for people: as `write`, with API keys masked."""
-    return write(replace(config, keys=tuple(replace(key, key=_mask(key.key)) for key in config.keys)))
+    """Return the effective configuration as TOML for people: as `write`, with API keys masked, so that it does not load with them."""
+    data = asdict(config)
+    for key in data["keys"]:
+        key["key"] = "****"
+    return tomli_w.dumps(_drop(data))
 
 
 def state_dir() -> Path:

@@ -47,9 +47,12 @@ class Controller:
         """Requests accepted and not inside an engine."""
         return self._queued
 
-    def admit(self, request: Request, now: float) -> Reject | None:
-        """Tell, before anything is stored, whether the queue has room for this request."""
-        if self._queued < self.max_queued:
+    def admit(self, request: Request, now: float, storing: int = 0) -> Reject | None:
+        """Tell, before anything is stored, whether the queue has room for this request.
+
+        storing: requests that were admitted and have not arrived yet, because they are being stored.
+        """
+        if self._queued + storing < self.max_queued:
             return None
         return Reject(request.id, "queue_full", retry_after=self._until_room(now))
 

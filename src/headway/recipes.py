@@ -80,7 +80,7 @@ def _outside(name: str) -> Recipe:
     module, _, attribute = name.partition(":")
     try:
         recipe = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"The recipe {name!r} cannot be loaded: {error}.",
             "Check that the module is on PYTHONPATH of this process and that it has that attribute.",

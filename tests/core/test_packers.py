@@ -301,14 +301,26 @@ def test_without_answers_in_progress_an_iteration_still_ends_in_time_for_an_arri
     assert 0.15 < OnlinePace().seconds(Batch(0, 0, n, n * n // 2)) <= 0.2
 
 
-def test_a_hopelessly_late_answer_still_lets_prompts_progress_by_min_chunk() -> None:
-    assert chunk(answering(-50), min_chunk=48) == 48
+def test_a_late_answer_catches_up_at_half_its_pace_and_prompts_go_on() -> None:
+    n = chunk(answering(-50), min_chunk=48)
+    assert n > 48
+    assert OnlinePace().seconds(Batch(1, 41, n, n * n // 2)) <= 0.1 / 2
+
+
+def test_prompts_progress_by_min_chunk_whatever_was_promised() -> None:
+    table = Table().running("answer", made=10, first=NOW - 5, ttft=1.0, tpot=0.001)
+    assert chunk(table.waiting("prompt", 4000, ttft=9.0), min_chunk=48) == 48
+
+
+def test_a_whole_answer_that_is_late_stops_nobody() -> None:
+    table = Table().running("answer", made=10, e2e=1.0, arrival=NOW - 50)
+    assert chunk(table.waiting("prompt", 4000, ttft=9.0), max_step=0.2) > 256
 
 
 def test_decodes_do_not_eat_the_prompt_chunk() -> None:
     table = Table()
     for i in range(40):
-        table.running(f"r{i}", made=5, first=NOW - 9, tpot=0.1, ttft=1.0)
+        table.running(f"r{i}", made=5, first=NOW - 9, tpot=0.001, ttft=1.0)
     table.waiting("prompt", 4000, ttft=9.0)
     step = table.pack(slack(running=64, min_chunk=48))
     assert step.tokens["prompt"] == 48

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench import overhead, report
+from headway.bench import overhead, page
 from headway.bench.instant import NAME
 from headway.bench.measures import Row
 from headway.errors import EngineError
@@ -39,7 +39,7 @@ def test_every_figure_is_there(measured: overhead.Measured) -> None:
 
 
 def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
-    files = overhead.write(tmp_path, measured, report.About("headway bench overhead", 0, overhead.WORKLOAD))
+    files = overhead.write(tmp_path, measured, page.About("headway bench overhead", 0, overhead.WORKLOAD))
     assert {file.name for file in files} == {"report.json", "overhead.png", "report.html"}
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["bench"] == "overhead"

@@ -33,9 +33,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from headway.bench import prompts, report
+from headway.bench import prompts
 from headway.bench.instant import NAME, WORD
 from headway.bench.measures import Row
+from headway.bench.page import About, Page, save
 from headway.engines.vllm.process import Child, free_port
 from headway.errors import EngineError
 from headway.types import Floats
@@ -64,7 +65,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, command: st
     """Measure and print a table or one JSON object; write report.json, the plot and report.html to `out`."""
     measured = measure(quick, seed)
     if out is not None:
-        write(out, measured, report.About(command, seed, WORKLOAD))
+        write(out, measured, About(command, seed, WORKLOAD))
         Console(stderr=True).print(f"written: {out}/report.html")
     if as_json:
         print(json.dumps(to_json(measured), allow_nan=False))
@@ -320,10 +321,8 @@ WORKLOAD = (
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """Return {"bench", "host", "rows": [{id, system, setting, paper, ours, unit}], "seconds"}."""
-    order = ("id", "system", "setting", "paper", "ours", "unit")
-    rows = [{name: getattr(row, name) for name in order} for row in measured.rows]
-    return {"bench": "overhead", "host": "vllm", "rows": rows, "seconds": measured.seconds}
+    """Return the figures by the JSON contract (`page.contract`)."""
+    return contract(measured.rows, bench="overhead", host="vllm", seconds=measured.seconds)
 
 
 def table(measured: Measured) -> Table:
@@ -344,18 +343,11 @@ def _show(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
 
 
-def write(folder: Path, measured: Measured, about: report.About) -> list[Path]:
+def write(folder: Path, measured: Measured, about: About) -> list[Path]:
     """Write report.json, overhead.png and report.html into a folder; return what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = plot(measured)
-    files = {
-        "report.json": json.dumps(to_json(measured), indent=1, allow_nan=False).encode(),
-        "overhead.png": picture,
-        "report.html": _page(measured, picture, about).encode(),
-    }
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return [folder / name for name in files]
+    pictures = {"overhead": plot(measured)}
+    page = Page("What does Headway itself cost?", _HEADER, _lines(measured), pictures)
+    return save(folder, to_json(measured), page, about)
 
 
 def plot(measured: Measured) -> bytes:
@@ -382,14 +374,3 @@ def plot(measured: Measured) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
-
-
-def _page(measured: Measured, picture: bytes, about: report.About) -> str:
-    rows = [report._html_row("th", _HEADER), *(report._html_row("td", line) for line in _lines(measured))]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>overhead</title>'
-        f"<style>{report._STYLE}</style></head>\n<body>\n<h1>What does Headway itself cost?</h1>\n"
-        f"<p>{about.workload}</p>\n{report._picture('overhead', picture)}\n<h2>Figures</h2>\n<table>\n"
-        + "\n".join(rows)
-        + f"\n</table>\n<h2>Again</h2>\n{report._html_about(about, measured.seconds)}\n</body></html>\n"
-    )

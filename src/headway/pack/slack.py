@@ -91,7 +91,10 @@ class Slack:
         answering = promised & (jobs.made[head] > 0)
         if not answering.any():
             return self.max_step
-        limit = min(float(slack[answering].min()), self.max_step)
+        # One that is late already catches up at half its pace; to stop all prompts for it would not save it.
+        late = slack[answering] < 0
+        wait = np.where(late, jobs.tpot[head][answering] / 2, slack[answering])
+        limit = min(float(wait.min()), self.max_step)
         if not (promised & (jobs.made[head] == 0)).any():
             limit = min(limit, float(jobs.tpot[head][answering].min()))
         return limit

@@ -115,6 +115,7 @@ class Driver:
             f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir, self.tell)
             for i, engine in enumerate(config.engines)
         }
+        self._storing = 0
         self._tickets: dict[str, Ticket] = {}
         self._background: dict[str, asyncio.Task[None]] = {}
         self.broker: Broker
@@ -183,7 +184,7 @@ class Driver:
 
     def check_room(self, request: Request) -> None:
         """Refuse a request the queue has no room for, before it is stored: 429 with Retry-After."""
-        refusal = self.controller.admit(request, time.time())
+        refusal = self.controller.admit(request, time.time(), self._storing)
         if refusal is None:
             return
         self.metrics.dropped(refusal.reason)
@@ -203,6 +204,7 @@ class Driver:
         """Store a request durably, then queue it. From here on it is owed an end."""
         ticket = _ticket(asked.request, asked.kind, asked.upstream, asked.background)
         put = asyncio.ensure_future(self.broker.put(_job_of(ticket)))
+        self._storing += 1
         try:
             await asyncio.shield(put)
         except asyncio.CancelledError:
@@ -212,6 +214,8 @@ class Driver:
                     ticket.request.id, "client_gone: left while it was stored", time.time()
                 )
             raise
+        finally:
+            self._storing -= 1
         if asked.background:
             self._run_background(ticket)
         else:
