@@ -166,7 +166,7 @@ def write(config: Config) -> str:
 
 
 def show(config: Config) -> str:
-    """Return the effective configuration as TOML for people: as `write`, with API keys masked, so that it does not load with them."""
+    """Return the effective configuration as TOML for people: keys masked, so that they load no more."""
     data = asdict(config)
     for key in data["keys"]:
         key["key"] = "****"

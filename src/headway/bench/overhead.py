@@ -36,7 +36,7 @@ from rich.table import Table
 from headway.bench import prompts
 from headway.bench.instant import NAME, WORD
 from headway.bench.measures import Row
-from headway.bench.page import About, Page, save
+from headway.bench.page import About, Page, contract, save
 from headway.engines.vllm.process import Child, free_port
 from headway.errors import EngineError
 from headway.types import Floats
