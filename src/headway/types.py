@@ -179,13 +179,13 @@ class Jobs(Table):
     arrival, first: instants (first = of the first token, 0 before it). ttft, tpot, e2e: promised seconds
     (inf = none). prompt, computed, made: tokens. left: expected tokens still to make. blocks: KV blocks
     held. urgency: set from outside, lower first. running: holds a slot and KV. held: paused by control.
-    serial: order of arrival at this engine; returning: order of eviction (0 = never evicted).
+    serial: order of arrival at this engine; evictions: how often its KV was taken.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
         "prompt": int, "computed": int, "made": int, "left": float, "blocks": int,
-        "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "returning": int,
+        "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
     }  # fmt: skip
 
     def due(self, rows: Ints) -> Floats:
@@ -200,6 +200,15 @@ class Jobs(Table):
             fresh, self.arrival[rows] + self.ttft[rows], first + np.maximum(made, 1) * self.tpot[rows]
         )
         return np.asarray(np.minimum(token, self.arrival[rows] + self.e2e[rows]), float)
+
+
+    def batch(self, rows: Ints, tokens: Ints) -> Batch:
+        """Return the shape of the iteration that computes `tokens` (aligned with rows) from here."""
+        context = self.computed[rows]
+        decode = tokens == 1
+        prompt, before = tokens[~decode], context[~decode]
+        pairs = int((prompt * before + prompt * prompt // 2).sum())
+        return Batch(int(decode.sum()), int(context[decode].sum()), int(prompt.sum()), pairs)
 
 
 class Backlog(Table):

@@ -21,6 +21,7 @@ from headway.bench import load, measures, mix
 from headway.bench.records import Call, Record
 from headway.bench.systems import STANDARD, check, running
 from headway.config import Engine
+from headway.model import resolve
 from headway.sim import workload
 
 _BURST = 64  # calls that show what the engine sustains
@@ -58,6 +59,7 @@ class Outcome:
 async def run(setup: Setup) -> Outcome:
     """Run the comparison. Raises ConfigError or EngineError when a system cannot be run."""
     check(setup.systems)
+    resolve(setup.engine.model)
     logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {logs}[/]")
     async with AsyncExitStack() as stack:

@@ -63,7 +63,7 @@ class Clockwork:
 
     def __post_init__(self) -> None:
         if hasattr(self.scheduler, "clock"):
-            self.scheduler.clock = lambda: self.now
+            self.scheduler.clock = self.scheduler.timer = lambda: self.now
 
     def add(
         self, id: str, prompt: int, output: int, *, priority: int = 0, facts: dict[str, Any] | None = None

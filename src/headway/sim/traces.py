@@ -1,8 +1,9 @@
-"""When did requests really come?
+"""When did requests really come, and how long were they?
 
 Recorded arrivals with their lengths, read from Azure's CSV (timestamp_s, prompt_tokens, output_tokens) and
-Mooncake's JSONL (timestamp_ms, input_length, output_length), plain or gzipped. A file that cannot be trusted
-(missing column, negative or NaN value, unsorted times, nothing in it) is refused with its line and the mend.
+Mooncake's JSONL (timestamp_ms, input_length, output_length); lengths alone also from a CSV without times and
+from ShareGPT's JSON as `vllm bench serve` takes it; plain or gzipped. A file that cannot be trusted (missing
+column, negative or NaN value, unsorted times, nothing in it) is refused with its line and the mend.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,11 @@ from headway.errors import ConfigError
 from headway.types import Floats, Ints
 
 Row = Mapping[str, Any]
+Count = Callable[[str], int]  # a tokenizer: text -> tokens
+
+_PREDICTED = "predicted_output_tokens"
+_CHARS_PER_TOKEN = 4  # the usual rule of thumb for English text
+_MOST_TOKENS = 10**9  # longer than any context: a number of something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,19 @@ class Trace:
     at: Floats
     prompt_tokens: Ints
     output_tokens: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Columns of equal length, in tokens, in the file's order. predicted: a predictor's guess of the output.
+
+    about: how many requests of which file, and what was estimated or left out, for reports.
+    """
+
+    prompt_tokens: Ints
+    output_tokens: Ints
+    predicted: Ints | None
+    about: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +79,77 @@ def read(path: str | Path, *, limit: int | None = None) -> Trace:
 
     Raises ConfigError, naming file, line and mend, when the file is missing, damaged, empty or not sorted.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"A trace cannot be cut to {limit} requests.", "Give a limit of 1 or more.")
+    _check_limit(limit)
     file = locate(path)
     form = _format(file)
-    rows = [_numbers(row, form, file, line) for line, row in islice(_rows(file), limit)]
-    if not rows:
-        raise ConfigError(f"{file} has no rows.", f"It needs one request per row: {_columns(form)}.")
-    table = np.array(rows, float)
-    return Trace(table[:, 0] - table[0, 0], table[:, 1].astype(np.int64), table[:, 2].astype(np.int64))
+    rows = islice(_sorted(_rows(file), form, file), limit)
+    table = [(row[form.time], *_pair(row, form, file, line)) for line, row in rows]
+    at, prompt, output = _columns_of(table, file, f"{form.time}, {form.prompt}, {form.output}")
+    return Trace((at - at[0]) / form.per_second, prompt.astype(np.int64), output.astype(np.int64))
 
 
-def locate(path: str | Path) -> Path:
-    """Return the file of a path or of a data-set name; ConfigError when there is none."""
+def read_lengths(path: str | Path, *, limit: int | None = None, count: Count | None = None) -> Lengths:
+    """Read the lengths of the first `limit` requests of a file, or of a bare name's file in $HEADWAY_DATA.
+
+    Takes what `read` takes with or without its times (and the column predicted_output_tokens if there is
+    one), and ShareGPT's .json: a list of {conversations: [{from, value}, ...]}, of which the first two turns
+    are a prompt and its answer; conversations of one turn are left out. count: tokens of a text (default:
+    its characters / 4, and `about` says "estimated"); only JSON needs it. Raises ConfigError as `read`.
+    """
+    _check_limit(limit)
+    file = locate(path, ("lengths", "arrivals"))
+    if Path(file.name.removesuffix(".gz")).suffix == ".json":
+        return _conversations(file, limit, count)
+    form = _format(file)
+    table = [_sizes(row, form, file, line) for line, row in islice(_rows(file), limit)]
+    columns = [column.astype(np.int64) for column in _columns_of(table, file, f"{form.prompt}, {form.output}")]
+    predicted = columns[2] if len(columns) > 2 else None
+    return Lengths(columns[0], columns[1], predicted, f"{len(table):,} requests of {file.name}")
+
+
+def find(path: str | Path, folders: tuple[str, ...] = ("arrivals",)) -> Path | None:
+    """Return the file of a path, or of a bare name in those folders of $HEADWAY_DATA; None = there is none."""
     file = Path(path)
-    if file.exists():
+    if file.is_file():
         return file
     data = os.environ.get("HEADWAY_DATA")
-    if data and file.name == str(path):
-        found = sorted(Path(data, "arrivals").glob(f"{path}.*"))
-        if found:
-            return found[0]
-    raise ConfigError(
-        f"There is no trace {path}.",
-        "Give the path of a .csv or .jsonl file (or .gz of one), or set HEADWAY_DATA and give a name"
-        " from its arrivals folder.",
-    )
+    if not data or file.name != str(path):
+        return None
+    found = (sorted(Path(data, folder).glob(f"{path}.*")) for folder in folders)
+    return next((files[0] for files in found if files), None)
+
+
+def locate(path: str | Path, folders: tuple[str, ...] = ("arrivals",)) -> Path:
+    """Return what `find` finds; ConfigError when there is none."""
+    file = find(path, folders)
+    if file is None:
+        raise ConfigError(
+            f"There is no trace {path}.",
+            "Give the path of a .csv or .jsonl file (or .gz of one), or set HEADWAY_DATA and give a name"
+            f" from its {' or '.join(folders)} folder.",
+        )
+    return file
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ConfigError(f"A trace cannot be cut to {limit} requests.", "Give a limit of 1 or more.")
+
+
+def _columns_of(table: list[tuple[Any, ...]], file: Path, needs: str) -> list[Floats]:
+    if not table:
+        raise ConfigError(f"{file} has no rows.", f"It needs one request per row: {needs}.")
+    if len({len(row) for row in table}) > 1:  # JSONL may have a key in some lines only
+        raise ConfigError(f"{file} has {_PREDICTED} in some rows only.", "Give it in all of them or in none.")
+    return list(np.array(table, float).T)
 
 
 def _format(file: Path) -> _Format:
     suffix = Path(file.name.removesuffix(".gz")).suffix
     if suffix not in _FORMATS:
-        known = "; ".join(f"*{end} with {_columns(form)}" for end, form in _FORMATS.items())
+        known = "; ".join(f"*{end} with {f.time}, {f.prompt}, {f.output}" for end, f in _FORMATS.items())
         raise ConfigError(f"{file} is not a trace by its name.", f"Known, plain or with .gz: {known}.")
     return _FORMATS[suffix]
-
-
-def _columns(form: _Format) -> str:
-    return f"{form.time}, {form.prompt}, {form.output}"
 
 
 def _rows(file: Path) -> Iterator[tuple[int, Row]]:
@@ -105,7 +157,7 @@ def _rows(file: Path) -> Iterator[tuple[int, Row]]:
     kind = _csv_rows if ".csv" in file.suffixes else _jsonl_rows
     try:
         with _open(file) as text:
-            yield from _sorted(kind(text, file), file)
+            yield from kind(text, file)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{file} cannot be read: {error}.", "Fetch the file again.") from error
 
@@ -137,8 +189,9 @@ def _jsonl_rows(text: IO[str], file: Path) -> Iterator[tuple[int, Row]]:
         yield line, row
 
 
-def _sorted(rows: Iterator[tuple[int, Row]], file: Path) -> Iterator[tuple[int, Row]]:
-    form, before = _format(file), -math.inf
+def _sorted(rows: Iterator[tuple[int, Row]], form: _Format, file: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows with their times as numbers; ConfigError where time goes backwards."""
+    before = -math.inf
     for line, row in rows:
         now = _number(row, form.time, file, line)
         if now < before:
@@ -147,12 +200,26 @@ def _sorted(rows: Iterator[tuple[int, Row]], file: Path) -> Iterator[tuple[int, 
                 f"Sort the file by {form.time}.",
             )
         before = now
-        yield line, row
+        yield line, {**row, form.time: now}
 
 
-def _numbers(row: Row, form: _Format, file: Path, line: int) -> tuple[float, float, float]:
-    at, prompt, output = (_number(row, name, file, line) for name in (form.time, form.prompt, form.output))
-    return at / form.per_second, prompt, output
+def _pair(row: Row, form: _Format, file: Path, line: int) -> tuple[float, float]:
+    return _tokens(row, form.prompt, file, line), _tokens(row, form.output, file, line)
+
+
+def _sizes(row: Row, form: _Format, file: Path, line: int) -> tuple[float, ...]:
+    pair = _pair(row, form, file, line)
+    return (*pair, _tokens(row, _PREDICTED, file, line)) if _PREDICTED in row else pair
+
+
+def _tokens(row: Row, name: str, file: Path, line: int) -> float:
+    number = _number(row, name, file, line)
+    if number != int(number) or number > _MOST_TOKENS:
+        raise ConfigError(
+            f"{file} line {line} has {name} = {row[name]!r}, which counts no tokens.",
+            f"Give a whole number of at most {_MOST_TOKENS:,}.",
+        )
+    return number
 
 
 def _number(row: Row, name: str, file: Path, line: int) -> float:
@@ -169,3 +236,57 @@ def _number(row: Row, name: str, file: Path, line: int) -> float:
             f"{file} line {line} has {name} = {value!r}.", "Give a number of 0 or more, or remove the row."
         )
     return number
+
+
+# ---- ShareGPT's JSON
+
+
+def _conversations(file: Path, limit: int | None, count: Count | None) -> Lengths:
+    """Read prompt and answer of each conversation, as vLLM's ShareGPTDataset does (first two turns)."""
+    entries = _json(file)
+    turns = (_turns(entry, file, number) for number, entry in enumerate(entries, 1))
+    pairs = list(islice((pair for pair in turns if pair is not None), limit))
+    if not pairs:
+        raise ConfigError(f"{file} has no conversation with an answer.", "Give ShareGPT's JSON itself.")
+    counted = count or _estimate
+    table = np.array([[counted(text) for text in pair] for pair in pairs], np.int64)
+    return Lengths(table[:, 0], table[:, 1], None, _about(file, len(pairs), len(entries), limit, count))
+
+
+def _about(file: Path, used: int, there: int, limit: int | None, count: Count | None) -> str:
+    told = f"{used:,} conversations of {file.name}"
+    if used != limit and used < there:
+        told += f", {there - used:,} without an answer left out"
+    return told if count else f"{told}, tokens estimated as characters / {_CHARS_PER_TOKEN}"
+
+
+def _json(file: Path) -> list[Any]:
+    fix = "It needs a list of {conversations: [{from, value}, ...]}, as ShareGPT's JSON is."
+    try:
+        with _open(file) as text:
+            content = json.load(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} line {error.lineno} is not JSON: {error.msg}.", fix) from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.", "Fetch the file again.") from error
+    if not isinstance(content, list):
+        raise ConfigError(f"{file} holds no list of conversations.", fix)
+    return content
+
+
+def _turns(entry: Any, file: Path, number: int) -> tuple[str, str] | None:
+    """Return (prompt, answer) of conversation `number`, None when nobody answered."""
+    try:
+        texts = [turn["value"] for turn in entry["conversations"][:2]]
+    except (KeyError, TypeError):
+        texts = [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"{file} conversation {number} has no conversations: [{{from, value}}, ...].",
+            "Mend or remove that entry.",
+        )
+    return (texts[0], texts[1]) if len(texts) == 2 else None
+
+
+def _estimate(text: str) -> int:
+    return -(-len(text) // _CHARS_PER_TOKEN)

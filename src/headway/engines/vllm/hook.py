@@ -23,7 +23,7 @@ from headway.engines.vllm.facts import Facts, read_facts
 from headway.forecast.pace import OnlinePace
 from headway.memory.ledger import Ledger
 from headway.recipes import find
-from headway.types import Batch, Ints, Jobs, Step
+from headway.types import Batch, Jobs, Step
 
 _LOG = 4096  # steps kept for `headway` control's "log"
 
@@ -35,7 +35,9 @@ class HeadwayMixin:
     running: list[Any]
     waiting: Any
     requests: dict[str, Any]
-    clock: Callable[[], float] = staticmethod(time.time)  # virtual in clockwork.py
+    # Both are virtual in clockwork.py: instants as clients count them, and what measures durations.
+    clock: Callable[[], float] = staticmethod(time.time)
+    timer: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +87,7 @@ class HeadwayMixin:
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         if self._batch is not None:
-            seconds = time.perf_counter() - self._began
+            seconds = self.timer() - self._began
             self.pace.learn(self._batch, seconds)
             self.counters["step_seconds"] += seconds
             self._batch = None
@@ -146,6 +148,7 @@ class HeadwayMixin:
         stock._preempt_request(request, time.monotonic())
         row = self.jobs.row_of[request.request_id]
         self.jobs.running[row] = False
+        self.jobs.evictions[row] += 1
         self.counters["evictions"] += 1
 
     def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:
@@ -183,14 +186,17 @@ class HeadwayMixin:
             if request.status == RequestStatus.RUNNING:
                 backlog.remove(request)
         # Stock preempted these itself: memory ran out within the step.
-        backlog.extendleft(request for request in reversed(shown) if id(request) not in known)
+        lost = [request for request in shown if id(request) not in known]
+        backlog.extendleft(reversed(lost))
+        for request in lost:
+            self.jobs.evictions[self.jobs.row_of[request.request_id]] += 1
 
     def _note(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Remember what ran, for the pace, the counters and the log."""
         ran: dict[str, int] = output.num_scheduled_tokens
         if ran:
             self._batch = self._shape(ran)
-            self._began = time.perf_counter()
+            self._began = self.timer()
             self.counters["steps"] += 1
             self.counters["pauses"] += len(paused)
             evicted = self.jobs.names(step.evict)
@@ -199,7 +205,7 @@ class HeadwayMixin:
     def _shape(self, ran: dict[str, int]) -> Batch:
         rows = np.fromiter((self.jobs.row_of[id] for id in ran), np.int64, len(ran))
         tokens = np.fromiter(ran.values(), np.int64, len(ran))
-        return shape(self.jobs, rows, tokens)
+        return self.jobs.batch(rows, tokens)
 
     # ---- control: called between steps on the engine's own thread (control.py)
 
@@ -247,15 +253,6 @@ class HeadwayMixin:
             "computed": int(jobs.computed[row]),
             "made": int(jobs.made[row]),
         }
-
-
-def shape(jobs: Jobs, rows: Ints, tokens: Ints) -> Batch:
-    """Return the batch that computing `tokens` (per row, aligned) makes."""
-    context = jobs.computed[rows]
-    decode = tokens == 1
-    prompt, before = tokens[~decode], context[~decode]
-    pairs = int((prompt * before + prompt * prompt // 2).sum())
-    return Batch(int(decode.sum()), int(context[decode].sum()), int(prompt.sum()), pairs)
 
 
 class HeadwayScheduler(HeadwayMixin, Scheduler):

@@ -1,0 +1,282 @@
+"""Which law does iteration time follow?
+
+Published laws differ in what they multiply: BROS 4.1 takes tokens and tokens x attended tokens, SLO-aware 4.2
+takes requests, length and their product. Each is here a small object of coefficients that are never negative,
+fitted so that every measured iteration counts by its relative error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar, Protocol, Self
+
+import numpy as np
+
+from headway.types import Batch, Bools, Floats
+
+KINDS = ("prefill", "decode", "mixed")
+_FLOORS = (16, 32, 64, 128, 256, 512, 1024)  # tokens up to which the floor is first supposed to hold
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Many batches as columns, each as in `types.Batch`.
+
+    prefill_context counts the pairs of a prompt token and a token before it, those within the same chunk too
+    (new * before + new * new / 2), as vLLM's hook does.
+    """
+
+    decodes: Floats
+    context: Floats
+    prefill: Floats
+    prefill_context: Floats
+
+    @classmethod
+    def of(cls, batches: Iterable[Batch]) -> Shapes:
+        """Return the columns of batches, in their order."""
+        rows = [(b.decodes, b.context, b.prefill, b.prefill_context) for b in batches]
+        return cls(*np.array(rows, float).reshape(-1, 4).T)
+
+    def only(self, rows: Bools) -> Shapes:
+        """Return the rows where `rows` is true."""
+        return Shapes(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def kind(self, name: str) -> Bools:
+        """Tell which rows are of a kind of `KINDS`: prompts only, answers only, or both."""
+        prompts, answers = self.prefill > 0, self.decodes > 0
+        return {"prefill": prompts & ~answers, "decode": answers & ~prompts, "mixed": prompts & answers}[name]
+
+
+class Form(Protocol):
+    """A law with its coefficients, which are the fields: seconds, or seconds per unit."""
+
+    NAME: ClassVar[str]
+
+    def seconds(self, x: Shapes) -> Floats:
+        """Return the forecast duration of each row."""
+        ...
+
+    @classmethod
+    def fit(cls, x: Shapes, seconds: Floats) -> Self:
+        """Return the form that is nearest to measured durations."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Additive:
+    """base + a coefficient for each column; the five numbers that a compiled loop uses."""
+
+    NAME: ClassVar[str] = "additive"
+    base: float
+    decodes: float
+    context: float
+    prefill: float
+    prefill_context: float
+
+    def seconds(self, x: Shapes) -> Floats:
+        pairs = self.context * x.context + self.prefill_context * x.prefill_context
+        return np.asarray(self.base + self.decodes * x.decodes + self.prefill * x.prefill + pairs)
+
+    @classmethod
+    def fit(cls, x: Shapes, seconds: Floats) -> Self:
+        one = np.ones_like(seconds)
+        return cls(*_solve((one, x.decodes, x.context, x.prefill, x.prefill_context), seconds))
+
+    def array(self) -> Floats:
+        """Return [base, decodes, context, prefill, prefill_context] as float64."""
+        return np.array(list(asdict(self).values()), float)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Additive, but the tokens' own work costs at least `floor`: reading the weights once, however few tokens."""
+
+    NAME: ClassVar[str] = "roofline"
+    base: float
+    floor: float
+    decodes: float
+    context: float
+    prefill: float
+    prefill_context: float
+
+    def seconds(self, x: Shapes) -> Floats:
+        pairs = self.context * x.context + self.prefill_context * x.prefill_context
+        return np.asarray(self.base + np.maximum(self.floor, self._work(x)) + pairs)
+
+    @classmethod
+    def fit(cls, x: Shapes, seconds: Floats) -> Self:
+        """Fit from several guesses of which rows lie on the floor, and keep the best.
+
+        Given that guess the law is linear; the fit then says anew which rows lie there, until they agree.
+        """
+        tokens = x.decodes + x.prefill
+        fits = [cls._from(x, seconds, tokens <= limit) for limit in _FLOORS]
+        return min(fits, key=lambda form: float(np.square(form.seconds(x) / seconds - 1).sum()))
+
+    @classmethod
+    def _from(cls, x: Shapes, seconds: Floats, low: Bools) -> Self:
+        form = cls._linear(x, seconds, low)
+        for _ in range(30):
+            now = form._work(x) <= form.floor
+            if np.array_equal(now, low):
+                break
+            form, low = cls._linear(x, seconds, now), now
+        return form
+
+    @classmethod
+    def _linear(cls, x: Shapes, seconds: Floats, low: Bools) -> Self:
+        one, high = np.ones_like(seconds), ~low
+        columns = (one, low * one, high * x.decodes, x.context, high * x.prefill, x.prefill_context)
+        return cls(*_solve(columns, seconds))
+
+    def _work(self, x: Shapes) -> Floats:
+        return np.asarray(self.decodes * x.decodes + self.prefill * x.prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class Bros:
+    """BROS 4.1: a0 * L + a1 * L * L_a + b, with prompts and answers apart.
+
+    L: tokens computed; L * L_a: their sum over the tokens each attends to. A mixed batch is the sum of both
+    parts but has one base, the larger: the weights are read once.
+    """
+
+    NAME: ClassVar[str] = "bros"
+    prefill_tokens: float
+    prefill_pairs: float
+    prefill_base: float
+    decode_tokens: float
+    decode_pairs: float
+    decode_base: float
+
+    def seconds(self, x: Shapes) -> Floats:
+        prefill = self.prefill_tokens * x.prefill + self.prefill_pairs * x.prefill_context
+        decode = self.decode_tokens * x.decodes + self.decode_pairs * x.context
+        return prefill + decode + _base(x, self.prefill_base, self.decode_base)
+
+    @classmethod
+    def fit(cls, x: Shapes, seconds: Floats) -> Self:
+        """Fit each part on the batches that hold nothing else; a part without any is all zero."""
+        (p, p_time), (d, d_time) = _apart(x, seconds)
+        prefill = _solve((p.prefill, p.prefill_context, np.ones_like(p_time)), p_time)
+        return cls(*prefill, *_solve((d.decodes, d.context, np.ones_like(d_time)), d_time))
+
+
+@dataclass(frozen=True, slots=True)
+class SloAware:
+    """SLO-aware 4.2: alpha * b * l + beta * b + gamma * l + delta, with prompts and answers apart.
+
+    b: requests, l: their mean length. A `Batch` has no number of prompts: it is taken as that of equal prompts
+    with nothing before them, which is exact for one whole prompt. Mixed batches as in `Bros`.
+    """
+
+    NAME: ClassVar[str] = "slo_aware"
+    prefill_alpha: float
+    prefill_beta: float
+    prefill_gamma: float
+    prefill_delta: float
+    decode_alpha: float
+    decode_beta: float
+    decode_gamma: float
+    decode_delta: float
+
+    def seconds(self, x: Shapes) -> Floats:
+        b, l = _prompts(x)
+        prefill = self.prefill_alpha * x.prefill + self.prefill_beta * b + self.prefill_gamma * l
+        mean = x.context / np.maximum(x.decodes, 1)
+        decode = self.decode_alpha * x.context + self.decode_beta * x.decodes + self.decode_gamma * mean
+        return prefill + decode + _base(x, self.prefill_delta, self.decode_delta)
+
+    @classmethod
+    def fit(cls, x: Shapes, seconds: Floats) -> Self:
+        """Fit each part on the batches that hold nothing else; a part without any is all zero."""
+        (p, p_time), (d, d_time) = _apart(x, seconds)
+        prefill = _solve((p.prefill, *_prompts(p), np.ones_like(p_time)), p_time)
+        columns = (d.context, d.decodes, d.context / np.maximum(d.decodes, 1), np.ones_like(d_time))
+        return cls(*prefill, *_solve(columns, d_time))
+
+
+FORMS: dict[str, type[Additive] | type[Roofline] | type[Bros] | type[SloAware]] = {
+    form.NAME: form for form in (Additive, Roofline, Bros, SloAware)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """How far a form is off, as fractions of the measured seconds: the mean and two quantiles over `rows`."""
+
+    mean: float
+    p50: float
+    p90: float
+    rows: int
+
+
+def fit(name: str, batches: Sequence[Batch], seconds: Floats) -> tuple[Form, dict[str, Error]]:
+    """Return the named form fitted to measured seconds (one per batch, > 0), and its `errors`."""
+    x, measured = Shapes.of(batches), np.asarray(seconds, float)
+    if not measured.size or measured.shape != x.decodes.shape or not np.all(measured > 0):
+        raise ValueError("a fit needs one duration above 0 for each batch, and at least one batch")
+    form = FORMS[name].fit(x, measured)
+    return form, errors(form, x, measured)
+
+
+def errors(form: Form, x: Shapes, measured: Floats) -> dict[str, Error]:
+    """Return the absolute relative error of a form: "all", and each kind of `KINDS` that occurs."""
+    off = np.abs(form.seconds(x) / measured - 1)
+    rows = {"all": np.ones_like(off, bool)} | {kind: x.kind(kind) for kind in KINDS}
+    return {kind: _error(off[which]) for kind, which in rows.items() if which.any()}
+
+
+def nonnegative(a: Floats, y: Floats) -> Floats:
+    """Return x >= 0 that minimises |a x - y| (Lawson and Hanson's active set); a: (rows, columns)."""
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0  # a column of zeros explains nothing and stays at 0
+    a = a / scale
+    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)
+    for _ in range(10 * a.shape[1]):
+        slope = np.where(free, -np.inf, a.T @ (y - a @ x))
+        if slope.max(initial=-np.inf) <= 1e-10 * (1 + np.linalg.norm(y)):
+            break
+        free[slope.argmax()] = True
+        x, free = _within(a, y, x, free)
+    return np.asarray(x / scale)
+
+
+def _within(a: Floats, y: Floats, x: Floats, free: Bools) -> tuple[Floats, Bools]:
+    """Move x to the best values of its free columns; a column that would turn negative stops at 0."""
+    while free.any():
+        best = np.zeros_like(x)
+        best[free] = np.linalg.lstsq(a[:, free], y, rcond=None)[0]
+        wrong = free & (best <= 0)
+        if not wrong.any():
+            return best, free
+        x = x + (x[wrong] / (x[wrong] - best[wrong])).min() * (best - x)
+        free = free & (x > 1e-12)
+        x = np.where(free, x, 0.0)
+    return x, free
+
+
+def _solve(columns: Sequence[Floats], seconds: Floats) -> list[float]:
+    if not seconds.size:
+        return [0.0] * len(columns)
+    return [float(v) for v in nonnegative(np.stack(columns, 1) / seconds[:, None], np.ones_like(seconds))]
+
+
+def _apart(x: Shapes, seconds: Floats) -> list[tuple[Shapes, Floats]]:
+    return [(x.only(rows), seconds[rows]) for rows in (x.kind("prefill"), x.kind("decode"))]
+
+
+def _base(x: Shapes, prefill: float, decode: float) -> Floats:
+    return np.maximum(np.where(x.prefill > 0, prefill, 0.0), np.where(x.decodes > 0, decode, 0.0))
+
+
+def _prompts(x: Shapes) -> tuple[Floats, Floats]:
+    """Return the number of prompts and their length, see `SloAware`."""
+    length = np.maximum(2 * x.prefill_context / np.maximum(x.prefill, 1), np.minimum(x.prefill, 1))
+    return x.prefill / np.maximum(length, 1), length
+
+
+def _error(off: Floats) -> Error:
+    p50, p90 = np.quantile(off, (0.5, 0.9))
+    return Error(float(off.mean()), float(p50), float(p90), off.size)

@@ -1,0 +1,75 @@
+"""The benchmark commands end in time, print their contract and write what people look at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+COMPARE = {
+    "attainment.chat", "attainment.all", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p99", "tpot.p99",
+    "e2el.p99", "preemptions",
+}  # fmt: skip
+OVERHEAD = {
+    "gateway.added_ms.p50", "gateway.added_ms.p99", "gateway.req_per_s", "gateway.tokens_per_s", "hook.ratio",
+}  # fmt: skip
+
+
+def bench(*words: str) -> tuple[int, str, str]:
+    argv = [sys.executable, "-m", "headway.cli", "bench", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=380, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def contract(*words: str) -> dict[str, Any]:
+    status, out, err = bench(*words, "--json")
+    assert status == 0, err
+    result: dict[str, Any] = json.loads(out)
+    assert set(result) == {"bench", "host", "rows", "seconds"}
+    assert all(set(row) == {"id", "system", "setting", "paper", "ours", "unit"} for row in result["rows"])
+    return result
+
+
+def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
+    result = contract("compare", "--quick", "--out", str(tmp_path))
+    rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
+    assert {id for id, _, _ in rows} >= COMPARE
+    counts = {rows["requests", system, "all"] for system in ("vllm-fcfs", "slack")}
+    assert len(counts) == 1
+    assert counts.pop() > 8
+    assert rows["failed", "vllm-fcfs", "all"] == rows["failed", "slack", "all"] == 0
+    assert {"report.html", "report.json", "attainment.png", "latency.png"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_overhead_measures_gateway_and_hook(tmp_path: Path) -> None:
+    result = contract("overhead", "--quick", "--out", str(tmp_path))
+    assert {row["id"] for row in result["rows"]} >= OVERHEAD
+    ratios = {row["setting"] for row in result["rows"] if row["id"] == "hook.ratio"}
+    assert ratios == {"16 running", "64 running", "256 running"}
+    assert any("FAKE" in row["setting"] for row in result["rows"]), "a fake engine is called one"
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (["compare", "--systems", "vllm-fcsf"], "vllm"),
+        (["compare", "--systems", ","], "Name some of"),
+        (["compare", "--mix", "chat-bach"], "chat-batch"),
+        (["compare", "--slo", "chat ttft:-1"], "ttft:1500"),
+        (["compare", "--model", "/no/such/model", "--systems", "slack"], "model"),
+        (["serve", "--url", "localhost:8000"], "http://"),
+        (["serve", "--url", "http://127.0.0.1:9", "--endpoint", "chats"], "chat or completions"),
+        (["serve", "--url", "http://127.0.0.1:9", "--trace", "/no/such.csv"], "trace"),
+    ],
+)
+def test_wrong_words_are_answered_with_the_mend(words: list[str], mend: str) -> None:
+    status, out, err = bench(*words)
+    assert status == 2
+    assert out == ""
+    assert "error:" in err
+    assert mend in err.replace("\n", " ")
