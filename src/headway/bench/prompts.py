@@ -4,10 +4,7 @@ Prompts are real text from `$HEADWAY_DATA/prompts` or a file, or text made here 
 ones keep their recorded token counts, so that a class can ask for a band of lengths; made ones draw theirs
 from ShareGPT's distribution.
 
-Made lengths: the quantiles of `LENGTHS` and `SHARES` are those of the first user turns of ShareGPT (V3,
-sharegpt_v3.csv of Nanoflow, Llama tokens) after `vllm bench serve`'s filter (prompt >= 4, answer >= 4,
-prompt <= 1024, sum <= 2048): 52,157 rows, mean 110.6, standard deviation 186.9. Between quantiles the
-logarithm of the length is interpolated.
+Made lengths are those of `sim.lengths`: ShareGPT's first user turns, at most 1024 tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from headway.errors import ConfigError
+from headway.sim.lengths import SHAREGPT_PROMPTS
 from headway.types import Ints
 
 GENERATED = "generated"
@@ -34,8 +32,6 @@ DATA_SETS = (
 # Engines here run with a context of 2048 tokens: longer prompts would be refused, not served late.
 LONGEST = 1400
 
-SHARES = np.array([0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0])
-LENGTHS = np.array([4, 5, 8, 10, 15, 31, 100, 343, 562, 905, 1024], float)
 # Everyday words, each one token after a space (checked with SmolLM2's tokenizer).
 _COMMON = (
     "about after again all also an and another any are as at back be because been before being between both"
@@ -106,14 +102,14 @@ def generate(n: int, band: Band | None, rng: np.random.Generator) -> list[str]:
 
 def lengths(n: int, band: Band | None, rng: np.random.Generator) -> Ints:
     """Draw n prompt lengths in tokens from ShareGPT's distribution, cut to the band (inclusive)."""
-    low, high = band or (int(LENGTHS[0]), int(LENGTHS[-1]))
+    low, high = band or (SHAREGPT_PROMPTS.tokens[0], SHAREGPT_PROMPTS.tokens[-1])
     high = min(high, LONGEST)
     if low > high:
         raise ConfigError(f"No prompt has {low} to {high} tokens.", f"The most is {LONGEST}: widen the band.")
-    below, above = np.interp(np.log([low, high + 1]), np.log(LENGTHS), SHARES)
+    below, above = SHAREGPT_PROMPTS.share(np.array([low, high + 1], float))
     if above - below < 1e-9:  # ShareGPT has nothing there: every length of the band is as good as any other
         return rng.integers(low, high, n, endpoint=True)
-    drawn = np.exp(np.interp(rng.uniform(below, above, n), SHARES, np.log(LENGTHS)))
+    drawn = SHAREGPT_PROMPTS.at(rng.uniform(below, above, n))
     return np.asarray(np.clip(drawn, low, high), np.int64)
 
 

@@ -90,7 +90,10 @@ class Additive:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Additive, but the tokens' own work costs at least `floor`: reading the weights once, however few tokens."""
+    """Additive, but tokens' arithmetic (`prefill` s each) costs at least `floor`, reading the weights once.
+
+    decodes: what a sequence costs beside that, such as the CPU's work.
+    """
 
     NAME: ClassVar[str] = "roofline"
     base: float
@@ -102,7 +105,9 @@ class Roofline:
 
     def seconds(self, x: Shapes) -> Floats:
         pairs = self.context * x.context + self.prefill_context * x.prefill_context
-        return np.asarray(self.base + np.maximum(self.floor, self._work(x)) + pairs)
+        return np.asarray(
+            self.base + self.decodes * x.decodes + np.maximum(self.floor, self._work(x)) + pairs
+        )
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
@@ -127,11 +132,12 @@ class Roofline:
     @classmethod
     def _linear(cls, x: Shapes, seconds: Floats, low: Bools) -> Self:
         one, high = np.ones_like(seconds), ~low
-        columns = (one, low * one, high * x.decodes, x.context, high * x.prefill, x.prefill_context)
+        tokens = high * (x.decodes + x.prefill)
+        columns = (one, low * one, x.decodes, x.context, tokens, x.prefill_context)
         return cls(*_solve(columns, seconds))
 
     def _work(self, x: Shapes) -> Floats:
-        return np.asarray(self.decodes * x.decodes + self.prefill * x.prefill)
+        return np.asarray(self.prefill * (x.decodes + x.prefill))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +159,7 @@ class Bros:
     def seconds(self, x: Shapes) -> Floats:
         prefill = self.prefill_tokens * x.prefill + self.prefill_pairs * x.prefill_context
         decode = self.decode_tokens * x.decodes + self.decode_pairs * x.context
-        return prefill + decode + _base(x, self.prefill_base, self.decode_base)
+        return np.asarray(prefill + decode + _base(x, self.prefill_base, self.decode_base))
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
@@ -167,8 +173,8 @@ class Bros:
 class SloAware:
     """SLO-aware 4.2: alpha * b * l + beta * b + gamma * l + delta, with prompts and answers apart.
 
-    b: requests, l: their mean length. A `Batch` has no number of prompts: it is taken as that of equal prompts
-    with nothing before them, which is exact for one whole prompt. Mixed batches as in `Bros`.
+    b: requests, l: their mean length. A `Batch` has no number of prompts: it is taken as that of equal
+    prompts with nothing before them, exact for one whole prompt. Mixed batches as in `Bros`.
     """
 
     NAME: ClassVar[str] = "slo_aware"
@@ -182,11 +188,11 @@ class SloAware:
     decode_delta: float
 
     def seconds(self, x: Shapes) -> Floats:
-        b, l = _prompts(x)
-        prefill = self.prefill_alpha * x.prefill + self.prefill_beta * b + self.prefill_gamma * l
+        b, length = _prompts(x)
+        prefill = self.prefill_alpha * x.prefill + self.prefill_beta * b + self.prefill_gamma * length
         mean = x.context / np.maximum(x.decodes, 1)
         decode = self.decode_alpha * x.context + self.decode_beta * x.decodes + self.decode_gamma * mean
-        return prefill + decode + _base(x, self.prefill_delta, self.decode_delta)
+        return np.asarray(prefill + decode + _base(x, self.prefill_delta, self.decode_delta))
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
@@ -268,7 +274,8 @@ def _apart(x: Shapes, seconds: Floats) -> list[tuple[Shapes, Floats]]:
 
 
 def _base(x: Shapes, prefill: float, decode: float) -> Floats:
-    return np.maximum(np.where(x.prefill > 0, prefill, 0.0), np.where(x.decodes > 0, decode, 0.0))
+    bases = np.where(x.prefill > 0, prefill, 0.0), np.where(x.decodes > 0, decode, 0.0)
+    return np.asarray(np.maximum(*bases))
 
 
 def _prompts(x: Shapes) -> tuple[Floats, Floats]:

@@ -102,13 +102,15 @@ def read_lengths(path: str | Path, *, limit: int | None = None, count: Count | N
         return _conversations(file, limit, count)
     form = _format(file)
     table = [_sizes(row, form, file, line) for line, row in islice(_rows(file), limit)]
-    columns = [column.astype(np.int64) for column in _columns_of(table, file, f"{form.prompt}, {form.output}")]
+    columns = [
+        column.astype(np.int64) for column in _columns_of(table, file, f"{form.prompt}, {form.output}")
+    ]
     predicted = columns[2] if len(columns) > 2 else None
     return Lengths(columns[0], columns[1], predicted, f"{len(table):,} requests of {file.name}")
 
 
 def find(path: str | Path, folders: tuple[str, ...] = ("arrivals",)) -> Path | None:
-    """Return the file of a path, or of a bare name in those folders of $HEADWAY_DATA; None = there is none."""
+    """Return the file of a path, or of a bare name in those folders of $HEADWAY_DATA; None = none there."""
     file = Path(path)
     if file.is_file():
         return file
