@@ -156,7 +156,7 @@ def grid(most_kv: float = float("inf"), longest: int = 4096, *, mixed: bool = Tr
     whole = [_chunk(n, 0) for n in (32, 64, 128, 256, 512, 1024, 2048, 4096) if n <= longest]
     if not mixed:
         return decode + whole
-    chunks = [_chunk(n, before) for n in (256, 512, 1024) for before in (512, 1024, 2048)]
+    chunks = [_chunk(n, before) for n in (256, 512, 1024) for before in (1024, 4096, 16384)]
     both = [
         Batch(d.decodes, d.context, p.prefill, p.prefill_context)
         for d in (Batch(n, n * context, 0) for n in (8, 32, 64, 128) for context in (256, 1024))
