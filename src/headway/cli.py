@@ -69,6 +69,34 @@ def serve(
     )
 
 
+@app.command()
+def simulate(
+    recipes: Annotated[
+        str, typer.Option(help="Comma separated: vllm, priority, edf, slack.")
+    ] = "vllm,edf,slack",
+    pace: Annotated[str, typer.Option(help="A built-in pace file or a path.")] = "opt-13b-a100",
+    instances: Annotated[int, typer.Option(min=1)] = 1,
+    rate: Annotated[float, typer.Option(min=0.001, help="Arrivals per second.")] = 8.0,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 300.0,
+    slo: Annotated[str, typer.Option(help="What chat is promised, in ms.")] = "ttft:400 tpot:200",
+    max_running: Annotated[int, typer.Option(min=1)] = 256,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens per iteration.")] = 2048,
+    max_model_len: Annotated[int, typer.Option(min=16)] = 2048,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=16, help="KV per instance; default: the file's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write plots, report.json and report.html here.")] = None,
+) -> None:
+    """What if? SIMULATED: 60 % chat and 40 % best effort on a fleet of one pace file, in virtual time."""
+    from headway.bench.simulate import Fleet, main
+
+    fleet = Fleet(pace, instances, max_running, budget, max_model_len, kv_tokens)
+    names = [name.strip() for name in recipes.split(",") if name.strip()]
+    main(names, fleet, rate=rate, duration=duration, slo=slo, seed=seed, as_json=as_json, out=out)
+
+
 @model_app.command()
 def fetch(
     out: Annotated[Path | None, typer.Option(help="Directory; default: the user's cache.")] = None,

@@ -201,7 +201,6 @@ class Jobs(Table):
         )
         return np.asarray(np.minimum(token, self.arrival[rows] + self.e2e[rows]), float)
 
-
     def batch(self, rows: Ints, tokens: Ints) -> Batch:
         """Return the shape of the iteration that computes `tokens` (aligned with rows) from here."""
         context = self.computed[rows]

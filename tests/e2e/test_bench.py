@@ -12,8 +12,8 @@ import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 COMPARE = {
-    "attainment.chat", "attainment.all", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p99", "tpot.p99",
-    "e2el.p99", "preemptions",
+    "attainment.chat", "attainment.all", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p99",
+    "tpot.p99", "e2el.p99", "preemptions",
 }  # fmt: skip
 OVERHEAD = {
     "gateway.added_ms.p50", "gateway.added_ms.p99", "gateway.req_per_s", "gateway.tokens_per_s", "hook.ratio",
@@ -43,7 +43,8 @@ def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
     assert len(counts) == 1
     assert counts.pop() > 8
     assert rows["failed", "vllm-fcfs", "all"] == rows["failed", "slack", "all"] == 0
-    assert {"report.html", "report.json", "attainment.png", "latency.png"} <= {p.name for p in tmp_path.iterdir()}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"report.html", "report.json", "attainment.png", "latency.png"} <= written
 
 
 def test_overhead_measures_gateway_and_hook(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""The simulation obeys queueing theory where there is some, loses nothing and repeats itself exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from headway.recipes import RECIPES
+from headway.sim.run import Node, Outcome, Simulation
+from headway.sim.workload import TrafficClass, Workload, make, poisson, single
+from headway.types import Batch, Floats, Instance, Ints, Slo
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every iteration takes the same time: the queue is then one of the textbook's."""
+
+    each: float
+
+    def seconds(self, batch: Batch) -> float:
+        return self.each
+
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """It is known."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A plausible GPU: fixed cost, cost per answer in progress, cost per prompt token."""
+
+    def seconds(self, batch: Batch) -> float:
+        return 0.01 + 1e-4 * batch.decodes + 1e-7 * batch.context + 1.5e-4 * batch.prefill
+
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """It is known."""
+
+
+def one_server(each: float) -> Node:
+    """One request at a time, nothing sent ahead of need that could change the order."""
+    return Node(Instance("e0", "default", 1, 100_000, 16, 100_000), Constant(each), 2, 100_000)
+
+
+def queue(rate: float, output: Ints | int, each: float, count: int) -> tuple[Workload, Outcome]:
+    rng = np.random.default_rng(5)
+    arrivals = poisson(rate, count / rate, rng)
+    size = output if isinstance(output, int) else output[: arrivals.size]
+    workload = single(arrivals, 1, size)
+    return workload, Simulation(RECIPES["vllm"], [one_server(each)], workload).run()
+
+
+def waits(workload: Workload, outcome: Outcome, each: float) -> Floats:
+    """Seconds each request waited before its first iteration."""
+    return outcome.first - each - workload.arrival
+
+
+def lindley(arrival: Floats, service: Floats) -> Floats:
+    """The exact waiting times of a single server, first come, first served: W' = max(W + S - A, 0)."""
+    wait = np.zeros(arrival.size)
+    for i in range(1, arrival.size):
+        wait[i] = max(wait[i - 1] + service[i - 1] - (arrival[i] - arrival[i - 1]), 0.0)
+    return wait
+
+
+def test_md1_waiting_time() -> None:
+    load = 0.6
+    workload, outcome = queue(load, 1, 1.0, 8_000)
+    exact = lindley(workload.arrival, np.ones(workload.arrival.size))
+    np.testing.assert_allclose(waits(workload, outcome, 1.0), exact, atol=1e-6)
+    expected = load / (2 * (1 - load))  # Pollaczek-Khinchine, service 1 s
+    assert exact.mean() == pytest.approx(expected, rel=0.15)
+
+
+def test_mm1_waiting_time() -> None:
+    load, mean = 0.7, 6
+    rng = np.random.default_rng(8)
+    output = np.maximum(np.ceil(rng.exponential(mean, 5_000)), 1).astype(np.int64)
+    each = 1.0 / output.mean()
+    workload, outcome = queue(load, output, each, 4_000)
+    exact = lindley(workload.arrival, workload.output * each)
+    np.testing.assert_allclose(waits(workload, outcome, each), exact, atol=1e-6)
+
+
+def test_littles_law() -> None:
+    """Mean number inside = rate x mean stay, here with both sides measured apart."""
+    workload, outcome = queue(0.8, 1, 1.0, 2_000)
+    span = float(outcome.end.max())
+    instants = np.sort(np.concatenate([workload.arrival, outcome.end]))
+    steps = np.searchsorted(np.sort(workload.arrival), instants, "right")
+    inside = steps - np.searchsorted(np.sort(outcome.end), instants, "right")
+    mean_inside = float((inside[:-1] * np.diff(instants)).sum()) / span
+    stay = float((outcome.end - workload.arrival).mean())
+    assert mean_inside == pytest.approx(workload.arrival.size / span * stay, rel=1e-6)
+
+
+def mixed(seed: int, rate: float = 12.0) -> Workload:
+    rng = np.random.default_rng(seed)
+    classes = (
+        TrafficClass("chat", 0.6, Slo(ttft=0.4, tpot=0.2), 0, "sharegpt", max_tokens=200),
+        TrafficClass("batch", 0.4, Slo(), 10, "bros-best-effort"),
+    )
+    workload = make(classes, poisson(rate, 20.0, rng), rng)
+    return workload.take(np.flatnonzero(workload.prompt + workload.output <= 2048))
+
+
+def fleet(count: int, blocks: int = 3000) -> list[Node]:
+    return [
+        Node(Instance(f"e{i}", "default", 32, blocks, 16, 2048), Linear(), 64, 1024) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("blocks", [3000, 300])
+def test_every_request_ends_once_and_in_order_of_cause(recipe: str, blocks: int) -> None:
+    workload = mixed(1)
+    outcome = Simulation(RECIPES[recipe], fleet(2, blocks), workload).run()
+    assert np.isfinite(outcome.end).all()
+    assert (outcome.first > workload.arrival).all()
+    assert (outcome.end >= outcome.first).all()
+    assert set(outcome.node.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_same_input_same_run(recipe: str) -> None:
+    runs = [Simulation(RECIPES[recipe], fleet(2), mixed(2)).run() for _ in range(2)]
+    np.testing.assert_array_equal(runs[0].end, runs[1].end)
+    np.testing.assert_array_equal(runs[0].first, runs[1].first)
+
+
+def test_promises_are_kept_that_first_come_first_served_breaks() -> None:
+    workload, chat = mixed(3, rate=14.0), 0
+    met = {
+        name: float(np.mean((run.first - workload.arrival)[workload.tier == chat] <= 0.4))
+        for name in ("vllm", "edf", "slack")
+        for run in [Simulation(RECIPES[name], fleet(1), workload).run()]
+    }
+    assert met["slack"] > 1.5 * met["vllm"]
+    assert met["edf"] > 1.5 * met["vllm"]
+
+
+def test_progress_is_told() -> None:
+    seen: list[int] = []
+    workload = mixed(4)
+    Simulation(RECIPES["vllm"], fleet(1), workload).run(seen.append)
+    assert seen[-1] == workload.arrival.size
