@@ -98,6 +98,8 @@ async def _run(
         before = await load.scrape_preemptions(url)
         _console.print(f"[bold]{name}[/], round {number + 1} of {setup.rounds}")
         records = await load.run(url, setup.engine.name, calls)
+        if len(records) < len(calls) or any(load.was_cut_off(record) for record in records):
+            raise KeyboardInterrupt  # a comparison with half a system in it is none
         after = await load.scrape_preemptions(url)
         return records, None if before is None or after is None else after - before
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from headway.bench.records import Call, Record
 
-__all__ = ["Call", "Endpoint", "Record", "run", "scrape_preemptions"]
+__all__ = ["Call", "Endpoint", "Record", "run", "scrape_preemptions", "was_cut_off"]
 
 Endpoint = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -67,6 +67,11 @@ async def run(
             if task is not None:
                 task.uncancel()  # the answer to the cancellation is the list below
     return [shot.record() for shot in shots if shot.sent is not None]
+
+
+def was_cut_off(record: Record) -> bool:
+    """Tell whether the run was ended (Ctrl-C) before this request had its answer."""
+    return record.error == _CUT_OFF
 
 
 async def scrape_preemptions(url: str) -> float | None:
