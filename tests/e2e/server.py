@@ -46,7 +46,7 @@ class Headway:
         with (self.folder / "gateway.log").open("ab") as log:
             self.process = subprocess.Popen([*argv, "--logs", str(self.folder)], stdout=log, stderr=log)
 
-    def wait_ready(self, seconds: float = 120) -> None:
+    def wait_ready(self, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process is not None

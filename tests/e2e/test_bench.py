@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 COMPARE = {
     "attainment.chat", "attainment.all", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p99",
     "tpot.p99", "e2el.p99", "preemptions",
@@ -22,7 +22,7 @@ OVERHEAD = {
 
 def bench(*words: str) -> tuple[int, str, str]:
     argv = [sys.executable, "-m", "headway.cli", "bench", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=380, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

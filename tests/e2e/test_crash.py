@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.server import Headway, gone
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 def body(i: int, **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.server import Headway
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
