@@ -66,8 +66,13 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Return the model's name at the door: served_name, else the last part of the path or hub id."""
-        return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        """Return the model's name at the door and in the engine.
+
+        served_name, else what a vLLM that runs already calls it (its model as given), else the last part of
+        the path or hub id.
+        """
+        whole = self.model if self.url is not None else self.model.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_name or whole
 
 
 @dataclass(frozen=True, config=_STRICT)

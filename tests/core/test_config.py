@@ -286,3 +286,16 @@ def test_every_recipe_stands_under_its_name() -> None:
 
 
 MINE = dataclasses.replace(RECIPES["edf"], name="mine")
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ({"model": "org/name"}, "name"),
+        ({"model": "/models/name/"}, "name"),
+        ({"model": "org/name", "url": "http://127.0.0.1:9"}, "org/name"),
+        ({"model": "org/name", "url": "http://127.0.0.1:9", "served_name": "short"}, "short"),
+    ],
+)
+def test_a_model_is_called_what_its_engine_calls_it(engine: dict[str, str], name: str) -> None:
+    assert parse({"engines": [engine]}).engines[0].name == name
