@@ -178,14 +178,15 @@ class Jobs(Table):
 
     arrival, first: instants (first = of the first token, 0 before it). ttft, tpot, e2e: promised seconds
     (inf = none). prompt, computed, made: tokens. left: expected tokens still to make. blocks: KV blocks
-    held. urgency: set from outside, lower first. running: holds a slot and KV. held: paused by control.
+    held. saved: computed tokens whose KV is on the host (a swapped row: computed = saved, no blocks, not
+    running; admitting it copies them back). urgency: set from outside, lower first. running: holds a slot and KV. held: paused by control.
     serial: order of arrival at this engine; evictions: how often its KV was taken.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
         "prompt": int, "computed": int, "made": int, "left": float, "blocks": int,
-        "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
+        "saved": int, "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
     }  # fmt: skip
 
     def due(self, rows: Ints) -> Floats:
@@ -345,11 +346,13 @@ class Step:
 
     order: rows that may run, most urgent first (running ones continue, waiting ones are admitted in this
     order). tokens: cap per row of `order` (same length), None = as many as the budget gives. Running rows
-    that are not in `order` and not in `evict` are paused and keep their KV. evict: rows that lose their KV.
+    that are not in `order`, `evict` or `save` are paused and keep their KV. evict: rows that lose their KV.
+    save: running rows whose KV is copied to the host and freed (swap); admitted later, they go on from there.
     """
 
     order: Ints
     tokens: Ints | None = None
     evict: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    save: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     max_running: int | None = None
     token_budget: int | None = None

@@ -59,7 +59,7 @@ class Fleet:
         return [
             Node(
                 Instance(f"e{i}", model, self.max_running, blocks, file.block_size, self.max_model_len),
-                file.pace(), 2 * self.max_running, self.budget,
+                file.pace(), 2 * self.max_running, self.budget, file.copy_seconds(),
             )
             for i in range(self.count)
         ]  # fmt: skip

@@ -24,6 +24,7 @@ class Ran:
     """One iteration: rows that computed and their tokens (aligned), rows paused, rows that lost their KV.
 
     preempted: how many of these memory took (stock's rule), not the packer. admitted: rows that came in.
+    copied: tokens of KV that move between device and host for this iteration, both ways together.
     """
 
     start: float
@@ -33,6 +34,7 @@ class Ran:
     evicted: Ints
     preempted: int
     admitted: int
+    copied: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class SimulatedEngine:
         step = self.packer.pack(self.jobs, Ledger(self.blocks, self.free, self.size, self.slots), now)
         for row in step.evict.tolist():
             self._evict(row)
+        copied = self._save(step.save)
         live = self.jobs.running[step.order]
         chosen, waiting = step.order[live], step.order[~live]
         caps = None if step.tokens is None else step.tokens
@@ -98,9 +101,11 @@ class SimulatedEngine:
         if not lost.size:
             spare = budget - int(tokens.sum())
             fresh, given = self._admit(waiting, None if caps is None else caps[~live], spare, limit)
+            copied += int(self.jobs.saved[fresh].sum())
+            self.jobs.saved[fresh] = 0
         return Ran(
             now, np.concatenate([rows, fresh]), np.concatenate([tokens, given]), paused,
-            np.concatenate([step.evict, lost]), lost.size, fresh.size,
+            np.concatenate([step.evict, lost]), lost.size, fresh.size, copied,
         )  # fmt: skip
 
     def complete(self, ran: Ran, now: float) -> Done:
@@ -159,13 +164,13 @@ class SimulatedEngine:
     def _admit(self, waiting: Ints, caps: Ints | None, budget: int, places: int) -> tuple[Ints, Ints]:
         """Admit waiting rows in order until one does not fit whole, or there is no place or budget."""
         jobs, given = self.jobs, []
-        whole = (jobs.prompt[waiting] + jobs.made[waiting]).tolist()
+        whole, there = (jobs.prompt[waiting] + jobs.made[waiting]).tolist(), jobs.computed[waiting].tolist()
         limits = whole if caps is None else caps.tolist()
-        for row, all_of_it, cap in zip(waiting.tolist(), whole, limits, strict=True):
-            tokens = min(all_of_it, cap, budget)
+        for row, all_of_it, saved, cap in zip(waiting.tolist(), whole, there, limits, strict=True):
+            tokens = min(all_of_it - saved, cap, budget)
             if places <= 0 or tokens <= 0 or -(-all_of_it // self.size) > self.free:
                 break
-            blocks = -(-tokens // self.size)
+            blocks = -(-(saved + tokens) // self.size)
             self.free -= blocks
             jobs.blocks[row], jobs.running[row] = blocks, True
             given.append(tokens)
@@ -176,10 +181,18 @@ class SimulatedEngine:
         self._release(row)
         self.jobs.evictions[row] += 1
 
+    def _save(self, rows: Ints) -> int:
+        """Move rows' KV to the host: their blocks and slots are free, their work is kept. Returns tokens."""
+        jobs = self.jobs
+        self.free += int(jobs.blocks[rows].sum())
+        jobs.blocks[rows], jobs.running[rows], jobs.saved[rows] = 0, False, jobs.computed[rows]
+        jobs.evictions[rows] += 1
+        return int(jobs.saved[rows].sum())
+
     def _release(self, row: int) -> None:
         """Take a row's KV and its slot."""
         self.free += int(self.jobs.blocks[row])
-        self.jobs.blocks[row] = self.jobs.computed[row] = 0
+        self.jobs.blocks[row] = self.jobs.computed[row] = self.jobs.saved[row] = 0
         self.jobs.running[row] = False
 
 

@@ -61,6 +61,11 @@ class PaceFile:
         """Return the additive [base, decodes, context, prefill, prefill_context] in seconds, as float64."""
         return self.additive.array()
 
+    def copy_seconds(self) -> float:
+        """Return the seconds to move one token's KV between device and host; inf when not known."""
+        rate = self.kv_copy_gb_s
+        return self.kv_bytes_per_token / (rate * 1e9) if rate else math.inf
+
     def save(self, path: str | Path) -> None:
         """Write the file as JSON, the same bytes for the same content."""
         data: dict[str, Any] = asdict(self)

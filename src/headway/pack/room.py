@@ -32,7 +32,8 @@ def arrange(
         tokens = grant(jobs, order, budget, chunk)
         hungry = order[(tokens == 0) & ~jobs.running[order]]
         if not hungry.size:
-            return Step(order, tokens, ranked[room.running & ~runs & ~stays][::-1], max_running, budget)
+            evict = ranked[room.running & ~runs & ~stays][::-1]
+            return Step(order, tokens, evict, max_running=max_running, token_budget=budget)
         last = int(np.flatnonzero(ranked == hungry[0])[0])
         ranked = ranked[room.running | (np.arange(ranked.size) < last)]
 

@@ -28,12 +28,16 @@ _CHUNK = 2048  # arrivals between two reports of progress
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One simulated instance: what it is, its pace, slots, and tokens per iteration."""
+    """One simulated instance: what it is, its pace, slots, and tokens per iteration.
+
+    copy_seconds: to move one token's KV between device and host; the iteration waits for its copies.
+    """
 
     instance: Instance
     pace: Pace
     slots: int
     budget: int
+    copy_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -153,6 +157,8 @@ class _Run:
         batch = host.engine.jobs.batch(ran.rows, ran.tokens)
         seconds = host.node.pace.seconds(batch)
         host.learned.learn(batch, seconds)
+        if ran.copied:
+            seconds += ran.copied * host.node.copy_seconds
         host.running = ran
         self.outcome.iterations += 1
         self.outcome.busy += seconds

@@ -75,7 +75,7 @@ class HeadwayMixin:
         now = self.clock()
         self._refresh(now)
         step = self.packer.pack(self.jobs, self._ledger(), now)
-        for row in step.evict:
+        for row in (*step.evict, *step.save):  # without a host pool a saved request is computed again
             self._evict(self.requests[str(self.jobs.keys[row])])
         paused, candidates, backlog = self._show(step)
         try:
