@@ -115,15 +115,22 @@ class Table:
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {}
+    DTYPE: ClassVar[np.dtype[np.void]]
+
+    def __init_subclass__(cls) -> None:
+        cls.DTYPE = np.dtype([*cls.COLUMNS.items(), ("live", np.bool_)], align=True)
 
     def __init__(self, capacity: int = 64) -> None:
-        self._cols: dict[str, NDArray[Any]] = {
-            name: np.zeros(capacity, dtype) for name, dtype in self.COLUMNS.items()
-        }
-        self.live: Bools = np.zeros(capacity, np.bool_)
+        self._hold(np.zeros(capacity, self.DTYPE))
         self.keys: list[str | None] = [None] * capacity
         self.row_of: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
+
+    def _hold(self, data: NDArray[np.void]) -> None:
+        """Keep the rows as one array, which compiled loops take whole; columns are views of it."""
+        self.data = data
+        self._cols: dict[str, NDArray[Any]] = {name: data[name] for name in self.COLUMNS}
+        self.live: Bools = data["live"]
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -166,9 +173,7 @@ class Table:
 
     def _grow(self) -> None:
         size = len(self.keys)
-        for name, column in self._cols.items():
-            self._cols[name] = np.concatenate([column, np.zeros_like(column)])
-        self.live = np.concatenate([self.live, np.zeros_like(self.live)])
+        self._hold(np.concatenate([self.data, np.zeros_like(self.data)]))
         self.keys += [None] * size
         self._free += range(2 * size - 1, size - 1, -1)
 
@@ -179,14 +184,15 @@ class Jobs(Table):
     arrival, first: instants (first = of the first token, 0 before it). ttft, tpot, e2e: promised seconds
     (inf = none). prompt, computed, made: tokens. left: expected tokens still to make. blocks: KV blocks
     held. saved: computed tokens whose KV is on the host (a swapped row: computed = saved, no blocks, not
-    running; admitting it copies them back). urgency: set from outside, lower first. running: holds a slot and KV. held: paused by control.
-    serial: order of arrival at this engine; evictions: how often its KV was taken.
+    running; admitting it copies them back). urgency: set from outside, lower first. running: holds a slot
+    and KV. held: paused by control. serial: order of arrival at this engine; evictions: how often its KV
+    was taken.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
-        "prompt": int, "computed": int, "made": int, "left": float, "blocks": int,
-        "saved": int, "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
+        "prompt": int, "computed": int, "made": int, "left": float, "blocks": int, "saved": int,
+        "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
     }  # fmt: skip
 
     def due(self, rows: Ints) -> Floats:

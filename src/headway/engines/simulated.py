@@ -7,14 +7,16 @@ identical steps from vLLM's own scheduler; time comes from a pace, which is wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway.engines import kernels
+from headway.engines.kernels import FREE, Limits
 from headway.memory.ledger import Ledger
-from headway.pack.room import missing
+from headway.pack.kernels import NO_CAP
 from headway.ports import Packer
-from headway.types import Floats, Ints, Jobs, Slo
+from headway.types import Batch, Floats, Ints, Jobs, Slo
 
 _NOBODY = np.empty(0, np.int64)
 
@@ -24,7 +26,8 @@ class Ran:
     """One iteration: rows that computed and their tokens (aligned), rows paused, rows that lost their KV.
 
     preempted: how many of these memory took (stock's rule), not the packer. admitted: rows that came in.
-    copied: tokens of KV that move between device and host for this iteration, both ways together.
+    copied: tokens of KV that move between device and host for this iteration, both ways together. saved:
+    rows whose KV went there.
     """
 
     start: float
@@ -35,6 +38,7 @@ class Ran:
     preempted: int
     admitted: int
     copied: int = 0
+    saved: Ints = field(default_factory=lambda: _NOBODY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,22 @@ class SimulatedEngine:
     def __init__(
         self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int
     ) -> None:
-        self.packer = packer
-        self.blocks, self.free, self.size = blocks, blocks, size
-        self.slots, self.budget, self.max_model_len = slots, budget, max_model_len
+        self.packer, self.blocks, self.size = packer, blocks, size
+        self.limits = Limits(size, slots, budget, max_model_len)
+        self.balance: Ints = np.array([blocks, 0])
         self.jobs = Jobs(256)
         self.target: Ints = np.zeros(256, np.int64)
         self._serial = 0
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return int(self.balance[FREE])
+
+    @property
+    def ledger(self) -> Ledger:
+        """The account that the packer reads."""
+        return Ledger(self.blocks, self.free, self.size, self.limits.slots)
 
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
@@ -85,115 +99,37 @@ class SimulatedEngine:
 
     def schedule(self, now: float) -> Ran:
         """Decide and account one iteration that begins now."""
-        step = self.packer.pack(self.jobs, Ledger(self.blocks, self.free, self.size, self.slots), now)
-        for row in step.evict.tolist():
-            self._evict(row)
-        copied = self._save(step.save)
-        live = self.jobs.running[step.order]
-        chosen, waiting = step.order[live], step.order[~live]
-        caps = None if step.tokens is None else step.tokens
-        budget = self.budget if step.token_budget is None else min(step.token_budget, self.budget)
-        holding = np.flatnonzero(self.jobs.running & self.jobs.live)
-        paused = holding[~np.isin(holding, chosen)]
-        rows, tokens, lost = self._continue(chosen, None if caps is None else caps[live], budget)
-        limit = min(step.max_running or self.slots, self.slots - paused.size) - (chosen.size - lost.size)
-        fresh, given = _NOBODY, _NOBODY
-        if not lost.size:
-            spare = budget - int(tokens.sum())
-            fresh, given = self._admit(waiting, None if caps is None else caps[~live], spare, limit)
-            copied += int(self.jobs.saved[fresh].sum())
-            self.jobs.saved[fresh] = 0
-        return Ran(
-            now, np.concatenate([rows, fresh]), np.concatenate([tokens, given]), paused,
-            np.concatenate([step.evict, lost]), lost.size, fresh.size, copied,
-        )  # fmt: skip
+        jobs, limits = self.jobs, self.limits
+        step = self.packer.pack(jobs, self.ledger, now)
+        kernels.evict(jobs.data, self.balance, step.evict)
+        copied = kernels.save(jobs.data, self.balance, step.save)
+        caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
+        running = limits.slots if step.max_running is None else step.max_running
+        budget = limits.budget if step.token_budget is None else step.token_budget
+        paused = self._paused(step.order)
+        ran = kernels.run(jobs.data, self.balance, limits, step.order, caps, running, budget)
+        lost = np.concatenate([step.evict, ran.lost])
+        moved = copied + ran.copied
+        return Ran(now, ran.rows, ran.tokens, paused, lost, ran.lost.size, ran.admitted, moved, step.save)
 
     def complete(self, ran: Ran, now: float) -> Done:
         """Let the iteration end now: tokens come out. Returns what is finished by it."""
-        jobs, rows = self.jobs, ran.rows
-        jobs.computed[rows] += ran.tokens
-        answers = rows[jobs.computed[rows] >= jobs.prompt[rows] + jobs.made[rows]]
-        jobs.first[answers[jobs.made[answers] == 0]] = now
-        jobs.made[answers] += 1
-        jobs.left[answers] = np.maximum(jobs.left[answers] - 1.0, 1.0)
-        rows = answers[jobs.made[answers] >= self.target[answers]]
+        jobs = self.jobs
+        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
         done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
-        for row, name in zip(rows.tolist(), done.ids, strict=True):
-            self._release(row)
+        for name in done.ids:
             jobs.remove(name)
         return done
 
-    def _continue(self, chosen: Ints, caps: Ints | None, budget: int) -> tuple[Ints, Ints, Ints]:
-        """Give running rows their tokens in order. Returns rows, tokens, and rows preempted for memory."""
-        jobs = self.jobs
-        want = np.minimum(missing(jobs, chosen), self.max_model_len - jobs.computed[chosen] - 1)
-        want = want if caps is None else np.minimum(want, caps)
-        before = np.cumsum(want) - want
-        tokens = np.clip(budget - before, 0, want)
-        runs = tokens > 0
-        rows, tokens = chosen[runs], tokens[runs]
-        held = -(-(jobs.computed[rows] + tokens) // self.size)
-        more = np.maximum(held - jobs.blocks[rows], 0)
-        if int(more.sum()) > self.free:
-            return self._squeeze(chosen.tolist(), dict(zip(rows.tolist(), tokens.tolist(), strict=True)))
-        self.free -= int(more.sum())
-        jobs.blocks[rows] += more
-        return rows, tokens, _NOBODY
+    def batch(self, ran: Ran) -> Batch:
+        """Return the shape of an iteration that was scheduled and is not complete."""
+        return Batch(*kernels.shape(self.jobs.data, ran.rows, ran.tokens))
 
-    def _squeeze(self, chosen: list[int], tokens: dict[int, int]) -> tuple[Ints, Ints, Ints]:
-        """Do the same one by one when memory is short: stock takes it from the last row, then from itself."""
-        ran: list[int] = []
-        lost: list[int] = []
-        for row in list(chosen):
-            if chosen and row not in chosen:
-                break
-            if row not in tokens:
-                continue
-            more = -(-(int(self.jobs.computed[row]) + tokens[row]) // self.size) - int(self.jobs.blocks[row])
-            while more > self.free and row in chosen:
-                victim = chosen.pop()
-                self._evict(victim)
-                lost.append(victim)
-            if row not in chosen:
-                break
-            self.free -= max(more, 0)
-            self.jobs.blocks[row] += max(more, 0)
-            ran.append(row)
-        return np.array(ran, np.int64), np.array([tokens[r] for r in ran], np.int64), np.array(lost, np.int64)
-
-    def _admit(self, waiting: Ints, caps: Ints | None, budget: int, places: int) -> tuple[Ints, Ints]:
-        """Admit waiting rows in order until one does not fit whole, or there is no place or budget."""
-        jobs, given = self.jobs, []
-        whole, there = (jobs.prompt[waiting] + jobs.made[waiting]).tolist(), jobs.computed[waiting].tolist()
-        limits = whole if caps is None else caps.tolist()
-        for row, all_of_it, saved, cap in zip(waiting.tolist(), whole, there, limits, strict=True):
-            tokens = min(all_of_it - saved, cap, budget)
-            if places <= 0 or tokens <= 0 or -(-all_of_it // self.size) > self.free:
-                break
-            blocks = -(-(saved + tokens) // self.size)
-            self.free -= blocks
-            jobs.blocks[row], jobs.running[row] = blocks, True
-            given.append(tokens)
-            budget, places = budget - tokens, places - 1
-        return waiting[: len(given)], np.array(given, np.int64)
-
-    def _evict(self, row: int) -> None:
-        self._release(row)
-        self.jobs.evictions[row] += 1
-
-    def _save(self, rows: Ints) -> int:
-        """Move rows' KV to the host: their blocks and slots are free, their work is kept. Returns tokens."""
-        jobs = self.jobs
-        self.free += int(jobs.blocks[rows].sum())
-        jobs.blocks[rows], jobs.running[rows], jobs.saved[rows] = 0, False, jobs.computed[rows]
-        jobs.evictions[rows] += 1
-        return int(jobs.saved[rows].sum())
-
-    def _release(self, row: int) -> None:
-        """Take a row's KV and its slot."""
-        self.free += int(self.jobs.blocks[row])
-        self.jobs.blocks[row] = self.jobs.computed[row] = self.jobs.saved[row] = 0
-        self.jobs.running[row] = False
+    def _paused(self, order: Ints) -> Ints:
+        """Return the rows that hold a slot and are not in `order`."""
+        holding = self.jobs.running & self.jobs.live
+        holding[order] = False
+        return np.flatnonzero(holding)
 
 
 def _or_never(promise: float | None) -> float:

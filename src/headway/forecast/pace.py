@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from headway.compiled import compiled
 from headway.types import Batch, Floats
 
 # Typical magnitudes: features are divided by these so that one step size suits all of them.
 _SCALE = np.array([1.0, 16.0, 16_000.0, 512.0, 512.0 * 512.0])
 # Before anything is measured: a small model on a CPU. Wrong elsewhere for the first tens of steps only.
 _PRIOR = np.array([0.010, 0.5e-3, 1.4e-6, 0.29e-3, 1.1e-7])
+_SHORTEST = 1e-4  # seconds
 
 
 class OnlinePace:
@@ -22,64 +24,103 @@ class OnlinePace:
 
     `forget` in (0, 1]: weight of the past per step, so that a changed machine is learned anew. A step that
     took far longer than forecast (another process had the core) moves the fit no more than `surprise` times
-    its forecast.
+    its forecast. theta: the five scaled coefficients, which compiled loops read in place.
     """
 
     def __init__(self, forget: float = 0.998, surprise: float = 2.0) -> None:
-        self._forget, self._surprise = forget, surprise
-        self._theta: Floats = _PRIOR * _SCALE
-        self._cov = np.diag(np.square(self._theta) * 4e3)
-        self._cap = np.diag(self._cov).copy()
+        self.forget, self.surprise = forget, surprise
+        self.theta: Floats = _PRIOR * _SCALE
+        self.cov: Floats = np.diag(np.square(self.theta) * 4e3)
+        self.cap: Floats = np.diag(self.cov).copy()
 
     def seconds(self, batch: Batch) -> float:
         """Return the forecast duration of one iteration of this shape, at least 0.1 ms."""
-        return max(float(self._theta @ _features(batch)), 1e-4)
+        shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
+        return float(seconds_of(self.theta, *shape))
 
     def prefill_seconds(self, tokens: Floats) -> Floats:
         """Return forecast seconds to compute prompts of these lengths alone, elementwise."""
-        per_token, per_pair = self._theta[3] / _SCALE[3], self._theta[4] / _SCALE[4]
-        return np.asarray(np.maximum(self._theta[0] + per_token * tokens + per_pair * tokens**2 / 2, 1e-4))
+        per_token, per_pair = self.theta[3] / _SCALE[3], self.theta[4] / _SCALE[4]
+        alone = self.theta[0] + per_token * tokens + per_pair * tokens**2 / 2
+        return np.asarray(np.maximum(alone, _SHORTEST))
 
     def learn(self, batch: Batch, seconds: float) -> None:
-        """Move the fit towards one measured iteration.
-
-        Errors count relative to the forecast: what disturbs an iteration is proportional to it, and short
-        iterations (decodes only) matter as much as long ones.
-        """
-        x = _features(batch)
-        expected = max(float(self._theta @ x), 1e-4)
-        error = (min(seconds, (1 + self._surprise) * expected) - float(self._theta @ x)) / expected
-        x = x / expected
-        ahead = self._cov @ x
-        weight = self._forget + float(x @ ahead)
-        self._cov = (self._cov - np.outer(ahead, ahead) / weight) / self._forget
-        self._theta = _nonnegative(self._theta + ahead * (error / weight), self._cov)
-        self._bound()
-
-    def _bound(self) -> None:
-        """Forgetting lets unexcited directions grow without end; hold them at their first uncertainty."""
-        over = np.diag(self._cov) > self._cap
-        if over.any():
-            shrink = np.where(over, np.sqrt(self._cap / np.diag(self._cov)), 1.0)
-            self._cov *= np.outer(shrink, shrink)
+        """Move the fit towards one measured iteration."""
+        shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
+        learn(self.theta, self.cov, self.cap, *shape, seconds, self.forget, self.surprise)
 
 
-def _nonnegative(theta: Floats, cov: Floats) -> Floats:
-    """Return the most likely fit without negative coefficients.
+@compiled
+def seconds_of(theta: Floats, decodes: float, context: float, prefill: float, pairs: float) -> float:
+    """Return the forecast seconds of one iteration, given scaled coefficients."""
+    total = theta[0] + theta[1] * (decodes / _SCALE[1]) + theta[2] * (context / _SCALE[2])
+    return float(max(total + theta[3] * (prefill / _SCALE[3]) + theta[4] * (pairs / _SCALE[4]), _SHORTEST))
+
+
+@compiled
+def prefill_of(theta: Floats, tokens: float) -> float:
+    """Return the forecast seconds to compute one prompt alone."""
+    return seconds_of(theta, 0.0, 0.0, tokens, tokens * tokens / 2)
+
+
+@compiled
+def learn(
+    theta: Floats, cov: Floats, cap: Floats, decodes: float, context: float, prefill: float, pairs: float,
+    seconds: float, forget: float, surprise: float,
+) -> None:  # fmt: skip
+    """Move theta and cov, in place, towards one measured iteration by recursive least squares.
+
+    Errors count relative to the forecast: what disturbs an iteration is proportional to it, and short
+    iterations (decodes only) matter as much as long ones.
+    """
+    x = np.array([1.0, decodes, context, prefill, pairs]) / _SCALE
+    forecast = 0.0
+    for i in range(5):
+        forecast += theta[i] * x[i]
+    expected = max(forecast, _SHORTEST)
+    error = (min(seconds, (1 + surprise) * expected) - forecast) / expected
+    x = x / expected
+    ahead = np.zeros(5)
+    weight = forget
+    for i in range(5):
+        for j in range(5):
+            ahead[i] += cov[i, j] * x[j]
+        weight += x[i] * ahead[i]
+    for i in range(5):
+        for j in range(5):
+            cov[i, j] = (cov[i, j] - ahead[i] * ahead[j] / weight) / forget
+        theta[i] += ahead[i] * (error / weight)
+    _keep_positive(theta, cov.copy())
+    _bound(cov, cap)
+
+
+@compiled
+def _keep_positive(theta: Floats, cov: Floats) -> None:
+    """Make theta the most likely fit without negative coefficients; cov is used up.
 
     What a coefficient held at 0 would have explained goes to the others as `cov` relates them. Cutting it
     off alone would leave each step's error standing, and the next corrections grow without end.
     """
-    for _ in range(theta.size):
+    for _ in range(5):
         i = int(theta.argmin())
         if theta[i] >= 0 or cov[i, i] <= 0:
             break
-        column = cov[:, i] / cov[i, i]
-        theta, cov = theta - column * theta[i], cov - np.outer(column, cov[i])
+        column, row = cov[:, i] / cov[i, i], cov[i].copy()
+        theta -= column * theta[i]
+        for j in range(5):
+            for k in range(5):
+                cov[j, k] -= column[j] * row[k]
         theta[i] = 0.0
-    return np.maximum(theta, 0.0)
+    for i in range(5):
+        theta[i] = max(theta[i], 0.0)
 
 
-def _features(batch: Batch) -> Floats:
-    shape = (1.0, batch.decodes, batch.context, batch.prefill, batch.prefill_context)
-    return np.asarray(np.array(shape) / _SCALE, float)
+@compiled
+def _bound(cov: Floats, cap: Floats) -> None:
+    """Forgetting lets unexcited directions grow without end; hold them at their first uncertainty."""
+    for i in range(5):
+        if cov[i, i] > cap[i]:
+            shrink = np.sqrt(cap[i] / cov[i, i])
+            for j in range(5):
+                cov[i, j] *= shrink
+                cov[j, i] *= shrink

@@ -5,17 +5,16 @@ The engine's own block manager is the truth; this is its balance at the start of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from headway.types import Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(NamedTuple):
     """Blocks of one engine: `total` usable, `free` unheld, `size` tokens each; `slots` = requests that may
-    hold KV at once (running and paused)."""
+    hold KV at once (running and paused). A tuple, because compiled loops take it as it is."""
 
     total: int
     free: int

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.memory.ledger import Ledger
-from headway.pack.room import arrange
+from headway.pack import kernels
+from headway.pack.kernels import Rule
+from headway.pack.room import arrange, free_to_run
 from headway.types import Floats, Ints, Jobs, Step
 
 Rank = Callable[[Jobs, Ints, float], tuple[Floats | Ints, ...]]
+_NO_PACE = np.zeros(5)
 
 
 def by_priority(jobs: Jobs, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
     """Lower priority number first, then arrival."""
-    return jobs.priority[rows], jobs.arrival[rows]
+    return tuple(kernels.keys_of(kernels.PRIORITY, jobs.data, rows)[1:])
 
 
 def by_due(jobs: Jobs, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
     """Earliest deadline first: first token (or whole answer), never for best effort; then arrival."""
-    first = np.minimum(jobs.ttft[rows], jobs.e2e[rows])
-    return jobs.arrival[rows] + first, jobs.arrival[rows]
+    return tuple(kernels.keys_of(kernels.DUE, jobs.data, rows)[1:])
+
+
+_KINDS: dict[Rank, int] = {by_priority: kernels.PRIORITY, by_due: kernels.DUE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +40,15 @@ class Fcfs:
 
     max_running: int
 
+    @property
+    def rule(self) -> Rule:
+        """What compiled loops take for this packer."""
+        return Rule(kernels.FCFS, self.max_running, 0, 0, 0.0)
+
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
         """Return running rows and enough waiting ones to fill the batch, all in order of arrival."""
-        rows = jobs.rows()
-        rows = rows[~jobs.held[rows]]
-        running = jobs.running[rows]
-        ahead = rows[running][np.argsort(jobs.serial[rows[running]])]
-        behind = rows[~running][np.argsort(jobs.serial[rows[~running]])]
-        return Step(np.concatenate([ahead, behind[: self.max_running]]), max_running=self.max_running)
+        made = kernels.pack(self.rule, jobs.data, free_to_run(jobs), ledger, now, _NO_PACE)
+        return Step(made.order, max_running=self.max_running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,15 @@ class Ranked:
     max_running: int
     budget: int
 
+    @property
+    def rule(self) -> Rule | None:
+        """What compiled loops take for this packer; None for a rank that only Python knows."""
+        kind = _KINDS.get(self.rank)
+        return None if kind is None else Rule(kind, self.max_running, self.budget, 0, 0.0)
+
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
         """Return the step that gives slots, blocks and tokens in rank order."""
-        rows = jobs.rows()
-        rows = rows[~jobs.held[rows]]
-        columns = (jobs.urgency[rows], *self.rank(jobs, rows, now), jobs.serial[rows])
-        return arrange(jobs, rows[np.lexsort(columns[::-1])], ledger, self.max_running, self.budget)
+        rows = free_to_run(jobs)
+        columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
+        order = kernels.ordered(np.array(columns, float), jobs.serial[rows])
+        return arrange(jobs, rows[order], ledger, self.max_running, self.budget)

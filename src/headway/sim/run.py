@@ -154,7 +154,7 @@ class _Run:
         ran = host.engine.schedule(now)
         if not ran.rows.size:
             return
-        batch = host.engine.jobs.batch(ran.rows, ran.tokens)
+        batch = host.engine.batch(ran)
         seconds = host.node.pace.seconds(batch)
         host.learned.learn(batch, seconds)
         if ran.copied:

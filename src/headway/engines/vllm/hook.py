@@ -63,6 +63,12 @@ class HeadwayMixin:
         from headway.engines.vllm.control import install
 
         install()
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the hot loops now (seconds at the very first start), not under the first request."""
+        self.packer.pack(self.jobs, self._ledger(), 0.0)
+        OnlinePace().learn(Batch(1, 1, 0), 0.01)
 
     # ---- what vLLM calls
 

@@ -1,0 +1,348 @@
+"""How do the packers' hot loops run in microseconds? Compiled, one row at a time, on the table's own array.
+
+Everything here is a plain function of columns; `classic.py`, `room.py` and `slack.py` say what it is for, and
+the compiled simulator (`sim/fast.py`) calls the very same functions. `jobs` is `Jobs.data`, `rows` indices.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.compiled import compiled
+from headway.forecast.pace import prefill_of, seconds_of
+from headway.memory.ledger import Ledger
+from headway.types import Bools, Floats, Ints
+
+Rows = NDArray[np.void]
+FCFS, PRIORITY, DUE, SLACK = range(4)
+NO_CAP = 1 << 60
+_GRAIN = 32  # tokens; prompts are sized in steps of this
+_KEYS = 4
+
+
+class Rule(NamedTuple):
+    """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer."""
+
+    kind: int
+    max_running: int
+    budget: int
+    min_chunk: int
+    max_step: float
+
+
+class Made(NamedTuple):
+    """A `Step` as compiled loops give it: cap = NO_CAP where tokens are not limited."""
+
+    order: Ints
+    caps: Ints
+    evict: Ints
+
+
+# ---- order
+
+
+@compiled
+def ordered(keys: Floats, serial: Ints) -> Ints:
+    """Return the permutation that sorts by keys[0], then keys[1], ..., then serial (unique).
+
+    A natural merge sort: what was in order stays so, and an order of the last iteration is nearly sorted.
+    """
+    n = serial.size
+    order, spare, ends = np.arange(n), np.empty(n, np.int64), np.empty(n + 1, np.int64)
+    runs = 0
+    for i in range(1, n + 1):
+        if i == n or before(keys, serial, i, i - 1):
+            ends[runs] = i
+            runs += 1
+    while runs > 1:
+        start, merged = 0, 0
+        for pair in range(0, runs, 2):
+            middle = ends[pair]
+            end = ends[min(pair + 1, runs - 1)]
+            _merge(keys, serial, order, spare, start, middle, end)
+            ends[merged] = end
+            start, merged = end, merged + 1
+        order, spare, runs = spare, order, merged
+    return order
+
+
+@compiled
+def before(keys: Floats, serial: Ints, a: int, b: int) -> bool:
+    """Tell whether a goes before b."""
+    for k in range(keys.shape[0]):
+        if keys[k, a] != keys[k, b]:
+            return bool(keys[k, a] < keys[k, b])
+    return bool(serial[a] < serial[b])
+
+
+@compiled
+def _merge(keys: Floats, serial: Ints, order: Ints, out: Ints, start: int, middle: int, end: int) -> None:
+    a, b = start, middle
+    for i in range(start, end):
+        if a < middle and (b >= end or not before(keys, serial, order[b], order[a])):
+            out[i], a = order[a], a + 1
+        else:
+            out[i], b = order[b], b + 1
+
+
+# ---- one row
+
+
+@compiled
+def missing_of(jobs: Rows, row: int) -> int:
+    """Return the tokens a row must compute before its next token comes out: 1 for a decode."""
+    return int(max(jobs["prompt"][row] + jobs["made"][row] - jobs["computed"][row], 1))
+
+
+@compiled
+def due_of(jobs: Rows, row: int) -> float:
+    """Return the instant at which a row owes its next visible token, inf = never (`Jobs.due`)."""
+    arrival, made = jobs["arrival"][row], jobs["made"][row]
+    token = arrival + jobs["ttft"][row] if made == 0 else jobs["first"][row] + made * jobs["tpot"][row]
+    return float(min(token, arrival + jobs["e2e"][row]))
+
+
+@compiled
+def slack_of(jobs: Rows, row: int, now: float, theta: Floats, token: float) -> float:
+    """Return the seconds a row can still wait before its next token (or its whole answer) is late."""
+    work = prefill_of(theta, missing_of(jobs, row))
+    answer = jobs["arrival"][row] + jobs["e2e"][row] - now - work - jobs["left"][row] * token
+    return float(min(due_of(jobs, row) - now - work, answer))
+
+
+@compiled
+def hope_of(jobs: Rows, row: int, slack: float) -> float:
+    """Return 0 for a row that can be on time, 1 for a first token already lost, 2 for best effort."""
+    if np.isinf(slack):
+        return 2.0
+    return 1.0 if slack < 0 and jobs["made"][row] == 0 else 0.0
+
+
+# ---- who gets the slots, the blocks and the tokens
+
+
+@compiled
+def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
+    """Share a token budget: one token for every running decode, at most `chunk` to prompts in order."""
+    tokens, decodes = np.zeros(order.size, np.int64), 0
+    for i in range(order.size):
+        if jobs["running"][order[i]] and missing_of(jobs, order[i]) == 1:
+            decodes += 1
+            tokens[i] = 1 if decodes <= budget else -1
+    spare = min(max(budget - decodes, 0), chunk)
+    for i in range(order.size):
+        if tokens[i] == 0:
+            tokens[i] = min(spare, missing_of(jobs, order[i]))
+            spare -= tokens[i]
+        elif tokens[i] < 0:
+            tokens[i] = 0
+    return tokens
+
+
+@compiled
+def arrange(jobs: Rows, ranked: Ints, ledger: Ledger, max_running: int, budget: int, chunk: int) -> Made:
+    """Return what `room.arrange` promises."""
+    ranked = ranked.copy()
+    seats = ledger.slots - _others(jobs, ranked)
+    places = max(min(max_running, seats), 0)
+    while True:
+        runs, stays = _share(jobs, ranked, ledger, seats, places, min(budget, chunk))
+        order = ranked[runs]
+        tokens = grant(jobs, order, budget, chunk)
+        hungry = -1
+        for i in range(order.size):
+            if tokens[i] == 0 and not jobs["running"][order[i]]:
+                hungry = order[i]
+                break
+        if hungry < 0:
+            return Made(order, tokens, _losers(jobs, ranked, runs, stays))
+        ranked = _without(jobs, ranked, hungry)
+
+
+@compiled
+def _others(jobs: Rows, ranked: Ints) -> int:
+    """Return how many rows hold a slot and are not in the ranking (control holds them)."""
+    held = 0
+    for row in range(jobs.size):
+        held += jobs["running"][row] and jobs["live"][row] and jobs["held"][row]
+    for row in ranked:
+        held -= jobs["running"][row] and jobs["held"][row]
+    return held
+
+
+@compiled
+def _share(
+    jobs: Rows, ranked: Ints, ledger: Ledger, seats: int, places: int, most: int
+) -> tuple[Bools, Bools]:
+    """Return masks of the rows that run and of those that pause, most urgent first.
+
+    A prompt is admitted only whole (vLLM's own rule), and with a block to spare so that its first tokens do
+    not evict somebody at once. One in progress then keeps room for its rest without more ado: as long as it
+    is not complete it takes all tokens, and nobody less urgent is admitted.
+    """
+    n = ranked.size
+    needs, blocks, taken, holders = np.empty(n, np.int64), ledger.free, 0, min(places, n)
+    for i in range(n):
+        row = ranked[i]
+        needs[i] = _needs(jobs, row, ledger, most)
+        if jobs["running"][row]:
+            blocks += jobs["blocks"][row]
+        holders += i >= places and jobs["running"][row]
+        taken += needs[i] if i < places else jobs["blocks"][row]
+    if taken > blocks or holders > seats:
+        return _squeeze(jobs, ranked, needs, blocks, seats, places)
+    runs = np.arange(n) < places
+    return runs, jobs["running"][ranked] & ~runs
+
+
+@compiled
+def _needs(jobs: Rows, row: int, ledger: Ledger, most: int) -> int:
+    """Return the blocks a row holds after a step of at most `most` of its tokens, or needs to come in."""
+    want, computed = missing_of(jobs, row), jobs["computed"][row]
+    if jobs["running"][row]:
+        return int(max(jobs["blocks"][row], -(-(computed + min(want, most)) // ledger.size)))
+    return int(min(-(-(computed + want + 1) // ledger.size) + 1, ledger.total))
+
+
+@compiled
+def _squeeze(
+    jobs: Rows, ranked: Ints, needs: Ints, blocks: int, seats: int, places: int
+) -> tuple[Bools, Bools]:
+    """Return the masks when room is short: in order of urgency, those whose need still fits.
+
+    No newcomer overtakes a row that does not fit: small prompts would keep it out for ever. Running rows
+    that need no more may go on.
+    """
+    n, most, newcomers, stuck = ranked.size, places, 0, False
+    runs, stays = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+    for i in range(n):
+        running, holds = jobs["running"][ranked[i]], jobs["blocks"][ranked[i]]
+        newcomers += not running
+        if not running and newcomers > most:
+            continue
+        if needs[i] <= blocks and min(places, seats) > 0 and (running or not stuck):
+            runs[i], places, seats, blocks = True, places - 1, seats - 1, blocks - needs[i]
+        elif running and seats > 0 and holds <= blocks:
+            stays[i], stuck, seats, blocks = True, True, seats - 1, blocks - holds
+        else:
+            stuck = True
+    if seats > 0 and not runs.any():  # held rows have the rest: whoever fits is better than nobody
+        for i in range(n):
+            if not jobs["running"][ranked[i]] and needs[i] <= blocks:
+                runs[i] = True
+                break
+    return runs, stays
+
+
+@compiled
+def _losers(jobs: Rows, ranked: Ints, runs: Bools, stays: Bools) -> Ints:
+    """Return the running rows that neither run nor pause, least urgent first."""
+    lost = jobs["running"][ranked] & ~runs & ~stays
+    return ranked[lost][::-1].copy()
+
+
+@compiled
+def _without(jobs: Rows, ranked: Ints, hungry: int) -> Ints:
+    """Return the ranking without the newcomers from the first that would get no token."""
+    kept, size, met = np.empty_like(ranked), 0, False
+    for row in ranked:
+        met |= row == hungry
+        if jobs["running"][row] or not met:
+            kept[size] = row
+            size += 1
+    return kept[:size]
+
+
+# ---- the packers
+
+
+@compiled
+def pack(rule: Rule, jobs: Rows, rows: Ints, ledger: Ledger, now: float, theta: Floats) -> Made:
+    """Return the step of one of the four packers; rows: those that may run, in any order."""
+    if rule.kind == SLACK:
+        return _slack(rule, jobs, rows, ledger, now, theta)
+    ranked = rows[ordered(keys_of(rule.kind, jobs, rows), jobs["serial"][rows])]
+    if rule.kind != FCFS:
+        return arrange(jobs, ranked, ledger, rule.max_running, rule.budget, rule.budget)
+    running = np.count_nonzero(jobs["running"][ranked])
+    order = ranked[: running + rule.max_running]
+    return Made(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
+
+
+@compiled
+def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
+    """Return the rank columns of a packer whose order does not depend on the time, shape (3, rows)."""
+    keys = np.zeros((3, rows.size))
+    for i in range(rows.size):
+        row = rows[i]
+        if kind == FCFS:
+            keys[0, i] = not jobs["running"][row]
+            continue
+        first = min(jobs["ttft"][row], jobs["e2e"][row])
+        keys[0, i], keys[2, i] = jobs["urgency"][row], jobs["arrival"][row]
+        keys[1, i] = jobs["priority"][row] if kind == PRIORITY else jobs["arrival"][row] + first
+    return keys
+
+
+@compiled
+def _slack(rule: Rule, jobs: Rows, rows: Ints, ledger: Ledger, now: float, theta: Floats) -> Made:
+    """Return the step of `slack.Slack`."""
+    token = seconds_of(theta, rule.max_running, rule.max_running * 512.0, 0.0, 0.0)
+    keys, serial = np.zeros((_KEYS, rows.size)), jobs["serial"][rows]
+    for i in range(rows.size):
+        keys[3, i] = slack_of(jobs, rows[i], now, theta, token)
+        keys[0, i] = jobs["urgency"][rows[i]]
+        keys[1, i] = hope_of(jobs, rows[i], keys[3, i])
+    order = ordered(keys, serial)
+    chunk = _chunk(rule, jobs, rows[order], keys[3][order], theta)
+    made = arrange(jobs, rows[order], ledger, rule.max_running, rule.budget, chunk)
+    if made.evict.size:
+        for i in range(rows.size):
+            keys[2, i] = not jobs["running"][rows[i]]
+        order = ordered(keys, serial)
+        made = arrange(jobs, rows[order], ledger, rule.max_running, rule.budget, chunk)
+    return made
+
+
+@compiled
+def _chunk(rule: Rule, jobs: Rows, ranked: Ints, slack: Floats, theta: Floats) -> int:
+    """Return the prompt tokens for this iteration: as many as the answers in progress can wait for."""
+    decodes, context = 0, 0
+    for row in ranked[: rule.max_running]:
+        if jobs["running"][row] and missing_of(jobs, row) == 1:
+            decodes, context = decodes + 1, context + jobs["computed"][row]
+    limit = _limit(rule, jobs, ranked[: rule.max_running], slack)
+    low, high = rule.min_chunk, max(rule.budget - decodes, rule.min_chunk)
+    if seconds_of(theta, decodes, context, high, high * high // 2) <= limit:
+        return high
+    while high - low > _GRAIN:  # the pace grows with the prompt, so halving finds the largest that fits
+        middle = (low + high) // 2
+        if seconds_of(theta, decodes, context, middle, middle * middle // 2) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _limit(rule: Rule, jobs: Rows, head: Ints, slack: Floats) -> float:
+    """Return the seconds this iteration may take.
+
+    Answers in progress must not fall behind. Slack they have gained is spent only for a first token that
+    has a promise, not for best-effort prompts, so that it is there when somebody arrives.
+    """
+    limit, pace, fresh = rule.max_step, np.inf, False
+    for i in range(head.size):
+        if not np.isfinite(slack[i]):
+            continue
+        if jobs["made"][head[i]] == 0:
+            fresh = True
+            continue
+        tpot = jobs["tpot"][head[i]]
+        pace = min(pace, tpot)
+        # One late already catches up at half its pace; to stop all prompts for it would not save it.
+        limit = min(limit, tpot / 2 if slack[i] < 0 else slack[i])
+    return float(limit if fresh else min(limit, pace))
