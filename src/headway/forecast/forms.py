@@ -8,15 +8,52 @@ fitted so that every measured iteration counts by its relative error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Protocol, Self
+from dataclasses import dataclass, fields
+from typing import ClassVar, Self
 
 import numpy as np
 
+from headway.compiled import compiled
 from headway.types import Batch, Bools, Floats
 
 KINDS = ("prefill", "decode", "mixed")
 _FLOORS = (16, 32, 64, 128, 256, 512, 1024)  # tokens up to which the floor is first supposed to hold
+
+
+# Codes of the laws, for compiled loops.
+ADDITIVE, ROOFLINE, BROS, SLO_AWARE = range(4)
+
+
+@compiled
+def law(kind: int, c: Floats, decodes: float, context: float, prefill: float, pairs: float) -> float:
+    """Return the seconds of one iteration by the law `kind` with coefficients c, in its class's order."""
+    if kind == ADDITIVE:
+        return float(c[0] + c[1] * decodes + c[3] * prefill + (c[2] * context + c[4] * pairs))
+    if kind == ROOFLINE:
+        work = max(c[1], c[4] * (decodes + prefill))
+        return float(c[0] + c[2] * decodes + work + (c[3] * context + c[5] * pairs))
+    if kind == BROS:
+        parts = c[0] * prefill + c[1] * pairs + (c[3] * decodes + c[4] * context)
+        return float(parts + _base(prefill, decodes, c[2], c[5]))
+    length = max(2 * pairs / max(prefill, 1.0), min(prefill, 1.0))
+    parts = c[0] * prefill + c[1] * (prefill / max(length, 1.0)) + c[2] * length
+    parts += c[4] * context + c[5] * decodes + c[6] * (context / max(decodes, 1.0))
+    return float(parts + _base(prefill, decodes, c[3], c[7]))
+
+
+@compiled
+def _base(prefill: float, decodes: float, prompts: float, answers: float) -> float:
+    """Return the base of a batch: the larger of its parts', as the weights are read once."""
+    return float(max(prompts if prefill > 0 else 0.0, answers if decodes > 0 else 0.0))
+
+
+@compiled
+def _laws(kind: int, c: Floats, x: Floats) -> Floats:
+    """Return the law's seconds for each column of x, shape (4, n)."""
+    out = np.empty(x.shape[1])
+    for i in range(out.size):
+        out[i] = law(kind, c, x[0, i], x[1, i], x[2, i], x[3, i])
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,66 +85,61 @@ class Shapes:
         return {"prefill": prompts & ~answers, "decode": answers & ~prompts, "mixed": prompts & answers}[name]
 
 
-class Form(Protocol):
-    """A law with its coefficients, which are the fields: seconds, or seconds per unit."""
+class Form:
+    """A law with its coefficients, which are the fields: seconds, or seconds per unit. CODE: see `law`."""
 
+    __slots__ = ()
     NAME: ClassVar[str]
+    CODE: ClassVar[int]
+
+    def array(self) -> Floats:
+        """Return the coefficients as float64, in the order of the fields."""
+        return np.array([getattr(self, field.name) for field in fields(self)], float)  # type: ignore[arg-type]
 
     def seconds(self, x: Shapes) -> Floats:
         """Return the forecast duration of each row."""
-        ...
+        columns = np.stack([x.decodes, x.context, x.prefill, x.prefill_context]).astype(float)
+        return _laws(self.CODE, self.array(), columns)
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
         """Return the form that is nearest to measured durations."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Additive:
-    """base + a coefficient for each column; the five numbers that a compiled loop uses."""
+class Additive(Form):
+    """base + a coefficient for each column."""
 
     NAME: ClassVar[str] = "additive"
+    CODE: ClassVar[int] = ADDITIVE
     base: float
     decodes: float
     context: float
     prefill: float
     prefill_context: float
-
-    def seconds(self, x: Shapes) -> Floats:
-        pairs = self.context * x.context + self.prefill_context * x.prefill_context
-        return np.asarray(self.base + self.decodes * x.decodes + self.prefill * x.prefill + pairs)
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
         one = np.ones_like(seconds)
         return cls(*_solve((one, x.decodes, x.context, x.prefill, x.prefill_context), seconds))
 
-    def array(self) -> Floats:
-        """Return [base, decodes, context, prefill, prefill_context] as float64."""
-        return np.array(list(asdict(self).values()), float)
-
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
+class Roofline(Form):
     """Additive, but tokens' arithmetic (`prefill` s each) costs at least `floor`, reading the weights once.
 
     decodes: what a sequence costs beside that, such as the CPU's work.
     """
 
     NAME: ClassVar[str] = "roofline"
+    CODE: ClassVar[int] = ROOFLINE
     base: float
     floor: float
     decodes: float
     context: float
     prefill: float
     prefill_context: float
-
-    def seconds(self, x: Shapes) -> Floats:
-        pairs = self.context * x.context + self.prefill_context * x.prefill_context
-        return np.asarray(
-            self.base + self.decodes * x.decodes + np.maximum(self.floor, self._work(x)) + pairs
-        )
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
@@ -141,7 +173,7 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
-class Bros:
+class Bros(Form):
     """BROS 4.1: a0 * L + a1 * L * L_a + b, with prompts and answers apart.
 
     L: tokens computed; L * L_a: their sum over the tokens each attends to. A mixed batch is the sum of both
@@ -149,17 +181,13 @@ class Bros:
     """
 
     NAME: ClassVar[str] = "bros"
+    CODE: ClassVar[int] = BROS
     prefill_tokens: float
     prefill_pairs: float
     prefill_base: float
     decode_tokens: float
     decode_pairs: float
     decode_base: float
-
-    def seconds(self, x: Shapes) -> Floats:
-        prefill = self.prefill_tokens * x.prefill + self.prefill_pairs * x.prefill_context
-        decode = self.decode_tokens * x.decodes + self.decode_pairs * x.context
-        return np.asarray(prefill + decode + _base(x, self.prefill_base, self.decode_base))
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
@@ -170,7 +198,7 @@ class Bros:
 
 
 @dataclass(frozen=True, slots=True)
-class SloAware:
+class SloAware(Form):
     """SLO-aware 4.2: alpha * b * l + beta * b + gamma * l + delta, with prompts and answers apart.
 
     b: requests, l: their mean length. A `Batch` has no number of prompts: it is taken as that of equal
@@ -178,6 +206,7 @@ class SloAware:
     """
 
     NAME: ClassVar[str] = "slo_aware"
+    CODE: ClassVar[int] = SLO_AWARE
     prefill_alpha: float
     prefill_beta: float
     prefill_gamma: float
@@ -186,13 +215,6 @@ class SloAware:
     decode_beta: float
     decode_gamma: float
     decode_delta: float
-
-    def seconds(self, x: Shapes) -> Floats:
-        b, length = _prompts(x)
-        prefill = self.prefill_alpha * x.prefill + self.prefill_beta * b + self.prefill_gamma * length
-        mean = x.context / np.maximum(x.decodes, 1)
-        decode = self.decode_alpha * x.context + self.decode_beta * x.decodes + self.decode_gamma * mean
-        return np.asarray(prefill + decode + _base(x, self.prefill_delta, self.decode_delta))
 
     @classmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
@@ -271,11 +293,6 @@ def _solve(columns: Sequence[Floats], seconds: Floats) -> list[float]:
 
 def _apart(x: Shapes, seconds: Floats) -> list[tuple[Shapes, Floats]]:
     return [(x.only(rows), seconds[rows]) for rows in (x.kind("prefill"), x.kind("decode"))]
-
-
-def _base(x: Shapes, prefill: float, decode: float) -> Floats:
-    bases = np.where(x.prefill > 0, prefill, 0.0), np.where(x.decodes > 0, decode, 0.0)
-    return np.asarray(np.maximum(*bases))
 
 
 def _prompts(x: Shapes) -> tuple[Floats, Floats]:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.forecast.forms import FORMS, Additive, Error, Form, Shapes
+from headway.forecast.forms import FORMS, Additive, Error, Form, Shapes, law
 from headway.types import Batch, Floats
 
 VERSION = 1
 BUILTIN = Path(__file__).parent / "paces"
-_SHORTEST = 1e-4  # seconds; a form may be 0 for an empty batch, an iteration may not
+SHORTEST = 1e-4  # seconds; a form may be 0 for an empty batch, an iteration may not
 _REQUIRED = {"model": str, "device": str, "block_size": int, "kv_bytes_per_token": int, "weights_bytes": int}
 _OPTIONAL = {"kv_tokens": int, "load_cold_s": float, "load_warm_s": float, "kv_copy_gb_s": float}
 
@@ -78,17 +78,18 @@ class FixedPace:
     """A `ports.Pace` that stays as it was measured: for simulating a machine, not for serving on one."""
 
     def __init__(self, form: Form) -> None:
-        self.form = form
+        self.form, self.law = form, (form.CODE, form.array())  # law: as compiled loops take it
 
     def seconds(self, batch: Batch) -> float:
         """Return the forecast duration of one iteration of this shape, at least 0.1 ms."""
-        return max(float(self.form.seconds(Shapes.of((batch,)))[0]), _SHORTEST)
+        shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
+        return max(float(law(*self.law, *shape)), SHORTEST)
 
     def prefill_seconds(self, tokens: Floats) -> Floats:
         """Return forecast seconds to compute prompts of these lengths alone, elementwise."""
         none = np.zeros_like(tokens, float)
         alone = Shapes(none, none, np.asarray(tokens, float), np.square(tokens, dtype=float) / 2)
-        return np.asarray(np.maximum(self.form.seconds(alone), _SHORTEST))
+        return np.asarray(np.maximum(self.form.seconds(alone), SHORTEST))
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """Do nothing: a pace file is a record. `pace.OnlinePace` learns."""

@@ -47,7 +47,7 @@ class Fcfs:
 
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
         """Return running rows and enough waiting ones to fill the batch, all in order of arrival."""
-        made = kernels.pack(self.rule, jobs.data, free_to_run(jobs), ledger, now, _NO_PACE)
+        made = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, _NO_PACE)
         return Step(made.order, max_running=self.max_running)
 
 

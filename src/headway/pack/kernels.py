@@ -143,10 +143,11 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
 
 
 @compiled
-def arrange(jobs: Rows, ranked: Ints, ledger: Ledger, max_running: int, budget: int, chunk: int) -> Made:
-    """Return what `room.arrange` promises."""
-    ranked = ranked.copy()
-    seats = ledger.slots - _others(jobs, ranked)
+def arrange(
+    jobs: Rows, ranked: Ints, others: int, ledger: Ledger, max_running: int, budget: int, chunk: int
+) -> Made:
+    """Return what `room.arrange` promises; others: rows that hold a slot and are not in the ranking."""
+    seats = ledger.slots - others
     places = max(min(max_running, seats), 0)
     while True:
         runs, stays = _share(jobs, ranked, ledger, seats, places, min(budget, chunk))
@@ -160,17 +161,6 @@ def arrange(jobs: Rows, ranked: Ints, ledger: Ledger, max_running: int, budget: 
         if hungry < 0:
             return Made(order, tokens, _losers(jobs, ranked, runs, stays))
         ranked = _without(jobs, ranked, hungry)
-
-
-@compiled
-def _others(jobs: Rows, ranked: Ints) -> int:
-    """Return how many rows hold a slot and are not in the ranking (control holds them)."""
-    held = 0
-    for row in range(jobs.size):
-        held += jobs["running"][row] and jobs["live"][row] and jobs["held"][row]
-    for row in ranked:
-        held -= jobs["running"][row] and jobs["held"][row]
-    return held
 
 
 @compiled
@@ -261,12 +251,15 @@ def _without(jobs: Rows, ranked: Ints, hungry: int) -> Ints:
 
 @compiled
 def pack(rule: Rule, jobs: Rows, rows: Ints, ledger: Ledger, now: float, theta: Floats) -> Made:
-    """Return the step of one of the four packers; rows: those that may run, in any order."""
+    """Return the step of one of the four packers; rows: all of the engine's, in any order."""
+    held = jobs["held"][rows]
+    others = int(np.count_nonzero(jobs["running"][rows] & held))
+    rows = rows[~held]
     if rule.kind == SLACK:
-        return _slack(rule, jobs, rows, ledger, now, theta)
+        return _slack(rule, jobs, rows, others, ledger, now, theta)
     ranked = rows[ordered(keys_of(rule.kind, jobs, rows), jobs["serial"][rows])]
     if rule.kind != FCFS:
-        return arrange(jobs, ranked, ledger, rule.max_running, rule.budget, rule.budget)
+        return arrange(jobs, ranked, others, ledger, rule.max_running, rule.budget, rule.budget)
     running = np.count_nonzero(jobs["running"][ranked])
     order = ranked[: running + rule.max_running]
     return Made(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
@@ -288,7 +281,9 @@ def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
 
 
 @compiled
-def _slack(rule: Rule, jobs: Rows, rows: Ints, ledger: Ledger, now: float, theta: Floats) -> Made:
+def _slack(
+    rule: Rule, jobs: Rows, rows: Ints, others: int, ledger: Ledger, now: float, theta: Floats
+) -> Made:
     """Return the step of `slack.Slack`."""
     token = seconds_of(theta, rule.max_running, rule.max_running * 512.0, 0.0, 0.0)
     keys, serial = np.zeros((_KEYS, rows.size)), jobs["serial"][rows]
@@ -298,12 +293,12 @@ def _slack(rule: Rule, jobs: Rows, rows: Ints, ledger: Ledger, now: float, theta
         keys[1, i] = hope_of(jobs, rows[i], keys[3, i])
     order = ordered(keys, serial)
     chunk = _chunk(rule, jobs, rows[order], keys[3][order], theta)
-    made = arrange(jobs, rows[order], ledger, rule.max_running, rule.budget, chunk)
+    made = arrange(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
     if made.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
         order = ordered(keys, serial)
-        made = arrange(jobs, rows[order], ledger, rule.max_running, rule.budget, chunk)
+        made = arrange(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
     return made
 
 

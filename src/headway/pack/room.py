@@ -24,7 +24,9 @@ def arrange(
     budget >= max_running (vLLM requires it) the most urgent row always gets some.
     """
     most = budget if chunk is None else chunk
-    made = kernels.arrange(jobs.data, np.ascontiguousarray(ranked), ledger, max_running, budget, most)
+    ranked = np.ascontiguousarray(ranked)
+    others = int(np.count_nonzero(jobs.running & jobs.live) - np.count_nonzero(jobs.running[ranked]))
+    made = kernels.arrange(jobs.data, ranked, others, ledger, max_running, budget, most)
     return Step(made.order, made.caps, made.evict, max_running=max_running, token_budget=budget)
 
 

@@ -13,7 +13,6 @@ from headway.forecast.pace import OnlinePace
 from headway.memory.ledger import Ledger
 from headway.pack import kernels
 from headway.pack.kernels import Rule
-from headway.pack.room import free_to_run
 from headway.types import Jobs, Step
 
 
@@ -42,5 +41,5 @@ class Slack:
         Slack alone pauses but never evicts: who waits has ever less of it, so two equals would take each
         other's KV in turn and recompute their prompts for ever. Among equals what holds KV goes on.
         """
-        made = kernels.pack(self.rule, jobs.data, free_to_run(jobs), ledger, now, self.pace.theta)
+        made = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, self.pace.theta)
         return Step(made.order, made.caps, made.evict, max_running=self.max_running, token_budget=self.budget)
