@@ -20,9 +20,14 @@ class TaskLengths:
     """
 
     def __init__(self, window: int = 256, prior: int = 256) -> None:
-        self._window, self._prior = window, prior
+        self.window, self.prior = window, prior
         self._seen: dict[str, deque[int]] = {}
         self._sorted: dict[str, Forecast] = {}
+
+    @property
+    def taught(self) -> bool:
+        """Tell whether any answer has been learned from."""
+        return bool(self._seen)
 
     def forecast(self, request: Request) -> Forecast:
         """Return the distribution of the answer's tokens, sorted, each in 1..max_tokens."""
@@ -34,11 +39,11 @@ class TaskLengths:
     def learn(self, request: Request, made: int) -> None:
         """Add one answer's length; empty answers (aborted before the first token) teach nothing."""
         if made > 0:
-            self._seen.setdefault(request.task, deque(maxlen=self._window)).append(made)
+            self._seen.setdefault(request.task, deque(maxlen=self.window)).append(made)
             self._sorted.pop(request.task, None)
 
     def _forecast_of(self, task: str) -> Forecast:
         if task not in self._sorted:
-            seen = self._seen.get(task) or (self._prior,)
+            seen = self._seen.get(task) or (self.prior,)
             self._sorted[task] = Forecast(np.sort(np.fromiter(seen, float, len(seen))))
         return self._sorted[task]

@@ -20,6 +20,7 @@ from headway.forecast.lengths import TaskLengths
 from headway.forecast.pace import OnlinePace
 from headway.ports import Lengths, Pace
 from headway.recipes import Recipe
+from headway.sim import fast
 from headway.sim.workload import Workload
 from headway.types import Arrived, Command, Event, Finished, Floats, Instance, InstanceUp, Ints, Send
 
@@ -76,21 +77,46 @@ class _Host:
 
 @dataclass(slots=True)
 class Simulation:
-    """One run. `lengths` forecasts outputs as in the server (default: learned per task while it runs)."""
+    """One run. `lengths` forecasts outputs as in the server (default: learned per task while it runs).
+
+    fast: run as one compiled loop when every part of it can (`fast.py`); the outcome is the same.
+    """
 
     recipe: Recipe
     nodes: Sequence[Node]
     workload: Workload
     lengths: Lengths = field(default_factory=TaskLengths)
     max_queued: int = 1_000_000
+    fast: bool = True
 
     def run(self, progress: Callable[[int], None] | None = None) -> Outcome:
         """Run to the end of the last request; `progress` is told how many have arrived."""
+        if self.fast and (outcome := self._compiled(progress)) is not None:
+            return outcome
         controller = Controller(self.recipe.planner(), self.lengths, self.max_queued)
         hosts = {node.instance.id: self._host(node) for node in self.nodes}
         run = _Run(self.workload, controller, hosts, Outcome.of(self.workload.arrival.size))
         run.go(progress)
         return run.outcome
+
+    def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
+        """Run as one compiled loop; None when this run has a part that is known to Python only."""
+        if len(self.nodes) != 1 or type(self.lengths) is not TaskLengths:
+            return None
+        world = fast.world(self.recipe, self.nodes[0], self.workload, self.lengths)
+        if world is None:
+            return None
+        size = len(self.workload)
+        for stop in range(min(_CHUNK, size), size + _CHUNK, _CHUNK):
+            fast.advance(world, min(stop, size))
+            if progress is not None:
+                progress(min(stop, size))
+        node = np.where(world.jobs["serial"] > 0, 0, -1)
+        counts = world.counts
+        return Outcome(
+            world.first, world.end, node, world.jobs["evictions"].copy(), int(counts[fast.ITERATIONS]),
+            float(world.clock[fast.BUSY]), int(counts[fast.PREEMPTED]), int(counts[fast.PAUSED]),
+        )  # fmt: skip
 
     def _host(self, node: Node) -> _Host:
         instance, learned = node.instance, OnlinePace()
