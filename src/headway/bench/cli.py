@@ -122,6 +122,14 @@ def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: O
     main(quick=quick, as_json=as_json, seed=seed, out=out, command=shlex.join(sys.argv))
 
 
+@bench_app.command()
+def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """How fast the simulator is, and how long a packer thinks beside vLLM's own schedule()."""
+    from headway.bench.speed import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
 def _quick(setup: Any) -> Any:
     """Two systems, up together, a fixed rate: what fits into a minute with two engine starts."""
     both = ("vllm-fcfs", "slack")

@@ -29,7 +29,7 @@ def hook_rows(quick: bool, seed: int) -> list[Row]:
 
 
 def _rows(running: int, steps: int, seed: int) -> list[Row]:
-    clocks = {name: _steady(running, name, steps, seed) for name in ("stock", *RECIPES)}
+    clocks = {name: steady(running, name, steps, seed) for name in ("stock", *RECIPES)}
     times = _measure(clocks, steps)
     stock = float(np.median(times["stock"]))
     rows = [Row("hook.schedule_us", "stock", f"{running} running", stock * 1e6, "us")]
@@ -40,7 +40,7 @@ def _rows(running: int, steps: int, seed: int) -> list[Row]:
     return rows
 
 
-def _steady(running: int, name: str, steps: int, seed: int) -> Clockwork:
+def steady(running: int, name: str, steps: int, seed: int) -> Clockwork:
     """Return a scheduler with `running` requests decoding, which go on for at least `steps` more."""
     from headway.engines.vllm.hook import HeadwayScheduler
 

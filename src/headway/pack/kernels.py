@@ -106,9 +106,11 @@ def due_of(jobs: Rows, row: int) -> float:
 
 
 @compiled
-def slack_of(jobs: Rows, row: int, now: float, theta: Floats, token: float) -> float:
-    """Return the seconds a row can still wait before its next token (or its whole answer) is late."""
-    work = prefill_of(theta, missing_of(jobs, row))
+def slack_of(jobs: Rows, row: int, now: float, work: float, token: float) -> float:
+    """Return the seconds a row can still wait before its next token (or its whole answer) is late.
+
+    work: seconds that its next token takes, token: seconds for each of the others.
+    """
     answer = jobs["arrival"][row] + jobs["e2e"][row] - now - work - jobs["left"][row] * token
     return float(min(due_of(jobs, row) - now - work, answer))
 
@@ -286,9 +288,10 @@ def _slack(
 ) -> Made:
     """Return the step of `slack.Slack`."""
     token = seconds_of(theta, rule.max_running, rule.max_running * 512.0, 0.0, 0.0)
-    keys, serial = np.zeros((_KEYS, rows.size)), jobs["serial"][rows]
+    keys, serial, one = np.zeros((_KEYS, rows.size)), jobs["serial"][rows], prefill_of(theta, 1.0)
     for i in range(rows.size):
-        keys[3, i] = slack_of(jobs, rows[i], now, theta, token)
+        want = missing_of(jobs, rows[i])
+        keys[3, i] = slack_of(jobs, rows[i], now, one if want == 1 else prefill_of(theta, want), token)
         keys[0, i] = jobs["urgency"][rows[i]]
         keys[1, i] = hope_of(jobs, rows[i], keys[3, i])
     order = ordered(keys, serial)

@@ -225,27 +225,27 @@ def _head(w: World, now: float) -> int:
 @compiled
 def _belongs(w: World, i: int, heap: int) -> bool:
     """Tell whether the first of a heap stands in the line's window, with its KV and theirs before it."""
-    ahead, blocks = 0, 0
-    for k in range(w.counts[INSIDE]):
-        j = w.inside[k]
-        if w.line.kind == ARRIVAL or _inside_first(w, j, i, heap):
+    # Rows, not the whole world, go into the loop: each array in a call costs its reference count.
+    ahead, blocks, asks, kind = 0, 0, w.asks, w.line.kind
+    for j in w.inside[: w.counts[INSIDE]]:
+        if kind == ARRIVAL or _inside_first(asks, kind, j, i, heap):
             ahead += 1
-            blocks += w.asks["blocks"][j]
+            blocks += asks["blocks"][j]
     if ahead >= w.line.window:
         return False
-    return bool(ahead == 0 or blocks + w.asks["blocks"][i] <= w.line.blocks)
+    return bool(ahead == 0 or blocks + asks["blocks"][i] <= w.line.blocks)
 
 
 @compiled
-def _inside_first(w: World, j: int, i: int, heap: int) -> bool:
+def _inside_first(asks: Rows, kind: int, j: int, i: int, heap: int) -> bool:
     """Tell whether j, which is inside, ranks before i, which waits in `heap`."""
-    if w.line.kind == HOPE:
-        best_effort = np.isinf(w.asks["key1"][j])
+    if kind == HOPE:
+        best_effort = np.isinf(asks["key1"][j])
         if best_effort != (heap == 2):
             return not best_effort
         if heap == 1:
             return True
-    return _before(w, j, i)
+    return _before(asks, j, i)
 
 
 @compiled
@@ -271,20 +271,20 @@ def _leave(w: World, i: int) -> None:
 
 
 @compiled
-def _before(w: World, a: int, b: int) -> bool:
+def _before(asks: Rows, a: int, b: int) -> bool:
     """Tell whether a ranks before b within one class; of equals the first to come."""
-    if w.asks["key1"][a] != w.asks["key1"][b]:
-        return bool(w.asks["key1"][a] < w.asks["key1"][b])
-    if w.asks["key2"][a] != w.asks["key2"][b]:
-        return bool(w.asks["key2"][a] < w.asks["key2"][b])
+    if asks["key1"][a] != asks["key1"][b]:
+        return bool(asks["key1"][a] < asks["key1"][b])
+    if asks["key2"][a] != asks["key2"][b]:
+        return bool(asks["key2"][a] < asks["key2"][b])
     return a < b
 
 
 @compiled
 def _push(w: World, heap: int, i: int) -> None:
-    rows, at = w.heaps[heap], w.counts[HEAP + heap]
+    asks, rows, at = w.asks, w.heaps[heap], w.counts[HEAP + heap]
     w.counts[HEAP + heap] += 1
-    while at > 0 and _before(w, i, rows[(at - 1) // 2]):
+    while at > 0 and _before(asks, i, rows[(at - 1) // 2]):
         rows[at] = rows[(at - 1) // 2]
         at = (at - 1) // 2
     rows[at] = i
@@ -292,14 +292,14 @@ def _push(w: World, heap: int, i: int) -> None:
 
 @compiled
 def _pop(w: World, heap: int) -> int:
-    rows = w.heaps[heap]
+    asks, rows = w.asks, w.heaps[heap]
     w.counts[HEAP + heap] -= 1
     top, size = rows[0], w.counts[HEAP + heap]
     moved, at = rows[size], 0
     while 2 * at + 1 < size:
         child = 2 * at + 1
-        child += child + 1 < size and _before(w, rows[child + 1], rows[child])
-        if not _before(w, rows[child], moved):
+        child += child + 1 < size and _before(asks, rows[child + 1], rows[child])
+        if not _before(asks, rows[child], moved):
             break
         rows[at] = rows[child]
         at = child
