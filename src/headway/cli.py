@@ -20,6 +20,11 @@ config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True
 app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
 
+# Written out, since importing `recipes` would load numpy for every command; a test compares.
+_RECIPES = (
+    "vllm, priority, edf, slack; the papers' baselines vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, "
+    "fastgen, sarathi, multires, rr; or module:attribute"
+)
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; without it the defaults.")
 ]
@@ -71,9 +76,7 @@ def serve(
 
 @app.command()
 def simulate(
-    recipes: Annotated[
-        str, typer.Option(help="Comma separated: vllm, priority, edf, slack.")
-    ] = "vllm,edf,slack",
+    recipes: Annotated[str, typer.Option(help=f"Comma separated: {_RECIPES}.")] = "vllm,edf,slack",
     pace: Annotated[str, typer.Option(help="A built-in pace file or a path.")] = "opt-13b-a100",
     instances: Annotated[int, typer.Option(min=1)] = 1,
     rate: Annotated[float, typer.Option(min=0.001, help="Arrivals per second.")] = 8.0,
@@ -93,8 +96,8 @@ def simulate(
     from headway.bench.simulate import Fleet, main
 
     fleet = Fleet(pace, instances, max_running, budget, max_model_len, kv_tokens)
-    names = [name.strip() for name in recipes.split(",") if name.strip()]
-    main(names, fleet, rate=rate, duration=duration, slo=slo, seed=seed, as_json=as_json, out=out)
+    chosen = [name.strip() for name in recipes.split(",") if name.strip()]
+    main(chosen, fleet, rate=rate, duration=duration, slo=slo, seed=seed, as_json=as_json, out=out)
 
 
 @model_app.command()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headway.types import Backlog, Batch, Forecast, Instance, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
+    from headway.forecast.pace import OnlinePace
     from headway.memory.ledger import Ledger
 
 
 @dataclass(slots=True)
 class Cluster:
-    """All the slow loop knows. `Controller` is its only writer; planners read it."""
+    """All the slow loop knows. `Controller` is its only writer; planners read it.
+
+    pull: requests stay ours to order until an engine has room for them; otherwise they go in at once and wait
+    there, as with an engine that nobody stands in front of.
+    """
 
     instances: dict[str, Instance] = field(default_factory=dict)
     backlog: Backlog = field(default_factory=Backlog)
     codes: dict[str, int] = field(default_factory=dict)  # names of models and instances -> column code
+    pull: bool = True
 
     def code(self, name: str) -> int:
         """Return the number that stands for a model's or an instance's name in the backlog's columns."""
@@ -35,6 +41,22 @@ class Packer(Protocol):
     """What runs in the next iteration of one engine?"""
 
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line.
+
+    pull: as in `Cluster`. swaps: the packer uses `Step.save`, which needs an engine that can copy KV to the
+    host.
+    """
+
+    name: str
+    about: str
+    planner: Callable[[], Planner]
+    packer: Callable[[int, int, OnlinePace], Packer]
+    pull: bool = True
+    swaps: bool = False
 
 
 class Lengths(Protocol):

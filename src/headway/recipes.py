@@ -1,31 +1,24 @@
 """Which policies go together? Named recipes: one planner for the slow loop, one packer for the fast loop.
 
-`"package.module:attribute"` names a `Recipe` that lives outside Headway.
+`baselines.py` has those of the papers' comparisons. `"package.module:attribute"` names a `Recipe` that lives
+outside Headway.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from difflib import get_close_matches
 
+from headway.baselines import BASELINES
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
 from headway.pack import classic as packers
 from headway.pack.slack import Slack
 from headway.plan import classic as planners
-from headway.ports import Packer, Planner
+from headway.ports import Packer, Planner, Recipe
 
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line."""
-
-    name: str
-    about: str
-    planner: Callable[[], Planner]
-    packer: Callable[[int, int, OnlinePace], Packer]
+__all__ = ["RECIPES", "Recipe", "find", "names"]
 
 
 def _recipe(
@@ -65,14 +58,20 @@ RECIPES = {
 }
 
 
+def names() -> list[str]:
+    """Return the names of all built-in recipes, the papers' baselines last."""
+    return [*RECIPES, *BASELINES]
+
+
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    if name in RECIPES:
-        return RECIPES[name]
+    known = RECIPES | BASELINES
+    if name in known:
+        return known[name]
     if ":" in name:
         return _outside(name)
-    near = get_close_matches(name, RECIPES, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(RECIPES)}, or module:attribute."
+    near = get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(known)}, or module:attribute."
     raise ConfigError(f"There is no recipe {name!r}.", hint, param="recipe")
 
 

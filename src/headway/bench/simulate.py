@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import time
@@ -95,6 +96,7 @@ def chat_batch(rate: float, duration: float, seed: int, chat: Slo, longest: int)
 
 def simulate(recipes: Sequence[str], fleet: Fleet, workload: Workload, *, bar: bool = True) -> Results:
     """Run the workload under each recipe; return records per recipe and how fast the simulator was."""
+    _check(recipes, fleet)
     results: dict[str, tuple[list[Record], float | None]] = {}
     speeds: dict[str, Speed] = {}
     with Progress(disable=not bar, transient=True) as progress:
@@ -108,6 +110,17 @@ def simulate(recipes: Sequence[str], fleet: Fleet, workload: Workload, *, bar: b
             end = float(np.nanmax(outcome.end, initial=0.0))
             speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
     return Results(results, speeds)
+
+
+def _check(recipes: Sequence[str], fleet: Fleet) -> None:
+    """Raise ConfigError for an unknown recipe, or one that swaps where a copy's time is not known."""
+    swapping = [name for name in recipes if find(name).swaps]
+    if swapping and not math.isfinite(pacefile.load(fleet.pace).copy_seconds()):
+        raise ConfigError(
+            f"{swapping[0]} swaps KV to the host, and {fleet.pace} does not say how fast that is.",
+            "Add kv_copy_gb_s to a copy of the pace file, or take another recipe.",
+            param="recipes",
+        )
 
 
 def main(

@@ -35,6 +35,8 @@ def sends(plan: Plan, cluster: Cluster) -> list[Send]:
 def _offers(cluster: Cluster, name: str, line: Ints) -> list[int]:
     """Return the rows of a line that belong inside its instance and are not there yet."""
     backlog, instance = cluster.backlog, cluster.instances[name]
+    if not cluster.pull:
+        return [int(row) for row in line[~backlog.sent[line]]]
     head = line[: instance.window]
     blocks = np.ceil(backlog.tokens[head] / instance.block_size)
     fits = np.cumsum(blocks) <= instance.blocks_total

@@ -26,7 +26,7 @@ from headway.engines.vllm.client import EngineGone, VllmEngine
 from headway.engines.vllm.facts import write_facts
 from headway.errors import RequestError
 from headway.forecast.lengths import TaskLengths
-from headway.ports import Broker, Job
+from headway.ports import Broker, Cluster, Job
 from headway.recipes import find
 from headway.serve.asking import PATHS, Asked, Kind
 from headway.serve.metrics import Metrics
@@ -108,7 +108,7 @@ class Driver:
         self.recipe = find(config.recipe)
         self.metrics = Metrics()
         self.controller = Controller(
-            self.recipe.planner(), TaskLengths(), max_queued=config.server.max_queued
+            self.recipe.planner(), TaskLengths(), config.server.max_queued, Cluster(pull=self.recipe.pull)
         )
         log_dir = log_dir or state_dir()
         self.engines = {

@@ -31,7 +31,12 @@ _URL = re.compile(r"https?://[^/\s]+")
 
 def preflight(config: Config) -> None:
     """Raise ConfigError for everything that can be known before an engine is started."""
-    find(config.recipe)
+    if find(config.recipe).swaps:
+        raise ConfigError(
+            f"{config.recipe} swaps KV to the host, which only the simulated engine can do so far.",
+            "Serve with another recipe, or try this one with headway simulate.",
+            param="recipe",
+        )
     names = [engine.name for engine in config.engines]
     kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}
     if len(kinds) > len(set(names)):

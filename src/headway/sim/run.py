@@ -18,8 +18,7 @@ from headway.controller import Controller
 from headway.engines.simulated import Ran, SimulatedEngine
 from headway.forecast.lengths import TaskLengths
 from headway.forecast.pace import OnlinePace
-from headway.ports import Lengths, Pace
-from headway.recipes import Recipe
+from headway.ports import Cluster, Lengths, Pace, Recipe
 from headway.sim import fast
 from headway.sim.workload import Workload
 from headway.types import Arrived, Command, Event, Finished, Floats, Instance, InstanceUp, Ints, Send
@@ -93,7 +92,9 @@ class Simulation:
         """Run to the end of the last request; `progress` is told how many have arrived."""
         if self.fast and (outcome := self._compiled(progress)) is not None:
             return outcome
-        controller = Controller(self.recipe.planner(), self.lengths, self.max_queued)
+        controller = Controller(
+            self.recipe.planner(), self.lengths, self.max_queued, Cluster(pull=self.recipe.pull)
+        )
         hosts = {node.instance.id: self._host(node) for node in self.nodes}
         run = _Run(self.workload, controller, hosts, Outcome.of(self.workload.arrival.size))
         run.go(progress)

@@ -1,0 +1,156 @@
+"""What every baseline owes: nobody is lost, nothing stands still, no block leaks. And their names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from headway.baselines import BASELINES
+from headway.bench.simulate import Fleet, simulate
+from headway.cli import app
+from headway.config import Config
+from headway.errors import ConfigError
+from headway.forecast.pace import OnlinePace
+from headway.ports import Packer
+from headway.recipes import RECIPES, find, names
+from headway.serve.main import preflight
+from headway.sim.run import Node, Simulation
+from headway.sim.workload import Workload, single
+from headway.types import Batch, Instance
+from tests.pack.driven import Ask, Driven, Limits, limits, loads
+
+NAMES = (
+    "vllm-v0", "vllm-v0-swap", "orca", "fastserve", "srtf", "sjf", "fastgen", "sarathi", "multires", "rr",
+)  # fmt: skip
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def packer(name: str, limits: Limits) -> Packer:
+    return find(name).packer(limits.running, limits.budget, OnlinePace())
+
+
+def test_names() -> None:
+    assert tuple(BASELINES) == NAMES
+    assert names() == [*RECIPES, *NAMES]
+    for name, recipe in BASELINES.items():
+        assert find(name) is recipe
+        assert recipe.name == name
+        assert recipe.about
+    with pytest.raises(ConfigError, match="Did you mean 'sarathi'"):
+        find("sarathy")
+
+
+@every
+@given(loads(), limits)
+@settings(max_examples=40, deadline=None)
+def test_every_request_is_served_and_no_iteration_is_wasted(
+    name: str, asks: list[Ask], limits: Limits
+) -> None:
+    """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
+    run = Driven(packer(name, limits), limits)
+    made: dict[str, int] = {}
+    for seen in run.go(asks):
+        made |= {id: seen.made[id] + (seen.computed[id] + n >= asks[int(id[1:])].prompt + seen.made[id])
+                 for id, n in seen.tokens.items()}  # fmt: skip
+    assert made == {f"r{i}": ask.output for i, ask in enumerate(asks)}
+
+
+@every
+@given(loads(), limits, st.data())
+@settings(max_examples=15, deadline=None)
+def test_held_rows_are_left_alone(name: str, asks: list[Ask], limits: Limits, data: st.DataObject) -> None:
+    """What control has paused keeps its KV and gets no tokens, whatever the packer's own order."""
+    run = Driven(packer(name, Limits(limits.running, limits.budget, 1000, 40)), Limits(6, 200, 1000, 40))
+    steps = run.go([*asks, Ask(5, 30)])
+    next(steps)
+    rows = run.engine.jobs.rows()
+    held = int(rows[data.draw(st.integers(0, rows.size - 1))])
+    if not run.engine.jobs.running[held] or rows.size == 1:
+        return
+    run.engine.jobs.held[held] = True
+    name, computed = str(run.engine.jobs.keys[held]), int(run.engine.jobs.computed[held])
+    others = [row for row in rows.tolist() if row != held]
+    for _ in range(3):
+        if not any(run.engine.jobs.live[row] for row in others):
+            break
+        seen = next(steps)
+        assert name not in seen.tokens
+        assert name not in seen.evicted
+        assert run.engine.jobs.computed[held] == computed
+        others = [row for row in others if run.engine.jobs.live[row] and not run.engine.jobs.held[row]]
+
+
+class Linear:
+    def seconds(self, batch: Batch) -> float:
+        return 0.01 + 1e-4 * batch.decodes + 1.5e-4 * batch.prefill
+
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """It is known."""
+
+
+def crowd(count: int) -> Workload:
+    """All at once: far more than one engine's window and memory hold."""
+    rng = np.random.default_rng(4)
+    return single(np.zeros(count), rng.integers(20, 200, count), rng.integers(5, 60, count))
+
+
+@every
+def test_the_queue_is_the_engines_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that waits is inside, so that the packer chooses among all; and all of it ends."""
+    node = Node(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512, copy_seconds=1e-5)
+    seen: list[int] = []
+    recipe = find(name)
+    real = type(packer(name, Limits())).pack
+
+    def pack(self: Packer, jobs, ledger, now):  # type: ignore[no-untyped-def]
+        seen.append(len(jobs))
+        return real(self, jobs, ledger, now)
+
+    monkeypatch.setattr(type(packer(name, Limits())), "pack", pack)
+    outcome = Simulation(recipe, [node], crowd(60)).run()
+    assert max(seen) >= 59
+    assert np.isfinite(outcome.end).all()
+
+
+def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512)
+    seen: list[int] = []
+    recipe = find("vllm")
+    real = type(recipe.packer(8, 512, OnlinePace())).pack
+
+    def pack(self: Packer, jobs, ledger, now):  # type: ignore[no-untyped-def]
+        seen.append(len(jobs))
+        return real(self, jobs, ledger, now)
+
+    monkeypatch.setattr("headway.pack.classic.Fcfs.pack", pack)
+    Simulation(recipe, [node], crowd(60)).run()
+    assert max(seen) <= node.instance.window
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BASELINES[name].swaps])
+def test_who_swaps_is_refused_where_no_engine_can(name: str) -> None:
+    with pytest.raises(ConfigError, match="swaps KV to the host"):
+        preflight(Config(recipe=name))
+    with pytest.raises(ConfigError, match="does not say how fast"):
+        simulate([name], Fleet("smollm2-135m-cpu2"), crowd(3), bar=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_those_that_say_so_swap(name: str) -> None:
+    """A crowd in little memory: who claims to swap does, the others never touch the host."""
+    tight = Limits(running=6, budget=200, blocks=16, slots=12)
+    asks = [Ask(60, 40, after=i) for i in range(12)]
+    copied = sum(seen.copied for seen in Driven(packer(name, tight), tight).go(asks))
+    if name == "multires":
+        assert copied == 0, "with exact forecasts its allocation never fails"
+    else:
+        assert (copied > 0) == BASELINES[name].swaps
+
+
+def test_the_command_line_names_them_all() -> None:
+    text = "".join(CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "400"}).output.split())
+    for name in names():
+        assert name in text

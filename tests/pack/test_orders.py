@@ -1,0 +1,158 @@
+"""Chunked prefill, shortest first, MultiRes and round robin: the property that defines each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.forecast.pace import OnlinePace
+from headway.memory.ledger import Ledger
+from headway.pack.chunked import Chunked
+from headway.pack.classic import Fcfs
+from headway.pack.multires import MultiRes
+from headway.pack.rotate import Alternate
+from headway.pack.srtf import Shortest
+from headway.recipes import find
+from headway.types import Jobs
+from tests.pack.driven import CHAT, SIZE, Ask, Driven, Limits, ample, limits, loads
+
+EXAMPLES = settings(max_examples=60, deadline=None)
+PACE = OnlinePace()  # nobody teaches it here
+
+
+# ---- chunked prefill
+
+
+@given(loads(), ample)
+@EXAMPLES
+def test_chunked_fills_the_budget_and_no_answer_waits(asks: list[Ask], limits: Limits) -> None:
+    for seen in Driven(Chunked(limits.running, limits.budget), limits).go(asks):
+        assert set(seen.inside) <= set(seen.tokens) | _in_prompt(seen, asks)
+        used, idle = sum(seen.tokens.values()), set(seen.waiting) - set(seen.tokens)
+        whole = all(
+            seen.computed[name] + n >= asks[int(name[1:])].prompt + seen.made[name]
+            for name, n in seen.tokens.items()
+        )
+        assert used == limits.budget or (whole and (not idle or len(seen.tokens) == limits.running))
+
+
+def _in_prompt(seen, asks: list[Ask]) -> set[str]:  # type: ignore[no-untyped-def]
+    return {name for name in seen.inside if seen.computed[name] < asks[int(name[1:])].prompt}
+
+
+@given(loads(), ample)
+@EXAMPLES
+def test_chunked_has_one_prompt_cut_at_a_time(asks: list[Ask], limits: Limits) -> None:
+    """Prompts are finished in order of coming: the next begins only when the budget reaches it."""
+    for seen in Driven(Chunked(limits.running, limits.budget), limits).go(asks):
+        assert len(_in_prompt(seen, asks)) <= 1
+
+
+def test_sarathi_has_a_smaller_budget_than_fastgen() -> None:
+    prompts = {name: find(name).packer(8, 2048, PACE) for name in ("fastgen", "sarathi")}
+    room = Limits(budget=2048)
+    used = {
+        name: sum(next(Driven(packer, room).go([Ask(5000, 2)])).tokens.values())
+        for name, packer in prompts.items()
+    }
+    assert used == {"fastgen": 2048, "sarathi": 512}
+
+
+# ---- shortest first
+
+
+def mean_end(run: Driven, asks: list[Ask]) -> float:
+    list(run.go(asks))
+    return float(np.mean([run.ends[f"r{i}"] - ask.after for i, ask in enumerate(asks)]))
+
+
+same_prompts = st.lists(
+    st.builds(Ask, st.just(10), st.integers(1, 60), st.integers(0, 40)), min_size=1, max_size=14
+)
+
+
+@given(same_prompts)
+@EXAMPLES
+def test_shortest_remaining_first_beats_first_come_on_one_server(asks: list[Ask]) -> None:
+    """With exact lengths it is optimal there (Schrage); an iteration is the unit of work."""
+    asks = [Ask(a.prompt, a.output, 0 if i == 0 else a.after) for i, a in enumerate(asks)]
+    one = Limits(running=1, budget=100, slots=32)
+    ours = mean_end(Driven(Shortest(1, 100, PACE), one), asks)
+    assert ours <= mean_end(Driven(Fcfs(1), one), asks) + 1e-9
+    assert ours <= mean_end(Driven(Shortest(1, 100, PACE, preempts=False), one), asks) + 1e-9
+
+
+@given(loads(), ample)
+@EXAMPLES
+def test_shortest_job_first_never_displaces(asks: list[Ask], limits: Limits) -> None:
+    for seen in Driven(Shortest(limits.running, limits.budget, PACE, preempts=False), limits).go(asks):
+        assert not seen.paused - _in_prompt(seen, asks)
+        assert not seen.evicted
+
+
+def test_a_shorter_one_displaces_only_with_preemption() -> None:
+    asks = [Ask(10, 40), Ask(10, 3, after=5)]
+    ends = {}
+    for preempts in (True, False):
+        run = Driven(Shortest(1, 100, PACE, preempts), Limits(running=1, budget=100, slots=4))
+        list(run.go(asks))
+        ends[preempts] = run.ends["r1"]
+    assert ends == {True: 8, False: 43}
+
+
+# ---- MultiRes
+
+
+@given(loads(), limits)
+@EXAMPLES
+def test_multires_with_exact_forecasts_never_runs_out_of_kv(asks: list[Ask], limits: Limits) -> None:
+    for seen in Driven(MultiRes(limits.running, limits.budget), limits).go(asks):
+        assert not seen.evicted
+        assert seen.copied == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "first"),
+    # of 100 blocks and 200 tokens; the prompts want 40 and 160 tokens, 50 and 20 blocks
+    [(100, "broad"), (60, "broad"), (45, "long")],
+)
+def test_multires_takes_the_demand_nearest_to_what_is_free(free: int, first: str) -> None:
+    jobs = Jobs()
+    jobs.add("long", prompt=160, left=160.0, serial=1)
+    jobs.add("broad", prompt=40, left=760.0, serial=2)
+    if free < 100:
+        row = jobs.add("old", prompt=5, left=1.0, made=1, computed=5, serial=0, blocks=100 - free)
+        jobs.running[row] = True
+    step = MultiRes(8, 200).pack(jobs, Ledger(100, free, SIZE, 16), 0.0)
+    assert next(name for name in jobs.names(step.order) if name != "old") == first
+
+
+def test_multires_swaps_the_last_come_when_answers_outgrow_their_allocation() -> None:
+    room = Limits(running=6, budget=200, blocks=20, slots=8)
+    run = Driven(MultiRes(6, 200), room)
+    copied = 0
+    for seen in run.go([Ask(40, 60) for _ in range(5)]):
+        run.engine.jobs.left[:] = 1.0  # every forecast is far too short
+        copied += seen.copied
+    assert copied > 0
+
+
+# ---- round robin
+
+
+@given(loads(), ample)
+@EXAMPLES
+def test_round_robin_gives_places_in_turn(asks: list[Ask], limits: Limits) -> None:
+    """Nobody of either queue has two places more than the other queue while that one has somebody waiting."""
+    wide = Limits(limits.running, 2000, 1000, 64)
+    for seen in Driven(Alternate(limits.running, 2000), wide).go(asks):
+        queues = {True: 0, False: 0}
+        left = {True: 0, False: 0}
+        for name in seen.inside + seen.waiting:
+            promised = asks[int(name[1:])].slo == CHAT
+            queues[promised] += name in seen.tokens
+            left[promised] += name not in seen.tokens
+        for kind in (True, False):
+            assert not left[kind] or queues[not kind] <= queues[kind] + kind * 0 + 1
