@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from headway.memory.ledger import Ledger
 from headway.pack.legacy import Orca, VllmV0
-from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
+from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, limits, loads
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 both = pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
@@ -23,11 +23,10 @@ def v0(limits: Limits, swap: bool = False) -> Driven:
 def test_v0_prompts_and_answers_never_share_an_iteration(swap: bool, asks: list[Ask], limits: Limits) -> None:
     for seen in v0(limits, swap).go(asks):
         assert not (seen.prompts and seen.answers)
-        if seen.answers:  # who is not preempted makes a token, all of them
-            assert set(seen.inside) - set(seen.evicted) <= set(seen.tokens) | seen.saved | _taken(seen)
+        assert not (seen.answers and seen.paused), "answers wait for prompts and for nothing else"
 
 
-def _taken(seen):  # type: ignore[no-untyped-def]
+def _taken(seen: Iteration) -> set[str]:
     """The last come, who lost their places in this iteration."""
     return set(seen.inside) - set(seen.tokens) - seen.paused
 
@@ -67,9 +66,6 @@ def test_v0_whoever_is_swapped_computes_nothing_twice(asks: list[Ask], limits: L
 
 
 def test_v0_keeps_a_watermark_free_of_new_prompts() -> None:
-    room = Limits(running=8, budget=1000, blocks=200, slots=8)
-    first = next(v0(room).go([Ask(99 * SIZE, 2), Ask(99 * SIZE, 2)]))
-    assert set(first.tokens) == {"r0"}, "198 of 200 blocks would fit, and leave 1 %, but not the budget"
     wide = Limits(running=8, budget=10_000, blocks=200, slots=8)
     assert set(next(v0(wide).go([Ask(99 * SIZE, 2), Ask(99 * SIZE, 2)])).tokens) == {"r0", "r1"}
     assert set(next(v0(wide).go([Ask(100 * SIZE, 2), Ask(99 * SIZE, 2)])).tokens) == {"r0"}

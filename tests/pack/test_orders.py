@@ -16,7 +16,7 @@ from headway.pack.rotate import Alternate
 from headway.pack.srtf import Shortest
 from headway.recipes import find
 from headway.types import Jobs
-from tests.pack.driven import CHAT, SIZE, Ask, Driven, Limits, ample, limits, loads
+from tests.pack.driven import CHAT, SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 PACE = OnlinePace()  # nobody teaches it here
@@ -38,7 +38,7 @@ def test_chunked_fills_the_budget_and_no_answer_waits(asks: list[Ask], limits: L
         assert used == limits.budget or (whole and (not idle or len(seen.tokens) == limits.running))
 
 
-def _in_prompt(seen, asks: list[Ask]) -> set[str]:  # type: ignore[no-untyped-def]
+def _in_prompt(seen: Iteration, asks: list[Ask]) -> set[str]:
     return {name for name in seen.inside if seen.computed[name] < asks[int(name[1:])].prompt}
 
 
@@ -115,12 +115,12 @@ def test_multires_with_exact_forecasts_never_runs_out_of_kv(asks: list[Ask], lim
 
 @pytest.mark.parametrize(
     ("free", "first"),
-    # of 100 blocks and 200 tokens; the prompts want 40 and 160 tokens, 50 and 20 blocks
-    [(100, "broad"), (60, "broad"), (45, "long")],
+    # of 100 blocks and 200 tokens: "long" asks for 80 tokens and 20 blocks, "broad" for 40 and 50
+    [(100, "broad"), (60, "long"), (45, "long")],
 )
 def test_multires_takes_the_demand_nearest_to_what_is_free(free: int, first: str) -> None:
     jobs = Jobs()
-    jobs.add("long", prompt=160, left=160.0, serial=1)
+    jobs.add("long", prompt=80, left=240.0, serial=1)
     jobs.add("broad", prompt=40, left=760.0, serial=2)
     if free < 100:
         row = jobs.add("old", prompt=5, left=1.0, made=1, computed=5, serial=0, blocks=100 - free)
@@ -155,4 +155,4 @@ def test_round_robin_gives_places_in_turn(asks: list[Ask], limits: Limits) -> No
             queues[promised] += name in seen.tokens
             left[promised] += name not in seen.tokens
         for kind in (True, False):
-            assert not left[kind] or queues[not kind] <= queues[kind] + kind * 0 + 1
+            assert not left[kind] or queues[not kind] <= queues[kind] + 1

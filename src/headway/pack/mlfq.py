@@ -122,4 +122,4 @@ class SkipJoin:
         idle = ranked[jobs.running[ranked]][::-1]
         idle = idle[~np.isin(idle, np.concatenate([step.order, step.evict]))]
         before = np.cumsum(jobs.blocks[idle]) - jobs.blocks[idle]
-        return idle[before < lacking]
+        return np.asarray(idle[before < lacking], np.int64)

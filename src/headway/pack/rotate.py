@@ -35,4 +35,4 @@ def _turns(jobs: Jobs, rows: Ints) -> Ints:
     """Return the order in which rows, given as they came, take turns: by place in their own queue."""
     promised = np.isfinite(np.minimum(np.minimum(jobs.ttft[rows], jobs.tpot[rows]), jobs.e2e[rows]))
     place = np.where(promised, np.cumsum(promised), np.cumsum(~promised))
-    return np.lexsort((~promised, place))
+    return np.asarray(np.lexsort((~promised, place)), np.int64)
