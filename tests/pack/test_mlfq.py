@@ -13,7 +13,7 @@ from tests.pack.driven import Ask, Driven, Limits, ample, limits, loads
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 PACE = OnlinePace()  # nobody teaches it here, so quanta stay
-SHORTEST = PACE.seconds(Batch(1, 1, 0))
+SHORTEST = PACE.seconds(Batch(1, 0, 0))
 
 
 def queue(limits: Limits, **options: float) -> tuple[SkipJoin, Driven]:
@@ -34,7 +34,7 @@ def test_levels_only_go_down_except_for_who_starved(asks: list[Ask], limits: Lim
     for seen in run.go(asks):
         now = levels(packer, run)
         for name in now.keys() & last.keys():
-            promoted = now[name] == 0 and idle[name] + 1e-6 >= starve
+            promoted = now[name] == 0 and idle[name] + run.seconds + 1e-6 >= starve
             assert promoted or last[name] <= now[name] <= last[name] + 1
         idle = {name: 0.0 if name in seen.tokens else idle.get(name, 0.0) + run.seconds for name in now}
         last = now
@@ -65,7 +65,6 @@ def test_lower_levels_run_first(asks: list[Ask], limits: Limits) -> None:
 
 def test_quanta_double_and_the_last_has_no_end() -> None:
     packer, run = queue(Limits(running=1, slots=2), levels=3)
-    run.seconds = 1.01 * SHORTEST
     seen = [levels(packer, run)["r0"] for _ in run.go([Ask(1, 12)]) if "r0" in run.engine.jobs]
     assert seen == [0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]  # the level in which each iteration was made
     assert packer.quantum(np.arange(3)).tolist() == [SHORTEST, 2 * SHORTEST, np.inf]

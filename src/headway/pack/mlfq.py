@@ -22,11 +22,11 @@ class Ladder(Table):
     """Where each row of an engine's `Jobs` stands; same row numbers, renewed when a row has a new serial.
 
     level: 0 is served first. used: seconds computed since it came to this level. place: order of coming to
-    the level. since: when it ran last, or came. ran: it was given tokens in the last step.
+    the level. since: when it was last given tokens, or came to the level.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
-        "serial": int, "level": int, "used": float, "place": int, "since": float, "ran": bool,
+        "serial": int, "level": int, "used": float, "place": int, "since": float,
     }  # fmt: skip
 
     def cover(self, rows: int) -> None:
@@ -44,36 +44,36 @@ class SkipJoin:
     it has waited `starve` seconds. Each iteration gives places to the lower levels first, in order of coming
     to the level. Where KV is short, and also while less than `spare` of all blocks is free, the requests that
     are scheduled last are swapped out. `levels` and `starve` are the operator's in the paper; the last level
-    has no end. An iteration takes the time that passes until the next call.
+    has no end. Two warnings: with a `starve` that the backlog exceeds, everybody is copied back and forth for
+    one token each; and copies are not charged here, or a batch that waited for them would be demoted as one.
     """
 
     max_running: int
     budget: int
     pace: OnlinePace
     levels: int = 16
-    starve: float = 30.0
+    starve: float = 300.0
     spare: float = 0.02
     ladder: Ladder = field(default_factory=Ladder)
     _places: int = 0
-    _began: float = 0.0
 
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
         """Return the step that serves the lowest levels first."""
         rows = jobs.rows()
         self.ladder.cover(len(jobs.keys))
         self._join(jobs, rows, now)
-        self._charge(rows, now)
+        self._demote(rows, now)
         self._promote(rows, now)
         rows = rows[~jobs.held[rows]]
         ranked = rows[np.lexsort((self.ladder.place[rows], self.ladder.level[rows]))]
         step = arrange(jobs, ranked, ledger, self.max_running, self.budget)
-        self._note(step, now)
+        self._charge(jobs, step, now)
         out = np.concatenate([step.evict, self._surplus(jobs, ledger, ranked, step)])
         return Step(step.order, step.tokens, save=out, max_running=self.max_running, token_budget=self.budget)
 
     def quantum(self, level: Ints) -> Floats:
         """Return the seconds that may be computed in each of these levels."""
-        shortest = self.pace.seconds(Batch(1, 1, 0))
+        shortest = self.pace.seconds(Batch(1, 0, 0))
         return np.asarray(np.where(level < self.levels - 1, shortest * 2.0**level, np.inf), float)
 
     def _join(self, jobs: Jobs, rows: Ints, now: float) -> None:
@@ -84,15 +84,12 @@ class SkipJoin:
             return
         first = self.pace.prefill_seconds(missing(jobs, new).astype(float))
         level = np.searchsorted(self.quantum(np.arange(self.levels)), first)
-        self.ladder.serial[new], self.ladder.ran[new] = jobs.serial[new], False
+        self.ladder.serial[new] = jobs.serial[new]
         self._put(new, np.asarray(level, np.int64), now)
 
-    def _charge(self, rows: Ints, now: float) -> None:
-        """Count the last iteration's seconds, and demote who has used up its quantum."""
-        ran = rows[self.ladder.ran[rows]]
-        self.ladder.used[ran] += now - self._began
-        self.ladder.since[ran] = now
-        done = ran[self.ladder.used[ran] >= self.quantum(self.ladder.level[ran])]
+    def _demote(self, rows: Ints, now: float) -> None:
+        """Put who has used up its quantum one level down."""
+        done = rows[self.ladder.used[rows] >= self.quantum(self.ladder.level[rows])]
         done = done[np.argsort(self.ladder.place[done])]
         self._put(done, self.ladder.level[done] + 1, now)
 
@@ -108,10 +105,12 @@ class SkipJoin:
         self.ladder.place[rows] = self._places + np.arange(rows.size)
         self._places += rows.size
 
-    def _note(self, step: Step, now: float) -> None:
-        self.ladder.ran[:] = False
-        self.ladder.ran[step.order if step.tokens is None else step.order[step.tokens > 0]] = True
-        self._began = now
+    def _charge(self, jobs: Jobs, step: Step, now: float) -> None:
+        """Count the coming iteration for those it computes."""
+        tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
+        ran = step.order[tokens > 0]
+        self.ladder.used[ran] += self.pace.seconds(jobs.batch(ran, tokens[tokens > 0]))
+        self.ladder.since[ran] = now
 
     def _surplus(self, jobs: Jobs, ledger: Ledger, ranked: Ints, step: Step) -> Ints:
         """Return the paused rows to swap out so that `spare` stays free for who comes next."""
