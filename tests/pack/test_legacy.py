@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headway.memory.ledger import Ledger
 from headway.pack.legacy import Orca, VllmV0
 from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, limits, loads
+from tests.pack.v0 import Reference
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 both = pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
@@ -29,6 +31,26 @@ def test_v0_prompts_and_answers_never_share_an_iteration(swap: bool, asks: list[
 def _taken(seen: Iteration) -> set[str]:
     """The last come, who lost their places in this iteration."""
     return set(seen.inside) - set(seen.tokens) - seen.paused
+
+
+@both
+@given(loads(), st.integers(1, 6), st.integers(160, 300), st.integers(12, 30), st.sampled_from([0.0, 0.1]))
+@settings(max_examples=200, deadline=None)
+def test_v0_takes_the_steps_of_that_code(
+    swap: bool, asks: list[Ask], running: int, budget: int, blocks: int, watermark: float
+) -> None:
+    """Step by step as `v0.Reference`, where that code refuses nobody: all fit the budget and the blocks."""
+    limits = Limits(running, budget, blocks + 2, running)
+    asks = sorted((Ask(a.prompt, a.output, a.after) for a in asks), key=lambda a: a.after)
+    run = Driven(VllmV0(running, budget, swap, watermark), limits)
+    code, steps, todo = Reference(limits, swap, int(watermark * limits.blocks)), run.go(asks), 0
+    while len(run.ends) < len(asks):
+        idle = not run.engine.busy
+        while todo < len(asks) and (asks[todo].after <= run.count or idle):
+            code.add(f"r{todo}", asks[todo])
+            todo, idle = todo + 1, False
+        assert next(steps).tokens == code.step()
+        assert run.engine.free == code.free
 
 
 @both

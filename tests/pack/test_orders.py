@@ -156,3 +156,11 @@ def test_round_robin_gives_places_in_turn(asks: list[Ask], limits: Limits) -> No
             left[promised] += name not in seen.tokens
         for kind in (True, False):
             assert not left[kind] or queues[not kind] <= queues[kind] + 1
+
+
+def test_round_robin_begins_with_a_promise_and_keeps_the_order_of_each_queue() -> None:
+    asks = [Ask(10, 5), Ask(10, 5), Ask(10, 5, slo=CHAT), Ask(10, 5), Ask(10, 5, slo=CHAT), Ask(10, 5)]
+    wide = Limits(running=6, budget=200)
+    assert list(next(Driven(Alternate(6, 200), wide).go(asks)).tokens) == ["r2", "r0", "r4", "r1", "r3", "r5"]
+    narrow = Limits(running=3, budget=200)
+    assert list(next(Driven(Alternate(3, 200), narrow).go(asks)).tokens) == ["r2", "r0", "r4"]
