@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.memory.ledger import Ledger
 from headway.pack.legacy import Orca, VllmV0
-from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, limits, loads
+from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 from tests.pack.v0 import Reference
 
 EXAMPLES = settings(max_examples=60, deadline=None)
@@ -121,7 +121,7 @@ def test_orca_never_reserves_more_than_there_is_and_never_preempts(asks: list[As
         assert not seen.paused
 
 
-@given(loads(), limits)
+@given(loads(), ample)
 @EXAMPLES
 def test_orca_lets_in_as_they_came_and_computes_prompts_whole(asks: list[Ask], limits: Limits) -> None:
     for seen in orca(limits).go(asks):

@@ -89,13 +89,20 @@ def test_who_waits_too_long_is_promoted() -> None:
 
 
 def test_memory_is_kept_free_for_who_comes_next() -> None:
-    """Paused requests leave for the host before their blocks are needed, the last to run first."""
-    room = Limits(running=2, budget=200, blocks=40, slots=16)
-    _, run = queue(room, spare=0.5)
-    log = list(run.go([Ask(60, 30, after=i) for i in range(8)]))
-    assert sum(step.copied for step in log) > 0
-    _, never = queue(Limits(2, 200, 400, 16), spare=0.0)
-    assert sum(step.copied for step in never.go([Ask(60, 30, after=i) for i in range(8)])) == 0
+    """Paused requests leave for the host before their blocks are needed, those that run last first."""
+    room = Limits(running=2, budget=200, blocks=100, slots=32)
+    packer, run = queue(room, spare=0.75)
+    left = 0
+    for seen in run.go([Ask(60, 30, after=2 * i) for i in range(12)]):
+        jobs, now = run.engine.jobs, levels(packer, run)
+        assert run.engine.free >= 75 or not seen.paused
+        gone = {name for name, row in jobs.row_of.items() if jobs.saved[row]} - seen.saved
+        if gone and seen.paused:
+            left += 1
+            assert min(now[name] for name in gone) >= max(now[name] for name in seen.paused)
+    assert left > 3
+    _, never = queue(room, spare=0.0)
+    assert sum(step.copied for step in never.go([Ask(60, 30, after=2 * i) for i in range(12)])) == 0
 
 
 @given(loads(), limits)

@@ -102,7 +102,21 @@ def test_a_shorter_one_displaces_only_with_preemption() -> None:
     assert ends == {True: 8, False: 43}
 
 
+def test_a_prompt_counts_towards_what_remains() -> None:
+    run = Driven(Shortest(1, 500, PACE), Limits(running=1, budget=500, slots=4))
+    assert list(next(run.go([Ask(400, 5), Ask(10, 5)])).tokens) == ["r1"]
+
+
 # ---- MultiRes
+
+
+@given(loads(), ample)
+@EXAMPLES
+def test_multires_lets_in_only_what_fits_beside_the_others(asks: list[Ask], limits: Limits) -> None:
+    """Their demands are taken from what is free one by one, so no prompt is cut for another's sake."""
+    for seen in Driven(MultiRes(limits.running, limits.budget), limits).go(asks):
+        for name in set(seen.waiting) & set(seen.tokens):
+            assert seen.tokens[name] == min(asks[int(name[1:])].prompt, limits.budget)
 
 
 @given(loads(), limits)
@@ -133,9 +147,11 @@ def test_multires_swaps_the_last_come_when_answers_outgrow_their_allocation() ->
     room = Limits(running=6, budget=200, blocks=20, slots=8)
     run = Driven(MultiRes(6, 200), room)
     copied = 0
-    for seen in run.go([Ask(40, 60) for _ in range(5)]):
+    for seen in run.go([Ask(40, 60, after=i) for i in range(9)]):
         run.engine.jobs.left[:] = 1.0  # every forecast is far too short
         copied += seen.copied
+        new = set(seen.waiting) & set(seen.tokens) - seen.saved
+        assert not new or seen.saved <= set(seen.tokens), "who was swapped out comes back first"
     assert copied > 0
 
 
@@ -164,3 +180,11 @@ def test_round_robin_begins_with_a_promise_and_keeps_the_order_of_each_queue() -
     assert list(next(Driven(Alternate(6, 200), wide).go(asks)).tokens) == ["r2", "r0", "r4", "r1", "r3", "r5"]
     narrow = Limits(running=3, budget=200)
     assert list(next(Driven(Alternate(3, 200), narrow).go(asks)).tokens) == ["r2", "r0", "r4"]
+
+
+def test_multires_names_who_comes_back_once() -> None:
+    jobs = Jobs()
+    jobs.add("back", prompt=40, made=3, computed=42, saved=42, left=9.0, serial=1)
+    jobs.add("new", prompt=40, left=9.0, serial=2)
+    step = MultiRes(8, 200).pack(jobs, Ledger(100, 100, SIZE, 16), 0.0)
+    assert jobs.names(step.order) == ["back", "new"]
