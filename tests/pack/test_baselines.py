@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -127,8 +129,17 @@ def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatc
         return real(self, jobs, ledger, now)
 
     monkeypatch.setattr("headway.pack.classic.Fcfs.pack", pack)
-    Simulation(recipe, [node], crowd(60)).run()
+    Simulation(recipe, [node], crowd(60), fast=False).run()
     assert max(seen) <= node.instance.window
+
+
+def test_the_compiled_loop_leaves_recipes_without_pull_alone() -> None:
+    """It knows only lines that are ours; the outcome must be that of the loop in Python."""
+    node = Node(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512)
+    recipe = replace(find("vllm"), pull=False)
+    ends = [Simulation(recipe, [node], crowd(60), fast=fast).run().end for fast in (True, False)]
+    np.testing.assert_array_equal(*ends)
+    assert (ends[0] != Simulation(find("vllm"), [node], crowd(60)).run().end).any()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BASELINES[name].swaps])

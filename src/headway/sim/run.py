@@ -102,7 +102,7 @@ class Simulation:
 
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""
-        if len(self.nodes) != 1 or type(self.lengths) is not TaskLengths:
+        if len(self.nodes) != 1 or not self.recipe.pull or type(self.lengths) is not TaskLengths:
             return None
         world = fast.world(self.recipe, self.nodes[0], self.workload, self.lengths)
         if world is None:
