@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from headway.types import Backlog, Batch, Forecast, Instance, Jobs, Plan, Request, Step
+from headway.types import Backlog, Batch, Event, Forecast, Instance, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
     from headway.memory.ledger import Ledger
@@ -14,21 +14,38 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Cluster:
-    """All the slow loop knows. `Controller` is its only writer; planners read it."""
+    """All the slow loop knows. `Controller` is its only writer; planners read it.
+
+    instances: those that take work. loading: those in a swap, as they were, and the model that they load.
+    warming: instance -> model that is on its way into its host memory.
+    """
 
     instances: dict[str, Instance] = field(default_factory=dict)
     backlog: Backlog = field(default_factory=Backlog)
-    codes: dict[str, int] = field(default_factory=dict)  # names of models and instances -> column code
+    codes: dict[str, int] = field(default_factory=dict)  # names of models, instances, tenants -> column code
+    loading: dict[str, tuple[Instance, str]] = field(default_factory=dict)
+    warming: dict[str, str] = field(default_factory=dict)
 
     def code(self, name: str) -> int:
-        """Return the number that stands for a model's or an instance's name in the backlog's columns."""
+        """Return the number that stands for a model, an instance or a tenant in the backlog's columns."""
         return self.codes.setdefault(name, len(self.codes))
 
 
 class Planner(Protocol):
-    """Which instance, in what order?"""
+    """Which instance, in what order, with which model?"""
 
     def plan(self, cluster: Cluster, now: float) -> Plan: ...
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """What has happened? Asked for by planners that keep an account of their own (tokens served, rates).
+
+    The controller tells each event once, while the request that it is about stands in the backlog: an
+    arrival just after it was added, an end just before it is taken out.
+    """
+
+    def on(self, event: Event, cluster: Cluster, now: float) -> None: ...
 
 
 class Packer(Protocol):
