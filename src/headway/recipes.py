@@ -15,6 +15,11 @@ from headway.forecast.pace import OnlinePace
 from headway.pack import classic as packers
 from headway.pack.slack import Slack
 from headway.plan import classic as planners
+from headway.plan import routing
+from headway.plan.fair import FairShare
+from headway.plan.gate import Gate
+from headway.plan.parrot import Parrot
+from headway.plan.shepherd import Shepherd
 from headway.ports import Packer, Planner
 
 
@@ -64,15 +69,59 @@ RECIPES = {
     )
 }
 
+# Baselines of the papers and of today's routers: how requests are spread over a fleet.
+ROUTERS = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "round-robin",
+            "each request to the next instance in turn, first come first served inside",
+            routing.round_robin,
+            lambda running, budget, pace: packers.Fcfs(running),
+        ),
+        Recipe(
+            "least-loaded",
+            "each request to the instance with the fewest, first come first served inside",
+            routing.least_loaded,
+            lambda running, budget, pace: packers.Fcfs(running),
+        ),
+        Recipe(
+            "shepherd",
+            "models assigned to instances by mean rates, fixed batches by deadline (as in QLM 8)",
+            Shepherd,
+            lambda running, budget, pace: packers.Ranked(packers.by_due, running, budget),
+        ),
+        Recipe(
+            "parrot",
+            "application runs first come, first served, each as a whole (Parrot)",
+            Parrot,
+            lambda running, budget, pace: packers.Fcfs(running),
+        ),
+        Recipe(
+            "vtc",
+            "equal service per tenant by the Virtual Token Counter",
+            FairShare,
+            lambda running, budget, pace: packers.Fcfs(running),
+        ),
+        Recipe(
+            "llm-d-like",
+            "bands by objective, EDF inside, a saturation gate, sheddable work refused behind it",
+            Gate,
+            lambda running, budget, pace: packers.Ranked(packers.by_priority, running, budget),
+        ),
+    )
+}
+
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    if name in RECIPES:
-        return RECIPES[name]
+    known = RECIPES | ROUTERS
+    if name in known:
+        return known[name]
     if ":" in name:
         return _outside(name)
-    near = get_close_matches(name, RECIPES, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(RECIPES)}, or module:attribute."
+    near = get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(known)}, or module:attribute."
     raise ConfigError(f"There is no recipe {name!r}.", hint, param="recipe")
 
 
