@@ -25,12 +25,16 @@ from headway.ports import Packer, Planner
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line."""
+    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line.
+
+    swaps: the planner loads other models where instances can.
+    """
 
     name: str
     about: str
     planner: Callable[[], Planner]
     packer: Callable[[int, int, OnlinePace], Packer]
+    swaps: bool = False
 
 
 def _recipe(
@@ -90,6 +94,7 @@ ROUTERS = {
             "models assigned to instances by mean rates, fixed batches by deadline (as in QLM 8)",
             Shepherd,
             lambda running, budget, pace: packers.Ranked(packers.by_due, running, budget),
+            swaps=True,
         ),
         Recipe(
             "parrot",

@@ -1,4 +1,4 @@
-"""Which instance serves which model, when execution times are taken to be known? SHEPHERD, as QLM describes it.
+"""Which instance serves which model, when execution times are taken to be known? SHEPHERD, as in QLM.
 
 SHEPHERD (NSDI '23) plans for models of one fixed execution time: now and then an integer program gives each
 instance a model so that the mean demand is served, and online each instance forms batches by deadline and
@@ -8,7 +8,8 @@ LLM is scheduled so. What we took for granted, because QLM gives no more of it:
 - the integer program is solved exactly, by enumeration over instances that are alike (`assign`);
 - a batch takes as long as `max_running` mean requests that start and end together, at the instance's pace;
 - the next batch goes in when the last one has ended (no continuous batching), or at `flex` times its size
-  (SHEPHERD 4.3's preemption, lambda = 3.03; the engine's packer decides by deadline who then runs).
+  (SHEPHERD 4.3's preemption, lambda = 3.03; the engine's packer decides by deadline who then runs). With
+  `flex` 0 the engine is refilled all the time, which is kinder than what QLM says of it.
 """
 
 from __future__ import annotations

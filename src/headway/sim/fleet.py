@@ -1,7 +1,7 @@
 """Which machines are simulated? From a line of text, a TOML table or numbers to nodes, or a plain no.
 
-`pace[:count][,key=value...]`, such as `opt-13b-a100:2,kv_tokens=40000` or, for instances that may swap models,
-`opt-13b-a100,loads=llama-2-7b-a100+llama-2-7b-h100,host_gb=64`. In TOML the same keys stand in [[instances]].
+`pace[:count][,key=value...]`, such as `opt-13b-a100:2,kv_tokens=40000` or, for instances that may swap
+models, `opt-13b-a100,loads=llama-2-7b-a100,host_gb=64`. In TOML the same keys stand in [[instances]].
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def models(nodes: Sequence[Node]) -> tuple[str, ...]:
 
 
 def holds(nodes: Sequence[Node], workload: Workload) -> Bools:
-    """Tell which requests some instance could hold; True where nobody has the model: that is another error."""
+    """Tell which requests some instance could hold; True where nobody has the model (another error)."""
     limits = [max(node.limit(name) for node in nodes) for name in workload.models]
     limit = np.array([tokens or np.iinfo(np.int64).max for tokens in limits])[workload.model]
     return np.asarray(workload.prompt + workload.output <= limit, np.bool_)

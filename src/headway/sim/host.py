@@ -1,7 +1,7 @@
 """What is one simulated machine? An engine in virtual time, the models it may load, the memory they wait in.
 
 A node serves one model at a time. What it loads comes from disk (cold) or from its host memory (warm), which
-keeps the models loaded before as far as they fit, the least recently used going first (QLM 5: model swapping).
+keeps the models loaded before as far as they fit, the least recently used going first (QLM 5).
 """
 
 from __future__ import annotations
@@ -185,30 +185,44 @@ def check(nodes: Sequence[Node]) -> None:
             _load(form)
 
 
-def check_fleet(nodes: Sequence[Node], workload: Workload) -> None:
-    """Refuse a fleet of which some request can never be served. ConfigError names it and the mend."""
+def check_fleet(nodes: Sequence[Node], workload: Workload, *, swaps: bool = True) -> None:
+    """Refuse a fleet of which some request can never be served. ConfigError names it and the mend.
+
+    swaps: the planner swaps models; otherwise what an instance could load and does not serve is of no use.
+    """
     longest = workload.prompt + workload.output
     for code in np.unique(workload.model).tolist():
         name, rows = workload.models[code], np.flatnonzero(workload.model == code)
-        limit = max(node.limit(name) for node in nodes)
+        able = [node for node in nodes if swaps or node.instance.model == name]
+        limit = max((node.limit(name) for node in able), default=0)
         if not limit:
-            have = sorted({model for node in nodes for model in node.forms()})
-            raise ConfigError(
-                f"{rows.size} requests ask for the model {name!r}, which no instance serves or can load.",
-                f"The fleet has {', '.join(have)}: add an instance of {name!r}, or let one load it.",
-            )
+            raise _nobody(nodes, name, rows.size, swaps)
         worst = int(rows[np.argmax(longest[rows])])
         if longest[worst] > limit:
             raise ConfigError(
-                f"Request {worst} has {longest[worst]} tokens, and no instance of {name!r} holds over {limit}.",
+                f"Request {worst} has {longest[worst]} tokens; no instance of {name!r} holds over {limit}.",
                 "Raise max_model_len and kv_tokens, or leave out requests so long.",
             )
+
+
+def _nobody(nodes: Sequence[Node], model: str, requests: int, swaps: bool) -> ConfigError:
+    """Return the error for a model that no instance will ever serve."""
+    if not swaps and any(node.limit(model) for node in nodes):
+        return ConfigError(
+            f"{requests} requests ask for {model!r}, which instances can load, but this recipe never swaps.",
+            "Use a recipe that swaps models, such as shepherd, or add an instance that serves it.",
+        )
+    have = sorted({name for node in nodes for name in node.forms()})
+    return ConfigError(
+        f"{requests} requests ask for the model {model!r}, which no instance serves or can load.",
+        f"The fleet has {', '.join(have)}: add an instance of {model!r}, or let one load it.",
+    )
 
 
 def _load(form: Node) -> Load:
     if form.load is None:
         raise ConfigError(
-            f"{form.instance.id} is to swap models, but how long {form.instance.model} takes to load is unknown.",
+            f"{form.instance.id} may swap models, but how long {form.instance.model} takes to load is unknown.",
             "Give its pace file load_cold_s and load_warm_s, or let this node serve one model.",
         )
     return form.load

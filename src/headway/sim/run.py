@@ -23,6 +23,7 @@ from headway.ports import Lengths
 from headway.recipes import Recipe
 from headway.sim import fast
 from headway.sim.host import Host, Load, Node, Taken, check, check_fleet
+from headway.sim.outcome import Failure, Outcome
 from headway.sim.workload import Workload
 from headway.types import (
     Arrived,
@@ -30,10 +31,8 @@ from headway.types import (
     Event,
     Failed,
     Finished,
-    Floats,
     InstanceDown,
     InstanceUp,
-    Ints,
     Reject,
     Returned,
     Send,
@@ -48,45 +47,6 @@ __all__ = ["Failure", "Load", "Node", "Outcome", "Simulation", "no_time"]
 
 _CHUNK = 2048  # arrivals between two reports of progress
 _PATIENCE = 3600  # ticks without anything happening, after which what waits will wait for ever
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An instance dies at an instant and stands there again `seconds` later (inf = never)."""
-
-    instance: str
-    at: float
-    seconds: float = math.inf
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of each request of the workload, by its index; instants are NaN for what never came.
-
-    first, end: instants of the first token and of the end. node: index of its (last) instance. evictions: per
-    request. iterations, busy: of all instances together, count and seconds. shed: requests that the planner
-    refused after they had come, failed: those no instance could hold when they got there; both have no end.
-    swaps: models loaded in place of others. planning: virtual seconds that the planner took.
-    """
-
-    first: Floats
-    end: Floats
-    node: Ints
-    evictions: Ints
-    iterations: int = 0
-    busy: float = 0.0
-    preempted: int = 0
-    paused: int = 0
-    shed: int = 0
-    failed: int = 0
-    swaps: int = 0
-    planning: float = 0.0
-
-    @classmethod
-    def of(cls, size: int) -> Outcome:
-        """Return the outcome of `size` requests that nothing has happened to."""
-        never = np.full(size, np.nan)
-        return cls(never, never.copy(), np.full(size, -1), np.zeros(size, np.int64))
 
 
 def no_time(queued: int) -> float:
@@ -122,7 +82,7 @@ class Simulation:
         when requests wait that the planner sends nowhere.
         """
         check(self.nodes)
-        check_fleet(self.nodes, self.workload)
+        check_fleet(self.nodes, self.workload, swaps=self.recipe.swaps)
         self._check_failures()
         if self.fast and (outcome := self._compiled(progress)) is not None:
             return outcome
@@ -176,6 +136,7 @@ class _Run:
         self._taken: dict[str, Taken] = {}
         self._coming: list[Command] | None = None  # what the planner has decided and not said yet
         self._again = False
+        self._running = 0  # iterations under way
         self._ends = {
             "iteration": self._iteration_ends, "loaded": self._loaded, "warmed": self._warmed,
             "down": self._down, "up": self._stands_up, "decided": self._decided,
@@ -192,7 +153,7 @@ class _Run:
         i, size, now, idle = 0, len(arrivals), 0.0, 0
         while i < size or self.controller.requests:
             coming = min(arrivals[i] if i < size else math.inf, self._heap[0][0] if self._heap else math.inf)
-            if self.controller.queued and coming > now + self._tick:
+            if self.controller.queued and not self._running and coming > now + self._tick:
                 now, idle = now + self._tick, idle + 1
                 self._wait(now, idle, last=math.isinf(coming))
             elif self._heap and (i == size or self._heap[0][0] <= arrivals[i]):
@@ -311,6 +272,7 @@ class _Run:
         if ran.copied:
             seconds += ran.copied * host.form.copy_seconds
         host.running = ran
+        self._running += 1
         self.outcome.iterations += 1
         self.outcome.busy += seconds
         self.outcome.preempted += ran.preempted
@@ -323,6 +285,7 @@ class _Run:
             return  # the instance died in the middle of it
         done = host.engine.complete(host.running, now)
         host.running = None
+        self._running -= 1
         # An engine does not wait for the gateway: what the ends make room for comes one iteration later.
         if host.engine.busy and not host.leaving:
             self._begin(name, host, now)
@@ -376,6 +339,7 @@ class _Run:
             return
         for kind in ("iteration", "loaded", "warmed"):
             host.pending.pop(kind, None)
+        self._running -= host.running is not None
         taken = host.take_all(keep=False)
         host.up, host.leaving, host.loading = False, "", False
         self._coming = self._without(name)
