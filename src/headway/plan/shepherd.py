@@ -103,7 +103,7 @@ class Shepherd:
 
     def _batch(self, cluster: Cluster, name: str, ranked: Ints) -> Ints:
         """Return what the instance runs, and a whole new batch if none runs or it is worth breaking off."""
-        here = line(cluster, name, ranked)
+        here = line(cluster, name, ranked, later=True)
         running = inside(cluster, name, here)
         queued = here[~running][: cluster.instances[name].max_running]
         if queued.size <= self.flex * np.count_nonzero(running):

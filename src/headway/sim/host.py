@@ -222,7 +222,7 @@ def _nobody(nodes: Sequence[Node], model: str, requests: int, swaps: bool) -> Co
 def _load(form: Node) -> Load:
     if form.load is None:
         raise ConfigError(
-            f"{form.instance.id} may swap models, but how long {form.instance.model} takes to load is unknown.",
+            f"{form.instance.id} may swap models, but nobody knows how long {form.instance.model} loads.",
             "Give its pace file load_cold_s and load_warm_s, or let this node serve one model.",
         )
     return form.load
