@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import time
@@ -208,28 +209,24 @@ class Results:
 
 def records(workload: Workload, outcome: Outcome) -> list[Record]:
     """Return the simulated requests as records, to be judged by the code that judges real ones."""
-    slos = {code: Slo(*promise) for code, promise in _promises(workload).items()}
+    slos = _promises(workload)
     columns = zip(
         workload.tier.tolist(), workload.arrival.tolist(), outcome.first.tolist(), outcome.end.tolist(),
-        workload.prompt.tolist(), workload.output.tolist(), strict=True,
+        workload.prompt.tolist(), workload.output.tolist(), slos, strict=True,
     )  # fmt: skip
-    return [
-        Record(workload.tiers[tier], at, at, first, end, prompt, output, _NO_GAPS, 200, None, slos[tier])
-        if end == end
-        else Record(
-            workload.tiers[tier], at, at, None, None, prompt, 0, _NO_GAPS, 429, "shed: saturated", slos[tier]
-        )
-        for tier, at, first, end, prompt, output in columns
-    ]
+    return [_record(workload.tiers[tier], *rest) for tier, *rest in columns]
 
 
-def _promises(workload: Workload) -> dict[int, tuple[float | None, float | None, float | None]]:
-    """Return each class's promise, None where there is none (the columns say inf)."""
-    first = {
-        code: int(np.flatnonzero(workload.tier == code)[0]) for code in np.unique(workload.tier).tolist()
-    }
-    columns = (workload.ttft, workload.tpot, workload.e2e)
-    return {
-        code: tuple(float(c[i]) if np.isfinite(c[i]) else None for c in columns)  # type: ignore[misc]
-        for code, i in first.items()
-    }
+def _record(tier: str, at: float, first: float, end: float, prompt: int, output: int, slo: Slo) -> Record:
+    """Return one request's record; one without an end was refused by the planner or found no room."""
+    if math.isfinite(end):
+        return Record(tier, at, at, first, end, prompt, output, _NO_GAPS, 200, None, slo)
+    return Record(tier, at, at, None, None, prompt, 0, _NO_GAPS, 429, "dropped: shed or too long", slo)
+
+
+def _promises(workload: Workload) -> list[Slo]:
+    """Return each request's promise; equal ones are one object, so that 100,000 are quickly made."""
+    columns = np.stack([workload.ttft, workload.tpot, workload.e2e], axis=1)
+    kinds, which = np.unique(columns, axis=0, return_inverse=True)
+    slos = [Slo(*(limit if math.isfinite(limit) else None for limit in kind)) for kind in kinds.tolist()]
+    return [slos[kind] for kind in which.ravel().tolist()]

@@ -72,14 +72,15 @@ class FairShare:
         """Rank by what the tenant's counter will be when it is the request's turn."""
         tags = np.zeros(rows.size)
         queued = np.flatnonzero(~backlog.sent[rows])
-        mine = rows[queued]
-        order = np.lexsort((backlog.serial[mine], backlog.arrival[mine], backlog.tenant[mine]))
-        tenants, begins, sizes = np.unique(backlog.tenant[mine[order]], return_index=True, return_counts=True)
-        cost = self._cost(backlog, mine[order])
-        before = np.cumsum(cost) - cost
-        counters = self.counters(backlog, tenants.tolist())
-        start = np.array([counters[tenant] for tenant in tenants.tolist()]) - before[begins]
-        tags[queued[order]] = before + np.repeat(start, sizes)
-        if mine.size:
-            self._last = int(backlog.tenant[rows[np.lexsort((backlog.arrival[rows], tags))[-1]]])
+        if not queued.size:
+            return tags, backlog.arrival[rows]
+        order = queued[np.lexsort((backlog.serial[rows[queued]], backlog.arrival[rows[queued]]))]
+        order = order[np.argsort(backlog.tenant[rows[order]], kind="stable")]
+        owner, cost = backlog.tenant[rows[order]], self._cost(backlog, rows[order])
+        begins = np.flatnonzero(np.diff(owner, prepend=-1))  # codes are 0 or more
+        tenants, before = owner[begins].tolist(), np.cumsum(cost) - cost
+        counters = self.counters(backlog, tenants)
+        start = np.array([counters[tenant] for tenant in tenants]) - before[begins]
+        tags[order] = before + np.repeat(start, np.diff(begins, append=owner.size))
+        self._last = int(owner[np.argmax(tags[order])])
         return tags, backlog.arrival[rows]
