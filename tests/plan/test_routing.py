@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.plan.notes import Notes
 from headway.plan.routing import least_loaded, round_robin
-from headway.types import InstanceDown, InstanceUp, Returned, Send
+from headway.types import Backlog, InstanceDown, InstanceUp, Returned, Send
 from tests.plan.place import Place, ask, instance
 
 EXAMPLES = settings(max_examples=100, deadline=None)
@@ -69,6 +71,27 @@ def test_the_dead_instances_requests_are_dealt_again(router: object) -> None:
     for now in range(6, 9):
         place.end(next(iter(place.inside)), float(now))
     assert place.order[2:] == ["r0", "r2", "r3"], "by arrival, all to e1"
+
+
+def test_many_that_are_dealt_at_once_are_spread() -> None:
+    place = Place(least_loaded())
+    for i in range(6):
+        place.come(ask(f"r{i}", float(i)))
+    place.core.cluster.instances["e1"] = instance("e1", 6)
+    place.tell(InstanceUp(instance("e0", 6)), 7.0)
+    assert (place.load("e0"), place.load("e1")) == (3, 3)
+
+
+def test_a_note_is_not_about_the_next_request_in_its_row() -> None:
+    backlog, notes = Backlog(capacity=1), Notes()
+    row = np.array([backlog.add("old", serial=1)])
+    notes.put(backlog, row, 7.0)
+    assert notes.get(backlog, row).tolist() == [7.0]
+    backlog.remove("old")
+    assert backlog.add("new", serial=2) == row[0]
+    assert np.isnan(notes.get(backlog, row)).all()
+    backlog.add("more", serial=3)  # the table has grown
+    assert np.isnan(notes.get(backlog, backlog.rows())).all()
 
 
 def test_a_long_request_passes_over_the_small_instance() -> None:

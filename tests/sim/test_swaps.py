@@ -174,6 +174,23 @@ def test_what_dies_begins_anew() -> None:
     assert outcome.evictions[0] == 1
 
 
+def test_an_iteration_that_died_does_not_end() -> None:
+    """The one that began at 3 s would have ended at 4 s, when the machine is back and in another."""
+    failures = [Failure("e0", 3.5, 0.25)]
+    outcome = Simulation(find("vllm"), [machine("e0", each=1.0)], at(0.0, output=6), failures=failures).run()
+    assert outcome.end[0] == 3.75 + 6.0
+
+
+def test_a_swap_that_was_decided_for_the_dead_is_decided_again() -> None:
+    """Decided at 1 s to be heard at 3 s, dead from 1.5 s to 2 s: decided anew at 3 s, heard at 5 s."""
+    outcome = Simulation(
+        swapping((1.0, "b")), [machine("e0", "a", "b", each=0.5, cold=10.0)], at(1.0, model="b", output=1),
+        failures=[Failure("e0", 1.5, 0.5)], plan_seconds=lambda queued: 2.0,
+    ).run()  # fmt: skip
+    assert outcome.swaps == 1
+    assert outcome.end[0] == 5.0 + 10.0 + 2.0 + 0.5
+
+
 def test_a_failure_ends_a_load() -> None:
     """The swap at 1 s would end at 11 s; the machine dies at 5 s, is back at 6 s with its first model."""
     node = machine("e0", "a", "b", cold=10.0, each=0.5)
@@ -207,6 +224,13 @@ def test_host_memory_holds_the_latest_that_fit(size: int, uses: list[tuple[str, 
         assert sum(memory.held.values()) <= size
         assert (name in memory.held) == (bytes_of[name] <= size)
         assert not memory.held or bytes_of[name] > size or next(reversed(memory.held)) == name
+
+
+def test_the_least_recently_used_model_leaves_host_memory_first() -> None:
+    memory = HostMemory(2)
+    for name in ("a", "b", "a", "c"):
+        memory.keep(name, 1)
+    assert list(memory.held) == ["a", "c"]
 
 
 def test_shepherd_serves_two_models_on_one_machine() -> None:
