@@ -191,6 +191,15 @@ def test_a_swap_that_was_decided_for_the_dead_is_decided_again() -> None:
     assert outcome.end[0] == 5.0 + 10.0 + 2.0 + 0.5
 
 
+def test_what_a_swap_gave_back_is_not_given_back_again_by_the_death_in_the_load() -> None:
+    nodes = [machine("e0", "a", "b", each=1.0), machine("e1", "a", each=1.0)]
+    workload = together(at(0.0, model="a", output=6), at(2.5, model="b", output=1))
+    failures = [Failure("e0", 5.0, 1.0)]
+    outcome = Simulation(swapping((2.5, "b")), nodes, workload, failures=failures).run()
+    assert outcome.end[0] == 6.0, "it has gone on in e1 since 3 s"
+    assert outcome.evictions[0] == 1
+
+
 def test_a_failure_ends_a_load() -> None:
     """The swap at 1 s would end at 11 s; the machine dies at 5 s, is back at 6 s with its first model."""
     node = machine("e0", "a", "b", cold=10.0, each=0.5)

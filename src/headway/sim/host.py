@@ -104,6 +104,11 @@ class Host:
     def serve(self, model: str) -> None:
         """Stand there anew with this model loaded and nothing in it."""
         self.form = self.forms[model]
+        self.leaving, self.loading = "", False
+        self._remember(model)
+        self._empty()
+
+    def _empty(self) -> None:
         instance, self.learned = self.form.instance, OnlinePace()
         self.engine = SimulatedEngine(
             self._recipe.packer(instance.max_running, self.form.budget, self.learned),
@@ -111,8 +116,6 @@ class Host:
             budget=self.form.budget, max_model_len=instance.max_model_len,
         )  # fmt: skip
         self.running: Ran | None = None
-        self.leaving, self.loading = "", False
-        self._remember(model)
 
     def takes(self, model: str) -> bool:
         """Tell whether a request of this model may be handed in now."""
@@ -150,8 +153,9 @@ class Host:
         columns = zip(jobs.made[rows].tolist(), jobs.first[rows].tolist(),
                       (jobs.evictions[rows] + (jobs.computed[rows] > 0)).tolist(), strict=True)  # fmt: skip
         taken = [Taken(made if keep else 0, first, evictions) for made, first, evictions in columns]
-        self.running = None
-        return dict(zip(jobs.names(rows), taken, strict=True))
+        out = dict(zip(jobs.names(rows), taken, strict=True))
+        self._empty()
+        return out
 
     def load_seconds(self, model: str) -> float:
         """Return the seconds until this node serves a model from now."""
