@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,7 +23,8 @@ app.add_typer(config_app, name="config")
 # Written out, since importing `recipes` would load numpy for every command; a test compares.
 _RECIPES = (
     "vllm, priority, edf, slack; the papers' baselines vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, "
-    "fastgen, sarathi, multires, rr; or module:attribute"
+    "fastgen, sarathi, multires, rr; over a fleet round-robin, least-loaded, shepherd, parrot, vtc, llm-d-like; "
+    "or module:attribute"
 )
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; without it the defaults.")
@@ -79,6 +80,13 @@ def simulate(
     recipes: Annotated[str, typer.Option(help=f"Comma separated: {_RECIPES}.")] = "vllm,edf,slack",
     pace: Annotated[str, typer.Option(help="A built-in pace file or a path.")] = "opt-13b-a100",
     instances: Annotated[int, typer.Option(min=1)] = 1,
+    instance: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead of --pace: PACE[:COUNT][,kv_tokens=..,loads=PACE+PACE,..]; repeatable."),
+    ] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(help="Instead of --pace: TOML with [[instances]] and [[traffic]].")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="Arrivals per second.")] = 8.0,
     duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 300.0,
     slo: Annotated[str, typer.Option(help="What chat is promised, in ms.")] = "ttft:400 tpot:200",
@@ -88,16 +96,37 @@ def simulate(
     kv_tokens: Annotated[
         int | None, typer.Option(min=16, help="KV per instance; default: the file's.")
     ] = None,
+    plan_us: Annotated[
+        float, typer.Option(min=0, help="Virtual microseconds a plan takes per queued request.")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     out: Annotated[Path | None, typer.Option(help="Write plots, report.json and report.html here.")] = None,
 ) -> None:
-    """What if? SIMULATED: 60 % chat and 40 % best effort on a fleet of one pace file, in virtual time."""
-    from headway.bench.simulate import Fleet, main
+    """What if? SIMULATED: chat and best effort (60:40, or a file's traffic) on a fleet, in virtual time."""
+    from headway.bench.simulate import Fleet, alike, main, unlike
 
-    fleet = Fleet(pace, instances, max_running, budget, max_model_len, kv_tokens)
     chosen = [name.strip() for name in recipes.split(",") if name.strip()]
-    main(chosen, fleet, rate=rate, duration=duration, slo=slo, seed=seed, as_json=as_json, out=out)
+    if instance or fleet:
+        specs, traffic = _fleet(
+            instance, fleet, max_running=max_running, budget=budget, max_model_len=max_model_len,
+            kv_tokens=kv_tokens,
+        )  # fmt: skip
+        question = unlike(specs, traffic, rate, duration, slo, seed, plan_us)
+    else:
+        equal = Fleet(pace, instances, max_running, budget, max_model_len, kv_tokens)
+        question = alike(equal, rate, duration, slo, seed, plan_us)
+    main(chosen, question, as_json=as_json, out=out)
+
+
+def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | None) -> tuple[Any, Any]:
+    """Return the specs of --instance and --fleet together, and the traffic of the file."""
+    from headway.bench.scene import load
+    from headway.sim.fleet import spec
+
+    given = {key: value for key, value in defaults.items() if value is not None}
+    specs, traffic = load(fleet, **given) if fleet else ([], [])
+    return [*specs, *(spec(text, **given) for text in instance or ())], traffic
 
 
 @model_app.command()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from headway.types import Backlog, Batch, Forecast, Instance, Jobs, Plan, Request, Step
+from headway.types import Backlog, Batch, Event, Forecast, Instance, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
     from headway.forecast.pace import OnlinePace
@@ -17,24 +17,39 @@ if TYPE_CHECKING:
 class Cluster:
     """All the slow loop knows. `Controller` is its only writer; planners read it.
 
+    instances: those that take work. loading: those in a swap, as they were, and the model that they load.
+    warming: instance -> model that is on its way into its host memory.
     pull: requests stay ours to order until an engine has room for them; otherwise they go in at once and wait
     there, as with an engine that nobody stands in front of.
     """
 
     instances: dict[str, Instance] = field(default_factory=dict)
     backlog: Backlog = field(default_factory=Backlog)
-    codes: dict[str, int] = field(default_factory=dict)  # names of models and instances -> column code
+    codes: dict[str, int] = field(default_factory=dict)  # names of models, instances, tenants -> column code
+    loading: dict[str, tuple[Instance, str]] = field(default_factory=dict)
+    warming: dict[str, str] = field(default_factory=dict)
     pull: bool = True
 
     def code(self, name: str) -> int:
-        """Return the number that stands for a model's or an instance's name in the backlog's columns."""
+        """Return the number that stands for a model, an instance or a tenant in the backlog's columns."""
         return self.codes.setdefault(name, len(self.codes))
 
 
 class Planner(Protocol):
-    """Which instance, in what order?"""
+    """Which instance, in what order, with which model?"""
 
     def plan(self, cluster: Cluster, now: float) -> Plan: ...
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """What has happened? Asked for by planners that keep an account of their own (tokens served, rates).
+
+    The controller tells each event once, while the request that it is about stands in the backlog: an
+    arrival just after it was added, an end just before it is taken out.
+    """
+
+    def on(self, event: Event, cluster: Cluster, now: float) -> None: ...
 
 
 class Packer(Protocol):
@@ -47,8 +62,8 @@ class Packer(Protocol):
 class Recipe:
     """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line.
 
-    pull: as in `Cluster`. swaps: the packer uses `Step.save`, which needs an engine that can copy KV to the
-    host.
+    pull: as in `Cluster`. saves: the packer uses `Step.save`, which needs an engine that can copy KV to the
+    host. swaps: the planner loads other models where instances can.
     """
 
     name: str
@@ -56,6 +71,7 @@ class Recipe:
     planner: Callable[[], Planner]
     packer: Callable[[int, int, OnlinePace], Packer]
     pull: bool = True
+    saves: bool = False
     swaps: bool = False
 
 

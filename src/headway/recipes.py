@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from headway.baselines import BASELINES
+from headway.baselines import BASELINES, ROUTERS
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
 from headway.pack import classic as packers
@@ -60,12 +60,12 @@ RECIPES = {
 
 def names() -> list[str]:
     """Return the names of all built-in recipes, the papers' baselines last."""
-    return [*RECIPES, *BASELINES]
+    return [*RECIPES, *BASELINES, *ROUTERS]
 
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    known = RECIPES | BASELINES
+    known = RECIPES | BASELINES | ROUTERS
     if name in known:
         return known[name]
     if ":" in name:

@@ -7,7 +7,7 @@ randomness: `now` and generators are arguments wherever they are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Objective = Literal["interactive", "deadline", "best_effort"]
+OBJECTIVES: tuple[Objective, ...] = ("interactive", "deadline", "best_effort")  # most urgent first
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +221,40 @@ class Jobs(Table):
 class Backlog(Table):
     """Every request that Headway has accepted and not finished, as the slow loop sees it.
 
-    due: `Slo.due`. tokens: prompt + expected output. model, instance: codes of `Cluster`. sent: the request
-    is inside `instance`; otherwise it is still ours to order. serial: order of coming, which decides between
-    equal ranks (traces have many arrivals in one second, and row numbers are reused).
+    due: `Slo.due`. tokens: prompt + expected output, longest: prompt + max_tokens. model, instance, tenant:
+    codes of `Cluster`. objective: index into `OBJECTIVES`. sent: the request is inside `instance`; otherwise
+    it is still ours to order. serial: order of coming, which decides between equal ranks (traces have many
+    arrivals in one second, and row numbers are reused).
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
-        "arrival": float, "due": float, "priority": int, "prompt": int, "tokens": float,
-        "model": int, "instance": int, "sent": bool, "serial": int,
+        "arrival": float, "due": float, "priority": int, "prompt": int, "tokens": float, "longest": int,
+        "model": int, "instance": int, "tenant": int, "objective": int, "sent": bool, "serial": int,
     }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
+class Loadable:
+    """A model that an instance can load in place of the one it serves.
+
+    cold_s: seconds until it serves when the weights are on disk; warm_s: when they are in host memory. limit:
+    tokens the longest request may have then. pace: forecast seconds of an iteration, None = not known.
+    """
+
+    model: str
+    cold_s: float
+    warm_s: float
+    limit: int
+    pace: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Instance:
-    """One engine: what it serves and how much of it there is."""
+    """One engine: what it serves and how much of it there is.
+
+    loadable: what it can serve instead, after a `Swap`; warm: models whose weights are in its host memory.
+    pace: forecast seconds of an iteration, None = not known.
+    """
 
     id: str
     model: str
@@ -243,11 +264,23 @@ class Instance:
     max_model_len: int
     adapters: tuple[str, ...] = ()
     lead: int = 2  # requests sent ahead, so that a freed slot is refilled without a round trip
+    loadable: tuple[Loadable, ...] = ()
+    warm: tuple[str, ...] = ()
+    pace: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
 
     @property
     def window(self) -> int:
         """How many requests of its line belong inside the engine."""
         return self.max_running + self.lead
+
+    @property
+    def limit(self) -> int:
+        """How many tokens, prompt and answer together, one request may have here."""
+        return min(self.max_model_len, self.blocks_total * self.block_size)
+
+    def can_load(self, model: str) -> bool:
+        """Tell whether a `Swap` to this model is possible."""
+        return any(other.model == model for other in self.loadable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +322,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The engine lost a request that can be run again (it died before anything was answered)."""
+    """The engine gave up a request that can be run again: it died before anything was answered, or a swap
+    took the request's KV. made: tokens of its answer that are out already and will not be made again."""
 
     id: str
+    made: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +340,25 @@ class InstanceDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Swapped:
+    """A `Swap` has ended: this is what the instance serves from now on."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A `Warm` has ended: `instance.warm` says whose weights its host memory holds now."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed and nothing else."""
 
 
-Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | InstanceDown | Tick
+Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | InstanceDown | Swapped | Warmed | Tick
 
 
 # ---- commands: everything the core wants done
@@ -322,15 +371,31 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """Load another model. What the instance runs comes back as `Returned`; at the end there is `Swapped`."""
+
+    instance: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Bring a model's weights into the instance's host memory while it serves on; ends with `Warmed`."""
+
+    instance: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reject:
-    """Refuse a request: 429 with Retry-After when `retry_after` is set, else 503."""
+    """Refuse a request, at the door or while it is queued: 429 with Retry-After when set, else 503."""
 
     id: str
     reason: str
     retry_after: float | None = None
 
 
-Command = Send | Reject
+Command = Send | Swap | Warm | Reject
 
 
 # ---- the two decision languages
@@ -341,9 +406,13 @@ class Plan:
     """The slow loop's decision: per instance the rows of the `Backlog` in order, sent ones included.
 
     A request not sent yet may stand in several lines: it goes to the first instance with room for it.
+    swap, warm: instance -> model it shall serve, or hold in host memory. reject: queued rows to refuse.
     """
 
     lines: dict[str, Ints]
+    swap: Mapping[str, str] = field(default_factory=dict)
+    warm: Mapping[str, str] = field(default_factory=dict)
+    reject: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.baselines import ROUTERS
 from headway.recipes import RECIPES
 from headway.types import (
     Failed,
@@ -24,7 +25,12 @@ from tests.core.world import FLEET, World, controller
 
 PROGRAMS = st.lists(st.integers(0, 2**34 - 1), min_size=5, max_size=80)
 EXAMPLES = settings(max_examples=100, deadline=None)
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, *ROUTERS])
+# A router binds requests to one instance, shepherd waits for whole batches: others may idle meanwhile.
+BINDING = ("round-robin", "least-loaded", "shepherd")
+pulling_recipes = pytest.mark.parametrize(
+    "recipe", [name for name in [*RECIPES, *ROUTERS] if name not in BINDING]
+)
 
 
 def request(id: str, *, model: str = "m0", prompt: int = 10, arrival: float = 0.0, **more: object) -> Request:
@@ -73,7 +79,7 @@ def test_every_request_gets_its_turn(recipe: str, program: list[int]) -> None:
     assert not around.requests
 
 
-@every_recipe
+@pulling_recipes
 @EXAMPLES
 @given(program=PROGRAMS)
 def test_no_instance_idles_while_work_for_it_waits(recipe: str, program: list[int]) -> None:
@@ -164,7 +170,7 @@ def test_requests_wait_for_an_instance_of_their_model() -> None:
     assert around.start("e2") == [Send("r", "e2")]
 
 
-@every_recipe
+@pulling_recipes
 def test_instances_share_the_load_by_their_size(recipe: str) -> None:
     around = world(recipe, "e0", "e1")
     for i in range(9):
@@ -173,7 +179,7 @@ def test_instances_share_the_load_by_their_size(recipe: str) -> None:
     assert around.load("e0") + around.load("e1") == FLEET["e0"].window + FLEET["e1"].window
 
 
-@every_recipe
+@pulling_recipes
 def test_half_a_load_is_spread_and_not_piled(recipe: str) -> None:
     around = world(recipe, "e0", "e1")
     for i in range(3):
@@ -181,7 +187,7 @@ def test_half_a_load_is_spread_and_not_piled(recipe: str) -> None:
     assert (around.load("e0"), around.load("e1")) == (1, 2)
 
 
-@every_recipe
+@pulling_recipes
 def test_no_more_is_sent_than_the_kv_memory_holds(recipe: str) -> None:
     """A prompt that waits with us can still go elsewhere; one that waits inside cannot."""
     around = world(recipe, "e0")  # 60 blocks of 16 tokens

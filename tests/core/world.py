@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headway.controller import Controller
 from headway.forecast.lengths import TaskLengths
-from headway.recipes import RECIPES
+from headway.recipes import find
 from headway.types import (
     Arrived,
     Command,
@@ -20,6 +20,7 @@ from headway.types import (
     Instance,
     InstanceDown,
     InstanceUp,
+    Reject,
     Request,
     Returned,
     Send,
@@ -39,7 +40,7 @@ FLEET = {
 
 
 def controller(recipe: str, max_queued: int = 1000) -> Controller:
-    return Controller(RECIPES[recipe].planner(), TaskLengths(), max_queued)
+    return Controller(find(recipe).planner(), TaskLengths(), max_queued)
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class World:
     inside: dict[str, str] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     up: dict[str, Instance] = field(default_factory=dict)
+    rejected: dict[str, Request] = field(default_factory=dict)
     watch: Callable[[list[Send]], None] = lambda sends: None
     serial: int = 0
 
@@ -62,7 +64,11 @@ class World:
         """Give the core an event; the commands that come back must make sense at once."""
         commands = self.core.on(event, self.now)
         for command in commands:
-            assert isinstance(command, Send), "the core refuses only at the door"
+            if isinstance(command, Reject):  # refused while it was queued: that is its end
+                self.rejected[command.id] = self.queued.pop(command.id)
+                self.requests.pop(command.id)
+                continue
+            assert isinstance(command, Send), "no instance here can load another model"
             request = self.queued.pop(command.id)  # KeyError: not accepted, ended, or inside already
             assert command.instance in self.up, "sent to an instance that is not there"
             assert self.up[command.instance].model == request.model

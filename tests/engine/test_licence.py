@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.baselines import BASELINES
 from headway.engines import clockwork
 from headway.engines.clockwork import Clockwork
 from headway.engines.simulated import SimulatedEngine
 from headway.engines.vllm.hook import HeadwayScheduler
 from headway.forecast.pace import OnlinePace
-from headway.recipes import find, names
+from headway.recipes import RECIPES, find
 from headway.types import Jobs, Slo
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -86,7 +87,7 @@ def steps_of_both(load: Load, setup: dict[str, Any], blocks: int, recipe: str, s
     return count
 
 
-@pytest.mark.parametrize("recipe", [name for name in names() if not find(name).swaps])
+@pytest.mark.parametrize("recipe", [r.name for r in (RECIPES | BASELINES).values() if not r.saves])
 @given(loads, st.integers(1, 8), st.sampled_from([64, 200, 512]), st.integers(24, 90), st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
 def test_same_steps(recipe: str, load: Load, running: int, budget: int, blocks: int, seed: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from headway.baselines import BASELINES
+from headway.baselines import BASELINES, ROUTERS
 from headway.bench.simulate import Fleet, simulate
 from headway.cli import app
 from headway.config import Config
@@ -36,7 +36,7 @@ def packer(name: str, limits: Limits) -> Packer:
 
 def test_names() -> None:
     assert tuple(BASELINES) == NAMES
-    assert names() == [*RECIPES, *NAMES]
+    assert names() == [*RECIPES, *NAMES, *ROUTERS]
     for name, recipe in BASELINES.items():
         assert find(name) is recipe
         assert recipe.name == name
@@ -142,11 +142,11 @@ def test_the_compiled_loop_leaves_recipes_without_pull_alone() -> None:
     assert (ends[0] != Simulation(find("vllm"), [node], crowd(60)).run().end).any()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if BASELINES[name].swaps])
+@pytest.mark.parametrize("name", [name for name in NAMES if BASELINES[name].saves])
 def test_who_swaps_is_refused_where_no_engine_can(name: str) -> None:
     with pytest.raises(ConfigError, match="swaps KV to the host"):
         preflight(Config(recipe=name))
-    with pytest.raises(ConfigError, match="does not say how fast"):
+    with pytest.raises(ConfigError, match="how fast e0 does that is not known"):
         simulate([name], Fleet("smollm2-135m-cpu2"), crowd(3), bar=False)
 
 
@@ -159,7 +159,7 @@ def test_only_those_that_say_so_swap(name: str) -> None:
     if name == "multires":
         assert copied == 0, "with exact forecasts its allocation never fails"
     else:
-        assert (copied > 0) == BASELINES[name].swaps
+        assert (copied > 0) == BASELINES[name].saves
 
 
 def test_the_command_line_names_them_all() -> None:

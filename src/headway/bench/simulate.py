@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,13 @@ from headway.bench import report
 from headway.bench.mix import promise
 from headway.bench.records import Record
 from headway.errors import ConfigError
-from headway.forecast import pacefile
 from headway.recipes import find
-from headway.sim.run import Node, Outcome, Simulation
+from headway.sim import fleet as fleets
+from headway.sim.run import Node, Outcome, Simulation, no_time
 from headway.sim.workload import TrafficClass, Workload, make, poisson
-from headway.types import Instance, Slo
+from headway.types import Slo
 
 _NO_GAPS = np.empty(0, np.float32)  # a simulated client sees no chunks
-_KV_WITHOUT_FIGURE = "Give --kv-tokens: the pace file does not say how much KV fits."
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +41,21 @@ class Fleet:
 
     def nodes(self, model: str) -> list[Node]:
         """Return the simulated instances. ConfigError for an unknown pace file or a fleet that cannot run."""
-        file = pacefile.load(self.pace)
-        tokens = self.kv_tokens or file.kv_tokens
-        if tokens is None:
-            raise ConfigError(f"How much KV has {self.pace}?", _KV_WITHOUT_FIGURE)
-        blocks = tokens // file.block_size
-        if blocks * file.block_size < self.max_model_len:
-            raise ConfigError(
-                f"{tokens} tokens of KV hold no request of {self.max_model_len} tokens.",
-                "Give more --kv-tokens or a smaller --max-model-len.",
-            )
-        if self.budget < self.max_running:
-            raise ConfigError(
-                f"{self.budget} tokens per iteration are fewer than {self.max_running} running requests.",
-                "Raise --budget or lower --max-running.",
-            )
-        return [
-            Node(
-                Instance(f"e{i}", model, self.max_running, blocks, file.block_size, self.max_model_len),
-                file.pace(), 2 * self.max_running, self.budget, file.copy_seconds(),
-            )
-            for i in range(self.count)
-        ]  # fmt: skip
+        spec = fleets.Spec(
+            self.pace, self.count, model, self.max_running, self.budget, self.max_model_len, self.kv_tokens
+        )
+        return spec.nodes()
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Instances of unlike kinds, which may serve and load several models."""
+
+    specs: tuple[fleets.Spec, ...]
+
+    def nodes(self, model: str = "") -> list[Node]:
+        """Return the simulated instances; each has the model that its spec names."""
+        return fleets.build(self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,60 +72,99 @@ class Speed:
         return self.simulated / self.wall
 
 
+def chat_and_batch(chat: Slo, models: Sequence[str] = ("default",)) -> tuple[TrafficClass, ...]:
+    """Return 60 % ShareGPT-like chat with a promise and 40 % best effort (BROS's uniform lengths), for each
+    model alike."""
+    return tuple(
+        traffic
+        for model in models
+        for traffic in (
+            TrafficClass("chat", 0.6, chat, 0, "sharegpt", model),
+            TrafficClass("batch", 0.4, Slo(), 10, "bros-best-effort", model),
+        )
+    )
+
+
 def chat_batch(rate: float, duration: float, seed: int, chat: Slo, longest: int) -> Workload:
-    """Return 60 % ShareGPT-like chat with a promise and 40 % best effort (BROS's uniform lengths), Poisson.
+    """Return `chat_and_batch` with Poisson arrivals.
 
     Requests longer than `longest` tokens, which no instance would take, are left out.
     """
     rng = np.random.default_rng(seed)
-    classes = (
-        TrafficClass("chat", 0.6, chat, 0, "sharegpt"),
-        TrafficClass("batch", 0.4, Slo(), 10, "bros-best-effort"),
-    )
-    workload = make(classes, poisson(rate, duration, rng), rng)
+    workload = make(chat_and_batch(chat), poisson(rate, duration, rng), rng)
     return workload.take(np.flatnonzero(workload.prompt + workload.output <= longest))
 
 
-def simulate(recipes: Sequence[str], fleet: Fleet, workload: Workload, *, bar: bool = True) -> Results:
+def simulate(
+    recipes: Sequence[str], fleet: Fleet | Mixed, workload: Workload, *, bar: bool = True,
+    plan_seconds: Callable[[int], float] = no_time,
+) -> Results:  # fmt: skip
     """Run the workload under each recipe; return records per recipe and how fast the simulator was."""
-    _check(recipes, fleet)
+    _check(recipes, fleet.nodes(workload.models[0]))
     results: dict[str, tuple[list[Record], float | None]] = {}
     speeds: dict[str, Speed] = {}
+    told: dict[str, str] = {}
     with Progress(disable=not bar, transient=True) as progress:
         for name in recipes:
             task = progress.add_task(name, total=workload.arrival.size)
             began = time.perf_counter()
-            simulation = Simulation(find(name), fleet.nodes(workload.models[0]), workload)
+            nodes = fleet.nodes(workload.models[0])
+            simulation = Simulation(find(name), nodes, workload, plan_seconds=plan_seconds)
             outcome = simulation.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
             wall = time.perf_counter() - began
             results[name] = (records(workload, outcome), float(outcome.evictions.sum()))
             end = float(np.nanmax(outcome.end, initial=0.0))
             speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
-    return Results(results, speeds)
+            told[name] = _told(outcome)
+    return Results(results, speeds, told)
 
 
-def _check(recipes: Sequence[str], fleet: Fleet) -> None:
-    """Raise ConfigError for an unknown recipe, or one that swaps where a copy's time is not known."""
-    swapping = [name for name in recipes if find(name).swaps]
-    if swapping and not math.isfinite(pacefile.load(fleet.pace).copy_seconds()):
+def _check(recipes: Sequence[str], nodes: Sequence[Node]) -> None:
+    """Raise ConfigError for an unknown recipe, or one that saves KV where a copy's time is not known."""
+    saving = [name for name in recipes if find(name).saves]
+    unknown = [node.instance.id for node in nodes if not math.isfinite(node.copy_seconds)]
+    if saving and unknown:
         raise ConfigError(
-            f"{swapping[0]} swaps KV to the host, and {fleet.pace} does not say how fast that is.",
-            "Add kv_copy_gb_s to a copy of the pace file, or take another recipe.",
+            f"{saving[0]} copies KV to the host, and how fast {unknown[0]} does that is not known.",
+            "Add kv_copy_gb_s to a copy of its pace file, or take another recipe.",
             param="recipes",
         )
 
 
-def main(
-    recipes: Sequence[str], fleet: Fleet, *, rate: float, duration: float, slo: str, seed: int,
-    as_json: bool, out: Path | None,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is simulated: a fleet, classes of traffic arriving as a Poisson process, and planner time.
+
+    plan_us: virtual microseconds that a plan takes per queued request.
+    """
+
+    fleet: Fleet | Mixed
+    classes: tuple[TrafficClass, ...]
+    about: str
+    rate: float
+    duration: float
+    seed: int
+    plan_us: float = 0.0
+
+    def workload(self) -> tuple[Workload, int]:
+        """Return the requests that some instance can hold, and how many longer ones were left out."""
+        rng = np.random.default_rng(self.seed)
+        whole = make(self.classes, poisson(self.rate, self.duration, rng), rng)
+        fits = fleets.holds(self.fleet.nodes(whole.models[0]), whole)
+        return whole.take(fits), int(np.count_nonzero(~fits))
+
+    def plan_seconds(self, queued: int) -> float:
+        return self.plan_us * 1e-6 * queued
+
+
+def main(recipes: Sequence[str], question: Question, *, as_json: bool, out: Path | None) -> None:
     """Simulate, print a table or one JSON object, and write the files when a folder is given."""
     began = time.perf_counter()
-    chat = promise(slo)
-    workload = chat_batch(rate, duration, seed, chat, fleet.max_model_len)
-    found = simulate(recipes, fleet, workload, bar=not as_json)
+    workload, longer = question.workload()
+    found = simulate(recipes, question.fleet, workload, bar=not as_json, plan_seconds=question.plan_seconds)
     seconds = time.perf_counter() - began
-    about = report.About(shlex.join(["headway", *sys.argv[1:]]), seed, _describe(fleet, rate, duration, slo))
+    left_out = f"; {longer} requests longer than any instance holds left out" if longer else ""
+    about = report.About(shlex.join(["headway", *sys.argv[1:]]), question.seed, question.about + left_out)
     if out is not None:
         report.write(out, found.records, bench="simulate", host="sim", seconds=seconds, about=about)
     if as_json:
@@ -145,45 +176,71 @@ def main(
     for name, speed in found.speeds.items():
         console.print(
             f"[dim]{name}: {speed.times_real:.0f}x real time, {speed.iterations} iterations, "
-            f"{speed.wall * 1e6 / max(speed.iterations, 1):.0f} us each[/]"
+            f"{speed.wall * 1e6 / max(speed.iterations, 1):.0f} us each{found.told[name]}[/]"
         )
 
 
-def _describe(fleet: Fleet, rate: float, duration: float, slo: str) -> str:
-    return (
+def alike(fleet: Fleet, rate: float, duration: float, slo: str, seed: int, plan_us: float = 0.0) -> Question:
+    """Return the question for equal instances of one model under chat and best effort."""
+    about = (
         f"SIMULATED: {fleet.count} x {fleet.pace}, batch limit {fleet.max_running}; {rate:g} req/s for "
         f"{duration:g} s: 60% chat (ShareGPT-like lengths, {slo}), 40% best effort (512-1024 in, 32-128 out)"
     )
+    return Question(fleet, chat_and_batch(promise(slo)), about, rate, duration, seed, plan_us)
+
+
+def unlike(
+    specs: Sequence[fleets.Spec], classes: Sequence[TrafficClass], rate: float, duration: float, slo: str,
+    seed: int, plan_us: float = 0.0,
+) -> Question:  # fmt: skip
+    """Return the question for instances of unlike kinds; no classes: chat and best effort for every model."""
+    fleet = Mixed(tuple(specs))
+    models = fleets.models(fleet.nodes())
+    kinds = ", ".join(f"{spec.count} x {spec.pace}" for spec in specs)
+    dealt = tuple(classes) or chat_and_batch(promise(slo), models)
+    names = ", ".join(f"{traffic.name} of {traffic.model} {traffic.share:g}" for traffic in dealt)
+    about = f"SIMULATED: {kinds}; {rate:g} req/s for {duration:g} s, shares: {names}"
+    return Question(fleet, dealt, about, rate, duration, seed, plan_us)
+
+
+def _told(outcome: Outcome) -> str:
+    """Say what a table of answers does not show: refusals, swaps, the planner's time."""
+    parts = {
+        "requests shed": outcome.shed, "requests failed": outcome.failed, "model swaps": outcome.swaps,
+        "s of planning": round(outcome.planning, 3),
+    }  # fmt: skip
+    return "".join(f", {count:g} {what}" for what, count in parts.items() if count)
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """records: what `report` reads. speeds: per recipe."""
+    """records: what `report` reads. speeds, told (refusals, swaps, planner time in words): per recipe."""
 
     records: dict[str, tuple[list[Record], float | None]]
     speeds: dict[str, Speed]
+    told: dict[str, str]
 
 
 def records(workload: Workload, outcome: Outcome) -> list[Record]:
     """Return the simulated requests as records, to be judged by the code that judges real ones."""
-    slos = {code: Slo(*promise) for code, promise in _promises(workload).items()}
+    slos = _promises(workload)
     columns = zip(
         workload.tier.tolist(), workload.arrival.tolist(), outcome.first.tolist(), outcome.end.tolist(),
-        workload.prompt.tolist(), workload.output.tolist(), strict=True,
+        workload.prompt.tolist(), workload.output.tolist(), slos, strict=True,
     )  # fmt: skip
-    return [
-        Record(workload.tiers[tier], at, at, first, end, prompt, output, _NO_GAPS, 200, None, slos[tier])
-        for tier, at, first, end, prompt, output in columns
-    ]
+    return [_record(workload.tiers[tier], *rest) for tier, *rest in columns]
 
 
-def _promises(workload: Workload) -> dict[int, tuple[float | None, float | None, float | None]]:
-    """Return each class's promise, None where there is none (the columns say inf)."""
-    first = {
-        code: int(np.flatnonzero(workload.tier == code)[0]) for code in np.unique(workload.tier).tolist()
-    }
-    columns = (workload.ttft, workload.tpot, workload.e2e)
-    return {
-        code: tuple(float(c[i]) if np.isfinite(c[i]) else None for c in columns)  # type: ignore[misc]
-        for code, i in first.items()
-    }
+def _record(tier: str, at: float, first: float, end: float, prompt: int, output: int, slo: Slo) -> Record:
+    """Return one request's record; one without an end was refused by the planner or found no room."""
+    if math.isfinite(end):
+        return Record(tier, at, at, first, end, prompt, output, _NO_GAPS, 200, None, slo)
+    return Record(tier, at, at, None, None, prompt, 0, _NO_GAPS, 429, "dropped: shed or too long", slo)
+
+
+def _promises(workload: Workload) -> list[Slo]:
+    """Return each request's promise; equal ones are one object, so that 100,000 are quickly made."""
+    columns = np.stack([workload.ttft, workload.tpot, workload.e2e], axis=1)
+    kinds, which = np.unique(columns, axis=0, return_inverse=True)
+    slos = [Slo(*(limit if math.isfinite(limit) else None for limit in kind)) for kind in kinds.tolist()]
+    return [slos[kind] for kind in which.ravel().tolist()]

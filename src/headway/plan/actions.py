@@ -3,7 +3,7 @@
 The first requests of a line belong inside its instance: as many as its window and its KV hold. Those of
 them that are still ours are sent now. An urgent arrival at the head of a line is thereby sent even when
 the engine is full, and the engine's packer makes room; a request further back stays ours until the last
-moment (pull).
+moment (pull). A model that an instance shall serve and does not is swapped in (QLM 5, model swapping).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from headway.ports import Cluster
-from headway.types import Ints, Plan, Send
+from headway.types import Ints, Plan, Send, Swap, Warm
 
 
 def sends(plan: Plan, cluster: Cluster) -> list[Send]:
     """Return the requests to hand to engines now, most urgent first, each once."""
-    offers = {name: _offers(cluster, name, line) for name, line in plan.lines.items()}
+    there = [name for name in plan.lines if name in cluster.instances]
+    offers = {name: _offers(cluster, name, plan.lines[name]) for name in there}
     load = {name: _inside(cluster, name) for name in offers}
     out: list[Send] = []
     taken: set[int] = set()
@@ -30,6 +31,32 @@ def sends(plan: Plan, cluster: Cluster) -> list[Send]:
         load[name] += 1
         out += [Send(id, name) for id in cluster.backlog.names([row])]
     return out
+
+
+def swaps(plan: Plan, cluster: Cluster) -> list[Swap]:
+    """Return the swaps to begin: instances that take work and shall serve another model than they do."""
+    wanted = [
+        Swap(name, model)
+        for name, model in plan.swap.items()
+        if name in cluster.instances and cluster.instances[name].model != model
+    ]
+    for swap in wanted:
+        assert cluster.instances[swap.instance].can_load(swap.model), f"{swap.instance} cannot load {swap}"
+    return wanted
+
+
+def warms(plan: Plan, cluster: Cluster) -> list[Warm]:
+    """Return the weights to bring into host memories: one model at a time per instance, none twice."""
+    wanted = [
+        Warm(name, model)
+        for name, model in plan.warm.items()
+        if name in cluster.instances
+        and name not in cluster.warming
+        and model not in cluster.instances[name].warm
+    ]
+    for warm in wanted:
+        assert cluster.instances[warm.instance].can_load(warm.model), f"{warm.instance} cannot load {warm}"
+    return wanted
 
 
 def _offers(cluster: Cluster, name: str, line: Ints) -> list[int]:

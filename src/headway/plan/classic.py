@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.plan.lines import line
 from headway.ports import Cluster
 from headway.types import Backlog, Floats, Ints, Plan
 
@@ -57,13 +58,4 @@ class Ordered:
         columns = (*self.rank(cluster.backlog, rows, now), cluster.backlog.serial[rows])
         inside = ~cluster.backlog.sent[rows] if not self.displaces else np.zeros(rows.size, np.bool_)
         ranked = rows[np.lexsort((*reversed(columns), inside))]
-        return Plan({name: _line(cluster, name, ranked) for name in cluster.instances})
-
-
-def _line(cluster: Cluster, name: str, ranked: Ints) -> Ints:
-    """Return the ranked rows that are inside an instance or could be sent to it."""
-    backlog, instance = cluster.backlog, cluster.instances[name]
-    sent = backlog.sent[ranked]
-    inside = sent & (backlog.instance[ranked] == cluster.code(name))
-    ours = ~sent & (backlog.model[ranked] == cluster.code(instance.model))
-    return np.asarray(ranked[inside | ours], np.int64)
+        return Plan({name: line(cluster, name, ranked) for name in cluster.instances})

@@ -24,7 +24,7 @@ from headway.config import Config, state_dir
 from headway.controller import Controller
 from headway.engines.vllm.client import EngineGone, VllmEngine
 from headway.engines.vllm.facts import write_facts
-from headway.errors import RequestError
+from headway.errors import EngineError, RequestError
 from headway.forecast.lengths import TaskLengths
 from headway.ports import Broker, Cluster, Job
 from headway.recipes import find
@@ -36,10 +36,14 @@ from headway.types import (
     Event,
     Failed,
     Finished,
+    Reject,
     Request,
     Returned,
     Send,
     Started,
+    Swap,
+    Tick,
+    Warm,
 )
 
 _CORE = TypeAdapter(Request)  # to and from the broker's text
@@ -119,7 +123,7 @@ class Driver:
         self._tickets: dict[str, Ticket] = {}
         self._background: dict[str, asyncio.Task[None]] = {}
         self.broker: Broker
-        self._janitor: asyncio.Task[None] | None = None
+        self._chores: list[asyncio.Task[None]] = []
 
     # ---- life
 
@@ -131,14 +135,14 @@ class Driver:
         await self._recover()
         for engine in self.engines.values():
             await engine.start()
-        self._janitor = asyncio.create_task(self._forget())
+        self._chores = [asyncio.create_task(chore) for chore in (self._forget(), self._pulse())]
 
     async def stop(self) -> None:
         """Stop engines first, so that nothing answers any more, then close the broker.
 
         Background jobs stay open in the broker: the next start runs them.
         """
-        tasks = [*self._background.values(), *([self._janitor] if self._janitor else [])]
+        tasks = [*self._background.values(), *self._chores]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -175,10 +179,32 @@ class Driver:
 
     def _obey(self, commands: list[Command]) -> None:
         for command in commands:
-            if isinstance(command, Send):
-                ticket = self._tickets[command.id]
-                if not ticket.place.done():
-                    ticket.place.set_result(self.engines[command.instance])
+            match command:
+                case Send(id, instance):
+                    ticket = self._tickets[id]
+                    if not ticket.place.done():
+                        ticket.place.set_result(self.engines[instance])
+                case Reject():
+                    self._shed(command)
+                case Swap() | Warm():  # our engines announce no `loadable`, so no planner may ask for it
+                    raise EngineError(
+                        f"{command.instance} cannot load {command.model} while it serves.",
+                        "Give each model an engine of its own, or use a recipe that does not swap.",
+                    )
+
+    def _shed(self, refusal: Reject) -> None:
+        """Refuse a request that was accepted and is still queued: who waits for its place gets the error."""
+        place = self._tickets[refusal.id].place
+        self.metrics.dropped(refusal.reason)
+        if not place.done():
+            place.set_exception(_refused("All engines of this model are saturated.", refusal))
+
+    async def _pulse(self) -> None:
+        """Let planners that wait for nothing but time run again."""
+        while True:
+            await asyncio.sleep(1)
+            if self.controller.queued:
+                self.tell(Tick())
 
     # ---- the way of one request
 
@@ -188,17 +214,7 @@ class Driver:
         if refusal is None:
             return
         self.metrics.dropped(refusal.reason)
-        raise RequestError(
-            f"The queue is full ({self.config.server.max_queued} requests wait).",
-            f"Try again in {refusal.retry_after or 1:.0f} s.",
-            code="queue_full",
-            status=429,
-            kind="rate_limit_error",
-            headers={
-                "retry-after": f"{refusal.retry_after or 1:.0f}",
-                "x-headway-dropped-reason": refusal.reason,
-            },
-        )
+        raise _refused(f"The queue is full ({self.config.server.max_queued} requests wait).", refusal)
 
     async def accept(self, asked: Asked) -> Ticket:
         """Store a request durably, then queue it. From here on it is owed an end."""
@@ -315,6 +331,8 @@ class Driver:
                 await self.fail(ticket, f"engine_refused: {answer.head.decode(errors='replace')[:2000]}")
         except EngineGone as error:
             await self.fail(ticket, f"engine_gone: {error.message}")
+        except RequestError as error:
+            await self.fail(ticket, f"dropped: {error.message}", "refused")
         except Exception as error:  # whatever it was, the request gets its end and frees its place
             log.exception("request %s failed", ticket.request.id)
             await self.fail(ticket, f"internal: {error!r}")
@@ -331,6 +349,15 @@ class Driver:
             return False
         await self.fail(ticket, "cancelled", "cancelled")
         return True
+
+
+def _refused(what: str, refusal: Reject) -> RequestError:
+    """Return the 429 that says why, and when it pays to ask again."""
+    seconds = f"{refusal.retry_after or 1:.0f}"
+    return RequestError(
+        what, f"Try again in {seconds} s.", code=refusal.reason, status=429, kind="rate_limit_error",
+        headers={"retry-after": seconds, "x-headway-dropped-reason": refusal.reason},
+    )  # fmt: skip
 
 
 def tokens_made(body: bytes) -> int:

@@ -31,7 +31,7 @@ _URL = re.compile(r"https?://[^/\s]+")
 
 def preflight(config: Config) -> None:
     """Raise ConfigError for everything that can be known before an engine is started."""
-    if find(config.recipe).swaps:
+    if find(config.recipe).saves:
         raise ConfigError(
             f"{config.recipe} swaps KV to the host, which only the simulated engine can do so far.",
             "Serve with another recipe, or try this one with headway simulate.",

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from headway.engines.vllm.client import EngineGone
-from headway.errors import EngineError, HeadwayError
+from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.driver import Answer, Driver, Ticket, tokens_made
 
 log = logging.getLogger("headway.serve")
@@ -24,6 +24,10 @@ _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
 _USAGE = b'"choices":[]'  # vLLM's last event, which carries nothing but the usage
 _ERROR = b'data: {"error"'
+# What the broker and the metrics call an end by such an error.
+_KINDS: dict[type[HeadwayError], tuple[str, str]] = {
+    EngineGone: ("engine_gone", "failed"), RequestError: ("dropped", "refused"),
+}  # fmt: skip
 
 
 class Relay(Response):
@@ -60,8 +64,8 @@ class Relay(Response):
             finally:
                 await answer.close()
         except HeadwayError as error:
-            kind = "engine_gone" if isinstance(error, EngineGone) else "internal"
-            await self._driver.fail(self._ticket, f"{kind}: {error.message}")
+            kind, outcome = _KINDS.get(type(error), ("internal", "failed"))
+            await self._driver.fail(self._ticket, f"{kind}: {error.message}", outcome)
             await self._say(error, scope, receive, send)
         except Exception as error:  # whatever it was, the request gets its end and the client an answer
             log.exception("request %s failed", self._ticket.request.id)

@@ -2,82 +2,65 @@
 
 The same controller, planner and packers as in the server; only the clients, the network and the GPU are
 replaced. Time moves from event to event: arrivals in order, and a heap of `(time, rank, serial)` for the ends
-of iterations, so that equal inputs give equal runs.
+of iterations, loads and plans, so that equal inputs give equal runs.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headway.controller import Controller
-from headway.engines.simulated import Ran, SimulatedEngine
+from headway.errors import ConfigError, HeadwayError
 from headway.forecast.lengths import TaskLengths
-from headway.forecast.pace import OnlinePace
-from headway.ports import Cluster, Lengths, Pace, Recipe
+from headway.ports import Cluster, Lengths, Recipe
 from headway.sim import fast
+from headway.sim.host import Host, Load, Node, Taken, check, check_fleet
+from headway.sim.outcome import Failure, Outcome
 from headway.sim.workload import Workload
-from headway.types import Arrived, Command, Event, Finished, Floats, Instance, InstanceUp, Ints, Send
+from headway.types import (
+    Arrived,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    InstanceDown,
+    InstanceUp,
+    Reject,
+    Returned,
+    Send,
+    Swap,
+    Swapped,
+    Tick,
+    Warm,
+    Warmed,
+)
+
+__all__ = ["Failure", "Load", "Node", "Outcome", "Simulation", "no_time"]
 
 _CHUNK = 2048  # arrivals between two reports of progress
+_PATIENCE = 3600  # ticks without anything happening, after which what waits will wait for ever
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One simulated instance: what it is, its pace, slots, and tokens per iteration.
-
-    copy_seconds: to move one token's KV between device and host; the iteration waits for its copies.
-    """
-
-    instance: Instance
-    pace: Pace
-    slots: int
-    budget: int
-    copy_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of each request of the workload, by its index; instants are NaN for what never came.
-
-    first, end: instants of the first token and of the end. node: index of its instance. evictions: per
-    request. iterations, busy: of all instances together, count and seconds.
-    """
-
-    first: Floats
-    end: Floats
-    node: Ints
-    evictions: Ints
-    iterations: int = 0
-    busy: float = 0.0
-    preempted: int = 0
-    paused: int = 0
-
-    @classmethod
-    def of(cls, size: int) -> Outcome:
-        """Return the outcome of `size` requests that nothing has happened to."""
-        never = np.full(size, np.nan)
-        return cls(never, never.copy(), np.full(size, -1), np.zeros(size, np.int64))
-
-
-@dataclass(slots=True)
-class _Host:
-    """A simulated engine with the iteration it is in."""
-
-    node: Node
-    engine: SimulatedEngine
-    learned: OnlinePace
-    running: Ran | None = None
+def no_time(queued: int) -> float:
+    """Planning that costs nothing."""
+    return 0.0
 
 
 @dataclass(slots=True)
 class Simulation:
     """One run. `lengths` forecasts outputs as in the server (default: learned per task while it runs).
 
+    plan_seconds: what the planner takes for that many queued requests, in virtual seconds. What it decides
+    takes effect that much later, on a cluster that may have changed; it does not run twice at once, so what
+    happens meanwhile is noted and decided about afterwards. failures: instances that die. What dies has lost
+    its work: its requests come back and are answered anew.
     fast: run as one compiled loop when every part of it can (`fast.py`); the outcome is the same.
     """
 
@@ -86,23 +69,31 @@ class Simulation:
     workload: Workload
     lengths: Lengths = field(default_factory=TaskLengths)
     max_queued: int = 1_000_000
+    plan_seconds: Callable[[int], float] = no_time
+    failures: Sequence[Failure] = ()
+    tick: float = 1.0  # seconds after which the planner is asked again when requests wait and nothing runs
     fast: bool = True
 
     def run(self, progress: Callable[[int], None] | None = None) -> Outcome:
-        """Run to the end of the last request; `progress` is told how many have arrived."""
+        """Run to the end of the last request; `progress` is told how many have arrived.
+
+        Raises ConfigError, before anything runs, for a fleet that can never serve this workload; HeadwayError
+        when requests wait that the planner sends nowhere.
+        """
+        check(self.nodes)
+        check_fleet(self.nodes, self.workload, swaps=self.recipe.swaps)
+        self._check_failures()
         if self.fast and (outcome := self._compiled(progress)) is not None:
             return outcome
-        controller = Controller(
-            self.recipe.planner(), self.lengths, self.max_queued, Cluster(pull=self.recipe.pull)
-        )
-        hosts = {node.instance.id: self._host(node) for node in self.nodes}
-        run = _Run(self.workload, controller, hosts, Outcome.of(self.workload.arrival.size))
+        run = _Run(self)
         run.go(progress)
         return run.outcome
 
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""
-        if len(self.nodes) != 1 or not self.recipe.pull or type(self.lengths) is not TaskLengths:
+        plain = len(self.nodes) == 1 and not self.failures and self.plan_seconds is no_time
+        plain = plain and self.recipe.pull and not self.nodes[0].others
+        if not plain or type(self.lengths) is not TaskLengths:
             return None
         world = fast.world(self.recipe, self.nodes[0], self.workload, self.lengths)
         if world is None:
@@ -119,90 +110,255 @@ class Simulation:
             float(world.clock[fast.BUSY]), int(counts[fast.PREEMPTED]), int(counts[fast.PAUSED]),
         )  # fmt: skip
 
-    def _host(self, node: Node) -> _Host:
-        instance, learned = node.instance, OnlinePace()
-        engine = SimulatedEngine(
-            self.recipe.packer(instance.max_running, node.budget, learned),
-            blocks=instance.blocks_total, size=instance.block_size, slots=node.slots,
-            budget=node.budget, max_model_len=instance.max_model_len,
-        )  # fmt: skip
-        return _Host(node, engine, learned)
+    def _check_failures(self) -> None:
+        known = {node.instance.id for node in self.nodes}
+        for failure in self.failures:
+            if failure.instance not in known:
+                raise ConfigError(
+                    f"No instance {failure.instance!r} can fail.", f"Use one of {', '.join(sorted(known))}."
+                )
+            if not (math.isfinite(failure.at) and failure.at >= 0 and failure.seconds >= 0):
+                raise ConfigError(f"{failure} is no failure.", "Give seconds of 0 or more.")
 
 
 class _Run:
     """The loop's state."""
 
-    def __init__(
-        self, workload: Workload, controller: Controller, hosts: dict[str, _Host], outcome: Outcome
-    ) -> None:
-        self.workload, self.controller, self.hosts, self.outcome = workload, controller, hosts, outcome
-        self.ends: list[tuple[float, int, int, str]] = []
+    def __init__(self, simulation: Simulation) -> None:
+        self.workload, self.outcome = simulation.workload, Outcome.of(len(simulation.workload))
+        recipe = simulation.recipe
+        self.controller = Controller(
+            recipe.planner(), simulation.lengths, simulation.max_queued, Cluster(pull=recipe.pull)
+        )
+        self.hosts = {node.instance.id: Host(node, recipe) for node in simulation.nodes}
+        self._codes = {name: i for i, name in enumerate(self.hosts)}
+        self._plan_seconds, self._tick = simulation.plan_seconds, simulation.tick
+        self._heap: list[tuple[float, int, int, str, str]] = []
         self._serial = itertools.count()
-        self._codes = {name: i for i, name in enumerate(hosts)}
+        self._inbox: deque[Event] = deque()
+        self._taken: dict[str, Taken] = {}
+        self._coming: list[Command] | None = None  # what the planner has decided and not said yet
+        self._again = False
+        self._running = 0  # iterations under way
+        self._ends = {
+            "iteration": self._iteration_ends, "loaded": self._loaded, "warmed": self._warmed,
+            "down": self._down, "up": self._stands_up, "decided": self._decided,
+        }  # fmt: skip
+        for failure in simulation.failures:
+            self._at(failure.at, "down", failure.instance)
+            if math.isfinite(failure.seconds):
+                self._at(failure.at + failure.seconds, "up", failure.instance)
 
     def go(self, progress: Callable[[int], None] | None) -> None:
         for host in self.hosts.values():
-            self._tell(InstanceUp(host.node.instance), 0.0)
+            self._tell(InstanceUp(host.instance()), 0.0)
         arrivals = self.workload.arrival.tolist()
-        i, size = 0, len(arrivals)
-        while i < size or self.ends:
-            if self.ends and (i == size or self.ends[0][0] <= arrivals[i]):
-                now, _, _, name = heapq.heappop(self.ends)
-                self._iteration_ends(name, now)
-                continue
-            self._tell(Arrived(self.workload.request(i)), arrivals[i])
-            i += 1
-            if progress is not None and i % _CHUNK == 0:
-                progress(i)
+        i, size, now, idle = 0, len(arrivals), 0.0, 0
+        while i < size or self.controller.requests:
+            coming = min(arrivals[i] if i < size else math.inf, self._heap[0][0] if self._heap else math.inf)
+            if self.controller.queued and not self._running and coming > now + self._tick:
+                now, idle = now + self._tick, idle + 1
+                self._wait(now, idle, last=math.isinf(coming))
+            elif self._heap and (i == size or self._heap[0][0] <= arrivals[i]):
+                now, _, serial, kind, name = heapq.heappop(self._heap)
+                self._ends[kind](name, serial, now)
+                idle = 0
+            else:
+                assert i < size, "requests are under way and nothing moves them"
+                now = arrivals[i]
+                self._tell(Arrived(self.workload.request(i)), now)
+                i += 1
+                if progress is not None and i % _CHUNK == 0:
+                    progress(i)
         if progress is not None:
             progress(size)
 
+    # ---- the core
+
     def _tell(self, event: Event, now: float) -> None:
-        self._obey(self.controller.on(event, now), now)
+        """Tell the core an event, and all that follows from it at this instant, one after another."""
+        self._inbox.append(event)
+        self._drain(now)
+
+    def _drain(self, now: float) -> None:
+        while self._inbox:
+            if self.controller.note(self._inbox.popleft(), now):
+                self._decide(now)
+
+    def _decide(self, now: float) -> None:
+        """Let the planner run, if it is not running; what it says is heard when its time is over."""
+        if self._coming is not None:
+            self._again = True
+            return
+        works = self.controller.queued and self.controller.cluster.instances
+        seconds = self._charge() if works else 0.0
+        commands = self.controller.decide(now)
+        if seconds == 0:
+            self._obey(commands, now)
+            return
+        self._coming = commands
+        self.outcome.planning += seconds
+        self._at(now + seconds, "decided")
+
+    def _charge(self) -> float:
+        seconds = self._plan_seconds(self.controller.queued)
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ConfigError(f"A plan cannot take {seconds} s.", "Let plan_seconds give 0 or more.")
+        return seconds
+
+    def _decided(self, _: str, serial: int, now: float) -> None:
+        """What the planner said is done, and it thinks about what has happened meanwhile."""
+        commands, self._coming = self._coming or [], None
+        again, self._again = self._again, False
+        self._obey(commands, now)
+        if again:
+            self._decide(now)
+        self._drain(now)
 
     def _obey(self, commands: list[Command], now: float) -> None:
         for command in commands:
-            if isinstance(command, Send):
-                self._send(command, now)
+            match command:
+                case Send():
+                    self._send(command, now)
+                case Swap(name, model):
+                    self._swap(name, model, now)
+                case Warm(name, model):
+                    self._at(now + self.hosts[name].warm_seconds(model), "warmed", name, model)
+                case Reject(id):
+                    self._taken.pop(id, None)
+                    self.outcome.shed += 1
+
+    def _wait(self, now: float, idle: int, *, last: bool) -> None:
+        """Nothing happens for a while: only time can change what the planner says."""
+        if last and idle > _PATIENCE:
+            raise HeadwayError(
+                f"{self.controller.queued} requests wait at {now:.0f} s and the planner sends them nowhere.",
+                "Let an instance come back, or use a recipe that swaps models.",
+            )
+        self._tell(Tick(), now)
+
+    def _at(self, when: float, kind: str, name: str = "", model: str = "") -> None:
+        serial = next(self._serial)
+        heapq.heappush(self._heap, (when, 0, serial, kind, name))
+        if name:
+            self.hosts[name].pending[kind] = serial
+            if model:
+                self.hosts[name].coming[kind] = model
+
+    # ---- iterations
 
     def _send(self, send: Send, now: float) -> None:
         host, request = self.hosts[send.instance], self.controller.requests[send.id]
         index = int(send.id[1:])
+        output = int(self.workload.output[index])
+        if not host.takes(request.model):  # it died or was told to swap while the planner was thinking
+            self._inbox.append(Returned(send.id))
+            return
+        if not host.holds(request.prompt_tokens, output):
+            self.outcome.failed += 1
+            self._inbox.append(Failed(send.id, "too_long"))
+            return
         self.outcome.node[index] = self._codes[send.instance]
-        host.engine.add(
-            send.id, request.prompt_tokens, int(self.workload.output[index]), arrival=request.arrival,
-            slo=request.slo, priority=request.priority, left=self.controller.lengths.forecast(request).mean,
-        )  # fmt: skip
+        left = self.controller.lengths.forecast(request).mean
+        host.add(request, output, left, self._taken.pop(send.id, None))
         if host.running is None:
             self._begin(send.instance, host, now)
 
-    def _begin(self, name: str, host: _Host, now: float) -> None:
+    def _begin(self, name: str, host: Host, now: float) -> None:
         """Start the next iteration if there is anything to compute."""
         ran = host.engine.schedule(now)
         if not ran.rows.size:
             return
         batch = host.engine.batch(ran)
-        seconds = host.node.pace.seconds(batch)
+        seconds = host.form.pace.seconds(batch)
         host.learned.learn(batch, seconds)
         if ran.copied:
-            seconds += ran.copied * host.node.copy_seconds
+            seconds += ran.copied * host.form.copy_seconds
         host.running = ran
+        self._running += 1
         self.outcome.iterations += 1
         self.outcome.busy += seconds
         self.outcome.preempted += ran.preempted
         self.outcome.paused += ran.paused.size
-        heapq.heappush(self.ends, (now + seconds, 0, next(self._serial), name))
+        self._at(now + seconds, "iteration", name)
 
-    def _iteration_ends(self, name: str, now: float) -> None:
+    def _iteration_ends(self, name: str, serial: int, now: float) -> None:
         host = self.hosts[name]
-        assert host.running is not None
+        if host.running is None or host.pending["iteration"] != serial:
+            return  # the instance died in the middle of it
         done = host.engine.complete(host.running, now)
         host.running = None
+        self._running -= 1
         # An engine does not wait for the gateway: what the ends make room for comes one iteration later.
-        if host.engine.busy:
+        if host.engine.busy and not host.leaving:
             self._begin(name, host, now)
         for id, first, evictions in zip(done.ids, done.first.tolist(), done.evictions.tolist(), strict=True):
             index = int(id[1:])
+            assert np.isnan(self.outcome.end[index]), f"{id} is answered twice"
             self.outcome.first[index], self.outcome.end[index] = first, now
             self.outcome.evictions[index] = evictions
             self._tell(Finished(id, int(self.workload.output[index])), now)
+        if host.leaving:
+            self._leave(name, host, now)
+            self._drain(now)
+
+    # ---- models and failures
+
+    def _swap(self, name: str, model: str, now: float) -> None:
+        """Stop taking work; the iteration under way ends first, for no engine stops in the middle of one."""
+        host = self.hosts[name]
+        host.leaving = model
+        host.pending.pop("warmed", None)  # the load has the disk for itself
+        if host.running is None:
+            self._leave(name, host, now)
+
+    def _leave(self, name: str, host: Host, now: float) -> None:
+        """Take back what is not finished, its KV lost, and begin to load."""
+        model, host.leaving, host.loading = host.leaving, "", True
+        self.outcome.swaps += 1
+        self._at(now + host.load_seconds(model), "loaded", name, model)
+        self._give_back(host.take_all(keep=True))
+
+    def _give_back(self, taken: dict[str, Taken]) -> None:
+        self._taken |= taken
+        self._inbox.extend(Returned(id, was.made) for id, was in taken.items())
+
+    def _loaded(self, name: str, serial: int, now: float) -> None:
+        host = self.hosts[name]
+        if host.pending.get("loaded") == serial:
+            host.serve(host.coming["loaded"])
+            self._tell(Swapped(host.instance()), now)
+
+    def _warmed(self, name: str, serial: int, now: float) -> None:
+        host = self.hosts[name]
+        if host.pending.get("warmed") == serial:
+            host.warm(host.coming["warmed"])
+            self._tell(Warmed(host.instance()), now)
+
+    def _down(self, name: str, serial: int, now: float) -> None:
+        """It dies: what it ran comes back and begins anew, a load or a warm-up is void."""
+        host = self.hosts[name]
+        if not host.up:
+            return
+        for kind in ("iteration", "loaded", "warmed"):
+            host.pending.pop(kind, None)
+        self._running -= host.running is not None
+        taken = host.take_all(keep=False)
+        host.up, host.leaving, host.loading = False, "", False
+        self._coming = self._without(name)
+        self._tell(InstanceDown(name), now)
+        self._give_back(taken)
+        self._drain(now)
+
+    def _without(self, name: str) -> list[Command] | None:
+        """Return what the planner is about to say, less the swaps of an instance that has died meanwhile."""
+        if self._coming is None:
+            return None
+        return [c for c in self._coming if not (isinstance(c, Swap | Warm) and c.instance == name)]
+
+    def _stands_up(self, name: str, serial: int, now: float) -> None:
+        host = self.hosts[name]
+        if not host.up:
+            host.up = True
+            host.serve(host.form.instance.model)
+            self._tell(InstanceUp(host.instance()), now)

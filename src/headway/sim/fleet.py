@@ -1,0 +1,173 @@
+"""Which machines are simulated? From a line of text, a TOML table or numbers to nodes, or a plain no.
+
+`pace[:count][,key=value...]`, such as `opt-13b-a100:2,kv_tokens=40000` or, for instances that may swap
+models, `opt-13b-a100,loads=llama-2-7b-a100,host_gb=64`. In TOML the same keys stand in [[instances]].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from headway.errors import ConfigError
+from headway.forecast import pacefile
+from headway.forecast.pacefile import PaceFile
+from headway.sim.host import Load, Node
+from headway.sim.workload import Workload
+from headway.types import Bools, Instance
+
+_STRICT = ConfigDict(extra="forbid")
+_Count = Annotated[int, Field(ge=1)]
+_FORM = "Write pace[:count][,key=value...], such as opt-13b-a100:2,kv_tokens=40000."
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Spec:
+    """`count` equal instances of one pace file.
+
+    model: the name that requests ask for; None = the last part of the pace file's model in lower case.
+    kv_tokens: None = as the file says. loads: pace files of the models that these instances can load instead
+    of their first, on the same terms. host_gb: host memory in which weights stay warm, in 1e9 bytes.
+    """
+
+    pace: str
+    count: _Count = 1
+    model: str | None = None
+    max_running: _Count = 256
+    budget: _Count = 2048
+    max_model_len: _Count = 2048
+    kv_tokens: _Count | None = None
+    loads: tuple[str, ...] = ()
+    host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
+
+    def nodes(self, first: int = 0) -> list[Node]:
+        """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
+        file = pacefile.load(self.pace)
+        others = [pacefile.load(name) for name in self.loads]
+        names = [self.model or short(file), *(short(other) for other in others)]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"An instance of {self.pace} has one model twice: {', '.join(names)}.",
+                "Let it load each model once, or name its first with model=.",
+            )
+        return [self._node(f"e{first + i}", file, names, others) for i in range(self.count)]
+
+    def _node(self, id: str, file: PaceFile, names: list[str], others: list[PaceFile]) -> Node:
+        forms = tuple(
+            self._form(id, other, name, None, ()) for name, other in zip(names[1:], others, strict=True)
+        )
+        return self._form(id, file, names[0], self.kv_tokens, forms)
+
+    def _form(
+        self, id: str, file: PaceFile, model: str, kv_tokens: int | None, others: tuple[Node, ...]
+    ) -> Node:
+        blocks = self._blocks(file, kv_tokens)
+        instance = Instance(id, model, self.max_running, blocks, file.block_size, self.max_model_len)
+        return Node(
+            instance, file.pace(), 2 * self.max_running, self.budget, file.copy_seconds(),
+            _load(file) if self.loads else None, others, int(self.host_gb * 1e9),
+        )  # fmt: skip
+
+    def _blocks(self, file: PaceFile, kv_tokens: int | None) -> int:
+        """Return the KV blocks of an instance, or say why it could not hold or compute a request."""
+        tokens = kv_tokens or file.kv_tokens
+        if tokens is None:
+            raise ConfigError(
+                f"How much KV has {file.model} on {file.device}?",
+                "Give kv_tokens: the pace file does not say how much fits.",
+            )
+        if tokens // file.block_size * file.block_size < self.max_model_len:
+            raise ConfigError(
+                f"{tokens} tokens of KV hold no request of {self.max_model_len} tokens.",
+                "Give more kv_tokens or a smaller max_model_len.",
+            )
+        if self.budget < self.max_running:
+            raise ConfigError(
+                f"{self.budget} tokens per iteration are fewer than {self.max_running} running requests.",
+                "Raise budget or lower max_running.",
+            )
+        return tokens // file.block_size
+
+
+def build(specs: Sequence[Spec]) -> list[Node]:
+    """Return the nodes of a whole fleet, named e0, e1, ... in the order of the specs."""
+    nodes: list[Node] = []
+    for spec in specs:
+        nodes += spec.nodes(len(nodes))
+    if not nodes:
+        raise ConfigError("The fleet has no instances.", f"Give at least one. {_FORM}")
+    return nodes
+
+
+def models(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Return the models that a fleet serves or can load, each once, the served ones first."""
+    first = [node.instance.model for node in nodes]
+    return tuple(dict.fromkeys([*first, *(model for node in nodes for model in node.forms())]))
+
+
+def holds(nodes: Sequence[Node], workload: Workload) -> Bools:
+    """Tell which requests some instance could hold; True where nobody has the model (another error)."""
+    limits = [max(node.limit(name) for node in nodes) for name in workload.models]
+    limit = np.array([tokens or np.iinfo(np.int64).max for tokens in limits])[workload.model]
+    return np.asarray(workload.prompt + workload.output <= limit, np.bool_)
+
+
+def spec(text: str, **defaults: Any) -> Spec:
+    """Read `pace[:count][,key=value...]`. ConfigError, naming the mend, for anything else."""
+    head, *pairs = [part.strip() for part in text.split(",")]
+    pace, colon, count = head.rpartition(":") if _counted(head) else (head, "", "")
+    data: dict[str, Any] = {**defaults, "pace": pace}
+    if colon:
+        data["count"] = count
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{pair!r} in {text!r} is no key=value.", _FORM)
+        data[key.strip()] = value.split("+") if key.strip() == "loads" else value.strip()
+    return table(data, repr(text))
+
+
+def table(data: dict[str, Any], where: str) -> Spec:
+    """Return the spec of a decoded TOML table; errors as `spec`."""
+    try:
+        return _ADAPTER.validate_python(data)
+    except ValidationError as error:
+        raise _explain(error, where) from None
+
+
+_ADAPTER = TypeAdapter(Spec)
+
+
+def short(file: PaceFile) -> str:
+    """Return the name that a pace file's model has by default: the last part of it in lower case."""
+    return file.model.rsplit("/", 1)[-1].lower()
+
+
+def _counted(head: str) -> bool:
+    """A path may have a colon too; a count is what follows the last one if it could be a number."""
+    last = head.rpartition(":")[2]
+    return ":" in head and "/" not in last and not last.endswith(".json")
+
+
+def _load(file: PaceFile) -> Load | None:
+    if file.load_cold_s is None or file.load_warm_s is None:
+        return None
+    return Load(file.load_cold_s, file.load_warm_s, file.weights_bytes)
+
+
+def _explain(error: ValidationError, where: str) -> ConfigError:
+    problem = error.errors()[0]
+    key = str(problem["loc"][0]) if problem["loc"] else "pace"
+    if problem["type"] == "unexpected_keyword_argument":
+        keys = [entry.name for entry in fields(Spec)]
+        near = get_close_matches(key, keys, n=1)
+        mend = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
+        return ConfigError(f"An instance has no {key!r} ({where}).", mend)
+    what = problem["msg"][:1].lower() + problem["msg"][1:]
+    return ConfigError(f"{key} in {where}: {what} (it is {problem['input']!r}).", _FORM)

@@ -1,0 +1,71 @@
+"""A controller with instances that are up, and requests that are short to write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.controller import Controller
+from headway.ports import Planner
+from headway.types import Arrived, Command, Finished, Forecast, Instance, InstanceUp, Reject, Request, Send
+
+
+@dataclass(frozen=True)
+class Known:
+    """Answers are exactly max_tokens long, and that is known."""
+
+    def forecast(self, request: Request) -> Forecast:
+        return Forecast(np.array([float(request.max_tokens)]))
+
+    def learn(self, request: Request, made: int) -> None:
+        """It is known."""
+
+
+def instance(
+    id: str, running: int = 4, *, model: str = "m", blocks: int = 10_000, **more: object
+) -> Instance:
+    return Instance(id, model, running, blocks, 16, 4096, **more)  # type: ignore[arg-type]
+
+
+def ask(id: str, at: float = 0.0, *, prompt: int = 10, answer: int = 10, **more: object) -> Request:
+    fields = {"model": "m", **more}
+    return Request(id=id, prompt_tokens=prompt, max_tokens=answer, arrival=at, **fields)  # type: ignore[arg-type]
+
+
+class Place:
+    """What the tests ask: who is inside which instance, who was refused."""
+
+    def __init__(self, planner: Planner, *instances: Instance) -> None:
+        self.core = Controller(planner, Known(), 10_000)
+        self.inside: dict[str, str] = {}
+        self.order: list[str] = []
+        self.rejected: list[str] = []
+        self.requests: dict[str, Request] = {}
+        for one in instances:
+            self.tell(InstanceUp(one), 0.0)
+
+    def tell(self, event: object, now: float) -> list[Command]:
+        commands = self.core.on(event, now)  # type: ignore[arg-type]
+        for command in commands:
+            if isinstance(command, Send):
+                self.inside[command.id] = command.instance
+                self.order.append(command.id)
+            elif isinstance(command, Reject):
+                self.rejected.append(command.id)
+        return commands
+
+    def come(self, request: Request) -> list[Command]:
+        self.requests[request.id] = request
+        return self.tell(Arrived(request), request.arrival)
+
+    def end(self, id: str, now: float) -> list[Command]:
+        self.inside.pop(id)
+        return self.tell(Finished(id, self.requests[id].max_tokens), now)
+
+    def load(self, name: str) -> int:
+        return sum(at == name for at in self.inside.values())
+
+    @property
+    def queued(self) -> list[str]:
+        return [id for id in self.core.requests if id not in self.inside]
