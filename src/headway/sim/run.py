@@ -21,6 +21,7 @@ from headway.forecast.pace import OnlinePace
 from headway.ports import Lengths, Pace
 from headway.recipes import Recipe
 from headway.sim import fast
+from headway.sim.recorder import Recorder
 from headway.sim.workload import Workload
 from headway.types import Arrived, Command, Event, Finished, Floats, Instance, InstanceUp, Ints, Send
 
@@ -89,13 +90,18 @@ class Simulation:
     max_queued: int = 1_000_000
     fast: bool = True
 
-    def run(self, progress: Callable[[int], None] | None = None) -> Outcome:
-        """Run to the end of the last request; `progress` is told how many have arrived."""
-        if self.fast and (outcome := self._compiled(progress)) is not None:
+    def run(self, progress: Callable[[int], None] | None = None, recorder: Recorder | None = None) -> Outcome:
+        """Run to the end of the last request.
+
+        progress is told how many have arrived, recorder every iteration (it costs nothing when absent; with
+        it the run is not one compiled loop).
+        """
+        fast = self.fast and recorder is None
+        if fast and (outcome := self._compiled(progress)) is not None:
             return outcome
         controller = Controller(self.recipe.planner(), self.lengths, self.max_queued)
         hosts = {node.instance.id: self._host(node) for node in self.nodes}
-        run = _Run(self.workload, controller, hosts, Outcome.of(self.workload.arrival.size))
+        run = _Run(self.workload, controller, hosts, Outcome.of(self.workload.arrival.size), recorder)
         run.go(progress)
         return run.outcome
 
@@ -132,9 +138,11 @@ class _Run:
     """The loop's state."""
 
     def __init__(
-        self, workload: Workload, controller: Controller, hosts: dict[str, _Host], outcome: Outcome
-    ) -> None:
+        self, workload: Workload, controller: Controller, hosts: dict[str, _Host], outcome: Outcome,
+        recorder: Recorder | None,
+    ) -> None:  # fmt: skip
         self.workload, self.controller, self.hosts, self.outcome = workload, controller, hosts, outcome
+        self.recorder = recorder
         self.ends: list[tuple[float, int, int, str]] = []
         self._serial = itertools.count()
         self._codes = {name: i for i, name in enumerate(hosts)}
@@ -168,10 +176,12 @@ class _Run:
         host, request = self.hosts[send.instance], self.controller.requests[send.id]
         index = int(send.id[1:])
         self.outcome.node[index] = self._codes[send.instance]
-        host.engine.add(
+        row = host.engine.add(
             send.id, request.prompt_tokens, int(self.workload.output[index]), arrival=request.arrival,
             slo=request.slo, priority=request.priority, left=self.controller.lengths.forecast(request).mean,
         )  # fmt: skip
+        if self.recorder is not None:
+            self.recorder.sent(index, self._codes[send.instance], row, now)
         if host.running is None:
             self._begin(send.instance, host, now)
 
@@ -179,6 +189,7 @@ class _Run:
         """Start the next iteration if there is anything to compute."""
         ran = host.engine.schedule(now)
         if not ran.rows.size:
+            self._note(name, host, ran, 0.0)
             return
         batch = host.engine.batch(ran)
         seconds = host.node.pace.seconds(batch)
@@ -186,11 +197,16 @@ class _Run:
         if ran.copied:
             seconds += ran.copied * host.node.copy_seconds
         host.running = ran
+        self._note(name, host, ran, seconds)
         self.outcome.iterations += 1
         self.outcome.busy += seconds
         self.outcome.preempted += ran.preempted
         self.outcome.paused += ran.paused.size
         heapq.heappush(self.ends, (now + seconds, 0, next(self._serial), name))
+
+    def _note(self, name: str, host: _Host, ran: Ran, seconds: float) -> None:
+        if self.recorder is not None:
+            self.recorder.iteration(self._codes[name], host.engine, ran, seconds, self.controller.queued)
 
     def _iteration_ends(self, name: str, now: float) -> None:
         host = self.hosts[name]
