@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway import __version__
-from headway.errors import HeadwayError
+from headway.errors import ConfigError, HeadwayError
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
@@ -87,14 +87,49 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     seed: Annotated[int, typer.Option()] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write plots, report.json and report.html here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write plots, report.json, report.html and runs/RECIPE here.")
+    ] = None,
+    record_mb: Annotated[float, typer.Option(min=0.1, help="Most memory for the recording of a run.")] = 1000,
 ) -> None:
     """What if? SIMULATED: 60 % chat and 40 % best effort on a fleet of one pace file, in virtual time."""
     from headway.bench.simulate import Fleet, main
 
     fleet = Fleet(pace, instances, max_running, budget, max_model_len, kv_tokens)
     names = [name.strip() for name in recipes.split(",") if name.strip()]
-    main(names, fleet, rate=rate, duration=duration, slo=slo, seed=seed, as_json=as_json, out=out)
+    main(
+        names,
+        fleet,
+        rate=rate,
+        duration=duration,
+        slo=slo,
+        seed=seed,
+        as_json=as_json,
+        out=out,
+        record_mb=record_mb,
+    )
+
+
+@app.command()
+def explain(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder: DIR/runs/RECIPE of headway simulate --out DIR.")
+    ],
+    request: Annotated[
+        str | None, typer.Argument(help="Its id, r17 or 17; none: the most late ones.")
+    ] = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, help="List that many requests, most late first.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Show every stretch of the timeline.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Why was this request late? Its story in a simulated run: behind whom, evicted by whom, how long."""
+    from headway.bench.explain import main
+
+    if request is not None and worst is not None:
+        raise ConfigError(f"--worst lists requests, and {request} is one.", "Give one of the two.")
+    main(run, request, worst=worst, as_json=as_json, whole=whole)
 
 
 @model_app.command()

@@ -57,7 +57,7 @@ ALL = {**RECIPES, "swapping": SWAPPING}
 def mixed(seed: int, rate: float = 14.0, duration: float = 8.0) -> Workload:
     rng = np.random.default_rng(seed)
     classes = (
-        TrafficClass("chat", 0.5, Slo(ttft=0.4, tpot=0.05), 0, "sharegpt", max_tokens=120),
+        TrafficClass("chat", 0.5, Slo(ttft=0.4, tpot=0.015), 0, "sharegpt", max_tokens=120),
         TrafficClass("report", 0.1, Slo(e2e=6.0), 5, "sharegpt", max_tokens=200),
         TrafficClass("batch", 0.4, Slo(), 10, "bros-best-effort"),
     )

@@ -15,13 +15,13 @@ from headway.sim.run import Simulation
 from headway.sim.story import Reader
 from tests.sim.recorded import ALL, Spy, fleet, mixed, record
 
-CASES = [(recipe, blocks, count) for recipe in ALL for blocks, count in ((120, 1), (300, 2))]
+CASES = [(recipe, blocks, count) for recipe in ALL for blocks, count in ((130, 1), (300, 2))]
 
 
 @pytest.mark.parametrize(("recipe", "blocks", "count"), CASES)
 def test_every_iteration_comes_back_from_the_changes(recipe: str, blocks: int, count: int) -> None:
     spy = Spy()
-    run = record(recipe, 3, count, blocks, spy)
+    run = record(recipe, 3, count, blocks, spy, duration=4.0)
     reader, lines = Reader(run), run.recording.iterations
     assert lines.size == len(spy.said)
     for number, (instance, ran, tokens, paused, evicted) in enumerate(spy.said):
@@ -39,7 +39,7 @@ def test_every_iteration_comes_back_from_the_changes(recipe: str, blocks: int, c
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_totals_are_those_of_the_outcome(recipe: str) -> None:
-    run = record(recipe, 5, blocks=150)
+    run = record(recipe, 5, blocks=150, duration=5.0)
     lines, outcome, work = run.recording.iterations, run.outcome, run.workload
     assert np.count_nonzero(lines["seconds"]) == outcome.iterations
     assert lines["seconds"].sum() == pytest.approx(outcome.busy)
@@ -54,7 +54,9 @@ def test_totals_are_those_of_the_outcome(recipe: str) -> None:
 
 def test_tests_see_every_state() -> None:
     seen = {
-        int(state) for recipe in ALL for state in record(recipe, 5, blocks=150).recording.changes["state"]
+        int(state)
+        for recipe in ALL
+        for state in record(recipe, 5, blocks=150, duration=5.0).recording.changes["state"]
     }
     assert seen == {int(state) for state in State}
 

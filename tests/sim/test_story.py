@@ -58,7 +58,7 @@ def test_who_computed_meanwhile_is_who_the_engine_says() -> None:
                     tokens[tiers[other]] = tokens.get(tiers[other], 0) + count
             assert {share.tier: share.tokens for share in span.behind} == tokens
             checked += 1
-    assert checked > 50
+    assert checked > 30
 
 
 def test_who_was_sent_before_it() -> None:

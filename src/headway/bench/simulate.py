@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import time
@@ -20,7 +21,10 @@ from headway.bench.records import Record
 from headway.errors import ConfigError
 from headway.forecast import pacefile
 from headway.recipes import find
+from headway.sim import runfolder
+from headway.sim.recorder import Recorder, Recording
 from headway.sim.run import Node, Outcome, Simulation
+from headway.sim.runfolder import Header, Machine, Run
 from headway.sim.workload import TrafficClass, Workload, make, poisson
 from headway.types import Instance, Slo
 
@@ -93,36 +97,73 @@ def chat_batch(rate: float, duration: float, seed: int, chat: Slo, longest: int)
     return workload.take(np.flatnonzero(workload.prompt + workload.output <= longest))
 
 
-def simulate(recipes: Sequence[str], fleet: Fleet, workload: Workload, *, bar: bool = True) -> Results:
-    """Run the workload under each recipe; return records per recipe and how fast the simulator was."""
-    results: dict[str, tuple[list[Record], float | None]] = {}
-    speeds: dict[str, Speed] = {}
+def simulate(
+    recipes: Sequence[str], fleet: Fleet, workload: Workload, *, bar: bool = True, keep: Keep | None = None
+) -> Results:
+    """Run the workload under each recipe; return records per recipe and how fast the simulator was.
+
+    keep: record each run as well, and keep it as its folder.
+    """
+    found = Results({}, {}, {})
     with Progress(disable=not bar, transient=True) as progress:
         for name in recipes:
             task = progress.add_task(name, total=workload.arrival.size)
+            nodes = fleet.nodes(workload.models[0])
+            recorder = Recorder(keep.megabytes) if keep else None
             began = time.perf_counter()
-            simulation = Simulation(find(name), fleet.nodes(workload.models[0]), workload)
-            outcome = simulation.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
+            outcome = Simulation(find(name), nodes, workload).run(
+                lambda done, task=task: progress.update(task, completed=done),  # type: ignore[misc]
+                recorder,
+            )
             wall = time.perf_counter() - began
-            results[name] = (records(workload, outcome), float(outcome.evictions.sum()))
+            found.records[name] = (records(workload, outcome), float(outcome.evictions.sum()))
             end = float(np.nanmax(outcome.end, initial=0.0))
-            speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
-    return Results(results, speeds)
+            found.speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
+            if keep and recorder:
+                found.runs[name] = keep.run(name, nodes, workload, outcome, recorder.recording())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Where recorded runs go (`folder`/runs/RECIPE), how large a recording may be, and what they say."""
+
+    folder: Path
+    megabytes: float
+    seed: int
+    command: str
+    about: str
+
+    def run(
+        self, recipe: str, nodes: Sequence[Node], workload: Workload, outcome: Outcome, recording: Recording
+    ) -> Run:
+        """Write a run folder and return its run."""
+        machines = tuple(map(Machine.of, nodes))
+        header = Header(recipe, machines, self.seed, self.command, self.about)
+        run = Run(header, workload, outcome, recording)
+        runfolder.save(run, self.folder / "runs" / file_name(recipe))
+        return run
+
+
+def file_name(recipe: str) -> str:
+    """Return a recipe's name as files may be called: those from outside have a colon and dots."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", recipe)
 
 
 def main(
     recipes: Sequence[str], fleet: Fleet, *, rate: float, duration: float, slo: str, seed: int,
-    as_json: bool, out: Path | None,
+    as_json: bool, out: Path | None, record_mb: float = 1000.0,
 ) -> None:  # fmt: skip
     """Simulate, print a table or one JSON object, and write the files when a folder is given."""
     began = time.perf_counter()
-    chat = promise(slo)
-    workload = chat_batch(rate, duration, seed, chat, fleet.max_model_len)
-    found = simulate(recipes, fleet, workload, bar=not as_json)
+    workload = chat_batch(rate, duration, seed, promise(slo), fleet.max_model_len)
+    command, text = shlex.join(["headway", *sys.argv[1:]]), _describe(fleet, rate, duration, slo)
+    about = report.About(command, seed, text)
+    keep = Keep(out, record_mb, seed, command, text) if out else None
+    found = simulate(recipes, fleet, workload, bar=not as_json, keep=keep)
     seconds = time.perf_counter() - began
-    about = report.About(shlex.join(["headway", *sys.argv[1:]]), seed, _describe(fleet, rate, duration, slo))
     if out is not None:
-        report.write(out, found.records, bench="simulate", host="sim", seconds=seconds, about=about)
+        _write(out, found, seconds, about)
     if as_json:
         data = report.to_json(found.records, bench="simulate", host="sim", seconds=seconds)
         print(json.dumps(data, allow_nan=False))
@@ -136,6 +177,18 @@ def main(
         )
 
 
+def _write(out: Path, found: Results, seconds: float, about: report.About) -> None:
+    """Write the page with everything, and say where it and the runs are."""
+    from headway.bench import plots_run  # matplotlib takes a while: only those who write reports wait for it
+
+    more = {f"engine-{file_name(name)}": plots_run.draw(run) for name, run in found.runs.items()}
+    report.write(out, found.records, bench="simulate", host="sim", seconds=seconds, about=about, more=more)
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"written: {out}/report.html")
+    for name in found.runs:
+        console.print(f"why was a request late: headway explain {out}/runs/{file_name(name)} --worst 10")
+
+
 def _describe(fleet: Fleet, rate: float, duration: float, slo: str) -> str:
     return (
         f"SIMULATED: {fleet.count} x {fleet.pace}, batch limit {fleet.max_running}; {rate:g} req/s for "
@@ -145,10 +198,11 @@ def _describe(fleet: Fleet, rate: float, duration: float, slo: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """records: what `report` reads. speeds: per recipe."""
+    """records: what `report` reads. speeds: per recipe. runs: those that were kept."""
 
     records: dict[str, tuple[list[Record], float | None]]
     speeds: dict[str, Speed]
+    runs: dict[str, Run]
 
 
 def records(workload: Workload, outcome: Outcome) -> list[Record]:

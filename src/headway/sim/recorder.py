@@ -184,10 +184,13 @@ class _Seen:
         doing = np.where(computed < self.reach[rows], State.RECOMPUTE, fresh)
         state = np.where(tokens > 0, doing, state)
         blocks = jobs.blocks[rows]
+        resumes = (state == State.RECOMPUTE) & (jobs.made[rows] == 0)
+        beyond = np.maximum(computed + tokens - self.reach[rows], 0)
         return _Look(
             rows, self.request[rows], state, tokens, computed + tokens, blocks, taken, self.state[rows],
             changed=(state != self.state[rows]) | (tokens != self.tokens[rows]),
             lost=taken > self.evictions[rows], gained=blocks - self.blocks[rows],
+            resumed=int(beyond[resumes].sum()),
         )  # fmt: skip
 
     def keep(self, look: _Look) -> None:
@@ -215,6 +218,7 @@ class _Look:
     changed: Bools
     lost: Bools
     gained: Ints
+    resumed: int  # prompt tokens computed for the first time by rows that first did again what they had lost
 
     def counts(self) -> tuple[int, ...]:
         """Return decodes, prompt tokens, tokens computed again; requests that ran, paused and waited."""
@@ -223,7 +227,14 @@ class _Look:
         ran = sum(int(many[state]) for state in COMPUTES)
         waiting = self.state.size - ran - int(many[State.PAUSED])
         prompt, again = int(tokens[State.PREFILL]), int(tokens[State.RECOMPUTE])
-        return int(many[State.RUNNING]), prompt, again, ran, int(many[State.PAUSED]), waiting
+        return (
+            int(many[State.RUNNING]),
+            prompt + self.resumed,
+            again - self.resumed,
+            ran,
+            int(many[State.PAUSED]),
+            waiting,
+        )
 
     def moved(self) -> tuple[int, int, int]:
         """Return how many were let in, lost their KV, and had it saved."""

@@ -122,7 +122,7 @@ def _header(data: dict[str, Any], place: Path) -> Header:
 
 
 def _columns(file: Path) -> dict[str, NDArray[Any]]:
-    with np.load(file, allow_pickle=False) as archive:
+    with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
 
 
