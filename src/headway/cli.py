@@ -111,6 +111,56 @@ def simulate(
 
 
 @app.command()
+def sweep(
+    file: Annotated[Path | None, typer.Argument(help="A TOML file with the options' names as keys.")] = None,
+    recipes: Annotated[str | None, typer.Option(help="Comma separated. [vllm,edf,slack]")] = None,
+    rates: Annotated[str | None, typer.Option(help="Arrivals per second. [2,4,6,8,10]")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many, for the band. [3]")] = None,
+    duration: Annotated[float | None, typer.Option(min=1, help="Seconds of arrivals. [120]")] = None,
+    slo: Annotated[str | None, typer.Option(help="What chat is promised, in ms. [ttft:400 tpot:200]")] = None,
+    pace: Annotated[str | None, typer.Option(help="A built-in pace file or a path. [opt-13b-a100]")] = None,
+    instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="[256]")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Tokens per iteration. [2048]")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="[2048]")] = None,
+    kv_tokens: Annotated[int | None, typer.Option(min=16, help="KV per instance. [the pace file's]")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [one per core]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="End within a minute on a small machine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="The first seed. [0]")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Cells, plots, report.json and report.html. The same DIR goes on.")
+    ] = Path("out/sweep"),
+) -> None:
+    """Recipe x rate x seed, SIMULATED on all cores: latency and attainment against the load. Resumable."""
+    from headway.bench import sweep as sweeps
+    from headway.bench.sweep_report import main
+
+    given = {
+        "recipes": recipes and _names(recipes), "rates": rates and _rates(rates), "seeds": seeds,
+        "seed": seed, "duration": duration, "slo": slo,
+    }  # fmt: skip
+    fleet = {
+        "pace": pace, "count": instances, "max_running": max_running, "budget": budget,
+        "max_model_len": max_model_len, "kv_tokens": kv_tokens,
+    }  # fmt: skip
+    values = ({name: v for name, v in table.items() if v is not None} for table in (given, fleet))
+    setup = sweeps.build(*values) if file is None else sweeps.read(file, *values)
+    main(setup.quick() if quick else setup, jobs=jobs, as_json=as_json, out=out)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(rate) for rate in _names(text)]
+    except ValueError:
+        raise ConfigError(f"{text!r} is no list of rates.", "Write it like 2,4,6,8.") from None
+
+
+@app.command()
 def explain(
     run: Annotated[
         Path, typer.Argument(help="A run's folder: DIR/runs/RECIPE of headway simulate --out DIR.")
