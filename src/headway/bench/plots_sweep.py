@@ -106,4 +106,4 @@ def _seconds(axes: Axes, seen: Floats) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * float(seen.max(initial=0.0)) or 1.0)
