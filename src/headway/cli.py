@@ -144,8 +144,8 @@ def sweep(
         "pace": pace, "count": instances, "max_running": max_running, "budget": budget,
         "max_model_len": max_model_len, "kv_tokens": kv_tokens,
     }  # fmt: skip
-    values = ({name: v for name, v in table.items() if v is not None} for table in (given, fleet))
-    setup = sweeps.build(*values) if file is None else sweeps.read(file, *values)
+    mine, machines = ({k: v for k, v in table.items() if v is not None} for table in (given, fleet))
+    setup = sweeps.build(mine, machines) if file is None else sweeps.read(file, mine, machines)
     main(setup.quick() if quick else setup, jobs=jobs, as_json=as_json, out=out)
 
 

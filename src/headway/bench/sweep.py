@@ -33,8 +33,9 @@ from headway.forecast import pacefile
 from headway.recipes import find
 
 _SOURCES = (
-    "types.py", "controller.py", "recipes.py", "plan", "pack", "memory", "forecast", "engines/simulated.py",
-    "sim", "bench/simulate.py", "bench/measures.py", "bench/records.py",
+    "types.py", "controller.py", "recipes.py", "compiled.py", "plan", "pack", "memory", "forecast", "sim",
+    "engines/simulated.py", "engines/kernels.py", "bench/simulate.py", "bench/measures.py",
+    "bench/records.py",
 )  # fmt: skip
 _DIED = "its process died (out of memory?)"
 
@@ -218,18 +219,19 @@ def _code() -> str:
 def run(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, str | None]]:
     """Compute cells on `jobs` processes; yield each as it ends, with its error or None.
 
-    A cell whose process dies takes its pool with it; those that were lost are done again, one pool each, so
-    that only the one to blame fails. When the caller stops (Ctrl-C), no process is left.
+    A cell whose process dies takes its pool with it; those that were lost are done again in halves, until the
+    one to blame is alone. When the caller stops (Ctrl-C), no process is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lost: list[Cell] = []
     for cell, error in _pool(cells, folder, jobs):
-        if error == _DIED:
+        if error == _DIED and len(cells) > 1:
             lost.append(cell)
         else:
             yield cell, error
-    for cell in lost:
-        yield from _pool([cell], folder, 1)
+    for half in (lost[::2], lost[1::2]):
+        if half:
+            yield from run(half, folder, jobs)
 
 
 def _pool(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, str | None]]:

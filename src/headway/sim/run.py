@@ -96,8 +96,7 @@ class Simulation:
         progress is told how many have arrived, recorder every iteration (it costs nothing when absent; with
         it the run is not one compiled loop).
         """
-        fast = self.fast and recorder is None
-        if fast and (outcome := self._compiled(progress)) is not None:
+        if self.fast and recorder is None and (outcome := self._compiled(progress)) is not None:
             return outcome
         controller = Controller(self.recipe.planner(), self.lengths, self.max_queued)
         hosts = {node.instance.id: self._host(node) for node in self.nodes}
