@@ -105,7 +105,7 @@ def _cause(run: Run, story: Story, start: float, end: float) -> str:
 
 
 def _reason(run: Run, story: Story, cause: str, spans: Sequence[Span]) -> str:
-    output = int(run.workload.output[story.request])
+    prompt, output = int(run.workload.prompt[story.request]), int(run.workload.output[story.request])
     match cause:
         case "outside":
             return f"it was queued outside{_sent(spans)}"
@@ -117,7 +117,7 @@ def _reason(run: Run, story: Story, cause: str, spans: Sequence[Span]) -> str:
             lost = [span for span in spans if span.state not in WORKS]
             return f"it paid for losing its KV {_times(len(lost))}{_to(lost)}{_full(run, lost)}"
         case "prefill":
-            return f"its own prompt of {int(run.workload.prompt[story.request]):,} tokens was computed"
+            return f"its own prompt of {prompt:,} tokens was computed{_beside(spans)}"
     busy = 100 * story.crowded / max(story.seconds().get("running", 0.0), 1e-12)
     each = f"its own {output:,} tokens were being made"
     return f"{each}, {busy:.0f}% of that in iterations that also computed prompts"
@@ -134,11 +134,21 @@ def _sent(spans: Sequence[Span]) -> str:
 
 def _while(spans: Sequence[Span]) -> str:
     """Say who computed meanwhile, in tokens: the same requests may have done so in several spans."""
+    got = _tokens(spans)
+    return f" while others computed: {got}" if got else " while nobody computed"
+
+
+def _beside(spans: Sequence[Span]) -> str:
+    """Say with whom it shared the iterations that computed its prompt: they make them long."""
+    got = _tokens(spans)
+    return f", in iterations shared with others: {got}" if got else ""
+
+
+def _tokens(spans: Sequence[Span]) -> str:
     tokens: Counter[str] = Counter()
     for span in spans:
         tokens.update({share.tier: share.tokens for share in span.behind})
-    got = " and ".join(f"{tier} {count:,} tokens" for tier, count in tokens.most_common() if count)
-    return f" while others computed: {got}" if got else " while nobody computed"
+    return " and ".join(f"{tier} {count:,} tokens" for tier, count in tokens.most_common() if count)
 
 
 def _to(spans: Sequence[Span]) -> str:
@@ -294,7 +304,7 @@ def _bar(story: Story, span: Span) -> str:
 def _because(run: Run, span: Span) -> str:
     where = run.header.fleet[span.instance].id if span.instance >= 0 else ""
     if span.state in WORKS:
-        return f"on {where}"
+        return f"on {where}{_beside([span])}"
     if span.state == OUT:
         return _sent([span]).strip()
     parts = [f"on {where}", _takers(span.takers), _while([span]).strip()]

@@ -49,7 +49,8 @@ class Taker:
 class Span:
     """A stretch of one state. instance: number in the fleet, -1 outside. takers: of what it lost at start.
 
-    iteration: the one (of the run) that it begins with, -1 when it begins with none.
+    behind: others who were served meanwhile (left out while it makes tokens itself). iteration: the one (of
+    the run) that it begins with, -1 when it begins with none.
     """
 
     state: str
@@ -142,12 +143,13 @@ class Reader:
                 yield Span(_name(row["state"]), start, start, instance, int(number))
 
     def _explained(self, request: int, span: Span) -> Span:
-        """Return the span with those it waited behind and those who took what it lost."""
-        if span.state in WORKS:
+        """Return the span with those who were served meanwhile and those who took what it lost."""
+        if span.state == _name(State.RUNNING):
             return span
         if span.state == OUT:
             return replace(span, behind=self._sent(request, span))
-        return replace(span, behind=self._served(request, span), takers=self._takers(request, span))
+        takers = () if span.state in WORKS else self._takers(request, span)
+        return replace(span, behind=self._served(request, span), takers=takers)
 
     def _sent(self, request: int, span: Span) -> tuple[Share, ...]:
         """Return who was sent while it was outside, up to its own turn."""
@@ -162,7 +164,7 @@ class Reader:
         return self._shares(request, others, (work.prompt + work.output)[others])
 
     def _served(self, request: int, span: Span) -> tuple[Share, ...]:
-        """Return who computed in its engine while it did not, from the iteration on that it came in."""
+        """Return who else computed in its engine meanwhile, from the iteration on that it came in."""
         starts, held = self.starts[span.instance], self.held
         low = max(int(np.searchsorted(starts, span.start, "right")) - 1, 0)
         high = int(np.searchsorted(starts, span.end, "left"))
