@@ -37,7 +37,10 @@ class State(IntEnum):
 
 
 COMPUTES = (State.PREFILL, State.RUNNING, State.RECOMPUTE)
-_HOLDS = np.isin(np.arange(len(State)), [*COMPUTES, State.PAUSED])  # by state: holds a slot and KV
+# By state; the last place is that of -1, a row that has not been seen yet.
+_RUNS = np.isin(np.arange(len(State) + 1), COMPUTES)
+_HOLDS = np.isin(np.arange(len(State) + 1), [*COMPUTES, State.PAUSED])  # a slot and KV
+_PAUSED = int(State.PAUSED)  # an enum's members are slow to look up
 
 ITERATIONS = np.dtype(
     [
@@ -177,7 +180,7 @@ class _Seen:
         given[ran.rows] = ran.tokens
         tokens, computed, taken = given[rows], jobs.computed[rows], jobs.evictions[rows]
         state = np.where(
-            jobs.running[rows], State.PAUSED,
+            jobs.running[rows], _PAUSED,
             np.where(jobs.saved[rows] > 0, State.SAVED, np.where(taken > 0, State.EVICTED, State.WAITING)),
         )  # fmt: skip
         fresh = np.where(jobs.made[rows] == 0, State.PREFILL, State.RUNNING)
@@ -248,19 +251,17 @@ class _Look:
 
     def takers(self, iteration: int) -> Log:
         """Return the rows for TAKERS: none when nobody was paused and nothing was taken."""
-        taken = bool(self.lost.any())
-        paused = (self.state == State.PAUSED) & np.isin(self.before, COMPUTES)
-        if not taken and not paused.any():
+        taken, ran = bool(self.lost.any()), _RUNS[self.before]
+        if not taken and not ((self.state == _PAUSED) & ran).any():
             return np.empty(0, TAKERS)
-        slot = (self.tokens > 0) & ~np.isin(self.before, COMPUTES)
-        gained = np.where(taken, np.maximum(self.gained, 0), 0)
+        slot = (self.tokens > 0) & ~ran
+        gained = np.maximum(self.gained, 0) if taken else np.zeros_like(self.gained)
         who = slot | (gained > 0)
         return _table(TAKERS, iteration, self.request[who], gained[who], slot[who])
 
     @property
     def _came(self) -> Bools:
-        held = (self.before >= 0) & _HOLDS[self.before]
-        return np.asarray(_HOLDS[self.state] & ~held)
+        return np.asarray(_HOLDS[self.state] & ~_HOLDS[self.before])
 
 
 def _table(dtype: np.dtype[Any], iteration: int, *columns: Ints | Bools | Floats) -> Log:
