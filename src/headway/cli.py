@@ -1,4 +1,4 @@
-"""What can a person type? serve, model, config, bench."""
+"""What can a person type? serve, simulate, sweep, explain, model, config, bench."""
 
 from __future__ import annotations
 
