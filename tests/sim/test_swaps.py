@@ -136,6 +136,21 @@ def test_what_does_not_fit_into_host_memory_is_cold_again() -> None:
     np.testing.assert_allclose(outcome.end, [11.5, 30.5])
 
 
+def test_what_was_warmed_while_serving_loads_warm() -> None:
+    """From 0 s on b comes into host memory, which takes cold - warm = 9 s; the swap at 12 s takes 1 s."""
+
+    class Prewarmer:
+        def plan(self, cluster: Cluster, now: float) -> Plan:
+            lines = Ordered(by_arrival, displaces=False).plan(cluster, now).lines
+            return Plan(lines, {"e0": "b"} if now >= 12 else {}, {"e0": "b"})
+
+    node = machine("e0", "a", "b", host=2, cold=10.0, warm=1.0, each=0.5)
+    workload = together(at(0.0, model="a", output=1), at(12.0, model="b", output=1))
+    recipe = replace(RECIPES["vllm"], planner=Prewarmer, swaps=True)
+    outcome = Simulation(recipe, [node], workload).run()
+    np.testing.assert_allclose(outcome.end, [0.5, 12.0 + 1.0 + 0.5])
+
+
 def test_the_swap_waits_for_the_iteration_and_takes_the_rest_back() -> None:
     """r0 makes a token per second; at 2.5 s a swap is decided, at 3 s it begins, 3 of 6 tokens being out."""
     node = machine("e0", "a", "b", each=1.0, cold=4.0)
