@@ -1,4 +1,4 @@
-"""What can a person type? serve, model, config, bench."""
+"""What can a person type? serve, simulate, sweep, explain, model, config, bench."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway import __version__
-from headway.errors import HeadwayError
+from headway.errors import ConfigError, HeadwayError
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
@@ -23,8 +23,8 @@ app.add_typer(config_app, name="config")
 # Written out, since importing `recipes` would load numpy for every command; a test compares.
 _RECIPES = (
     "vllm, priority, edf, slack; the papers' baselines vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, "
-    "fastgen, sarathi, multires, rr; over a fleet round-robin, least-loaded, shepherd, parrot, vtc, llm-d-like; "
-    "or module:attribute"
+    "fastgen, sarathi, multires, rr; over a fleet round-robin, least-loaded, shepherd, parrot, vtc, "
+    "llm-d-like; or module:attribute"
 )
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; without it the defaults.")
@@ -101,12 +101,14 @@ def simulate(
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     seed: Annotated[int, typer.Option()] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write plots, report.json and report.html here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write plots, report.json, report.html and runs/RECIPE here.")
+    ] = None,
+    record_mb: Annotated[float, typer.Option(min=0.1, help="Most memory for the recording of a run.")] = 1000,
 ) -> None:
     """What if? SIMULATED: chat and best effort (60:40, or a file's traffic) on a fleet, in virtual time."""
     from headway.bench.simulate import Fleet, alike, main, unlike
 
-    chosen = [name.strip() for name in recipes.split(",") if name.strip()]
     if instance or fleet:
         specs, traffic = _fleet(
             instance, fleet, max_running=max_running, budget=budget, max_model_len=max_model_len,
@@ -116,7 +118,7 @@ def simulate(
     else:
         equal = Fleet(pace, instances, max_running, budget, max_model_len, kv_tokens)
         question = alike(equal, rate, duration, slo, seed, plan_us)
-    main(chosen, question, as_json=as_json, out=out)
+    main(_names(recipes), question, as_json=as_json, out=out, record_mb=record_mb)
 
 
 def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | None) -> tuple[Any, Any]:
@@ -127,6 +129,78 @@ def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | Non
     given = {key: value for key, value in defaults.items() if value is not None}
     specs, traffic = load(fleet, **given) if fleet else ([], [])
     return [*specs, *(spec(text, **given) for text in instance or ())], traffic
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path | None, typer.Argument(help="A TOML file with the options' names as keys.")] = None,
+    recipes: Annotated[str | None, typer.Option(help="Comma separated. [vllm,edf,slack]")] = None,
+    rates: Annotated[str | None, typer.Option(help="Arrivals per second. [2,4,6,8,10]")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many, for the band. [3]")] = None,
+    duration: Annotated[float | None, typer.Option(min=1, help="Seconds of arrivals. [120]")] = None,
+    slo: Annotated[str | None, typer.Option(help="What chat is promised, in ms. [ttft:400 tpot:200]")] = None,
+    pace: Annotated[str | None, typer.Option(help="A built-in pace file or a path. [opt-13b-a100]")] = None,
+    instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="[256]")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Tokens per iteration. [2048]")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="[2048]")] = None,
+    kv_tokens: Annotated[int | None, typer.Option(min=16, help="KV per instance. [the pace file's]")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [one per core]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="End within a minute on a small machine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="The first seed. [0]")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Cells, plots, report.json and report.html. The same DIR goes on.")
+    ] = Path("out/sweep"),
+) -> None:
+    """Recipe x rate x seed, SIMULATED on all cores: latency and attainment against the load. Resumable."""
+    from headway.bench import sweep as sweeps
+    from headway.bench.sweep_report import main
+
+    given = {
+        "recipes": recipes and _names(recipes), "rates": rates and _rates(rates), "seeds": seeds,
+        "seed": seed, "duration": duration, "slo": slo,
+    }  # fmt: skip
+    fleet = {
+        "pace": pace, "count": instances, "max_running": max_running, "budget": budget,
+        "max_model_len": max_model_len, "kv_tokens": kv_tokens,
+    }  # fmt: skip
+    mine, machines = ({k: v for k, v in table.items() if v is not None} for table in (given, fleet))
+    setup = sweeps.build(mine, machines) if file is None else sweeps.read(file, mine, machines)
+    main(setup.quick() if quick else setup, jobs=jobs, as_json=as_json, out=out)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(rate) for rate in _names(text)]
+    except ValueError:
+        raise ConfigError(f"{text!r} is no list of rates.", "Write it like 2,4,6,8.") from None
+
+
+@app.command()
+def explain(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder: DIR/runs/RECIPE of headway simulate --out DIR.")
+    ],
+    request: Annotated[
+        str | None, typer.Argument(help="Its id, r17 or 17; none: the most late ones.")
+    ] = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, help="List that many requests, most late first.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Show every stretch of the timeline.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Why was this request late? Its story in a simulated run: behind whom, evicted by whom, how long."""
+    from headway.bench.explain import main
+
+    if request is not None and worst is not None:
+        raise ConfigError(f"--worst lists requests, and {request} is one.", "Give one of the two.")
+    main(run, request, worst=worst, as_json=as_json, whole=whole)
 
 
 @model_app.command()

@@ -23,65 +23,74 @@ from headway.types import Floats
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 _WINDOW = 20
+_LONG = 10.0  # seconds from which an axis counts in seconds: milliseconds would run into each other
 
 
-def draw(results: Results) -> dict[str, bytes]:
-    """Return the pictures as {name: PNG}: attainment, latency, and timeline when anything was promised."""
+def draw(results: Results, mark: str = "") -> dict[str, bytes]:
+    """Return the pictures as {name: PNG}: attainment, latency, and timeline when anything was promised.
+
+    mark: a word that stands on each picture, so that it goes along when the picture is copied.
+    """
     pictures = {"attainment": _attainment(results), "latency": _latency(results)}
     if any(_promised(records) for records, _ in results.values()):
         pictures["timeline"] = _timeline(results)
-    return {name: _png(figure) for name, figure in pictures.items()}
+    return {name: png(figure, mark) for name, figure in pictures.items()}
 
 
 def _attainment(results: Results) -> Figure:
     settings = [*_tiers(results), measures.ALL]
-    figure, (axes,) = _figure(1, 1, 1.6 + 1.1 * len(settings) * max(1.0, 0.5 * len(results)), 3.4)
+    figure, (axes,) = sheet(1, 1, 1.6 + 1.1 * len(settings) * max(1.0, 0.5 * len(results)), 3.4)
     width = 0.8 / max(len(results), 1)
     for number, (system, (records, _)) in enumerate(results.items()):
         parts = measures.split(records)
         heights = [measures.attainment(parts.get(name, [])) for name in settings]
         places = np.arange(len(settings)) + (number - (len(results) - 1) / 2) * width
-        bars = axes.bar(
-            places, [h or 0.0 for h in heights], width * 0.92, label=system, color=_colour(number)
-        )
+        bars = axes.bar(places, [h or 0.0 for h in heights], width * 0.92, label=system, color=colour(number))
         axes.bar_label(bars, ["-" if h is None else f"{h:.0f}" for h in heights], padding=2, fontsize=9)
     axes.set(xticks=range(len(settings)), xticklabels=settings, ylim=(0, 112), yticks=range(0, 101, 25))
     axes.set(ylabel="requests on time, %", title="SLO attainment by class")
     axes.tick_params(axis="x", length=0)
-    _legend(figure, results)
+    legend(figure, list(results))
     return figure
 
 
 def _latency(results: Results) -> Figure:
     tiers = _tiers(results)
-    figure, grid = _figure(2, max(len(tiers), 1), 1.2 + 3.6 * max(len(tiers), 1), 5.6)
+    metrics = ("ttft", "tpot", "e2el")
+    figure, grid = sheet(len(metrics), max(len(tiers), 1), 1.2 + 3.6 * max(len(tiers), 1), 8.2)
     for place, axes in enumerate(grid):
-        metric = ("ttft", "tpot")[place // max(len(tiers), 1)]
+        metric = metrics[place // max(len(tiers), 1)]
         if tiers:
             _cdf(axes, results, tiers[place % len(tiers)], metric)
-    _legend(figure, results)
+    legend(figure, list(results))
     return figure
 
 
 def _cdf(axes: Axes, results: Results, tier: str, metric: str) -> None:
     """Draw the share of all requests that were this fast: what failed keeps the curve below 100 %."""
     parts = [[record for record in records if record.tier == tier] for records, _ in results.values()]
-    times = [np.sort(measures.values(part, metric)) * 1000 for part in parts]
     limit = _limit(results, tier, metric)
-    edge = _axis(axes, np.concatenate(times), None if limit is None else limit * 1000)
-    for number, (part, seen) in enumerate(zip(parts, times, strict=True)):
-        asked = max(seen.size + sum(not record.ok for record in part), 1)
-        shares = np.arange(1, seen.size + 1) / asked * 100
+    longest = max((values.max(initial=0.0) for values in _values(parts, metric)), default=0.0)
+    unit, times = ("s", 1.0) if longest >= _LONG else ("ms", 1000.0)
+    seen = [np.sort(values) * times for values in _values(parts, metric)]
+    edge = _axis(axes, np.concatenate(seen), None if limit is None else limit * times)
+    for number, (part, points) in enumerate(zip(parts, seen, strict=True)):
+        asked = max(points.size + sum(not record.ok for record in part), 1)
+        shares = np.arange(1, points.size + 1) / asked * 100
         # To the edge, so that a curve which ends early is seen to have reached its height.
-        x, y = np.append(seen, edge), np.append(shares, seen.size / asked * 100)
-        axes.step(x, y, where="post", color=_colour(number), linewidth=1.8)
-    axes.set(ylim=(0, 103), title=f"{tier}: {metric}", xlabel="ms", ylabel="requests, %")
+        x, y = np.append(points, edge), np.append(shares, points.size / asked * 100)
+        axes.step(x, y, where="post", color=colour(number), linewidth=1.8)
+    axes.set(ylim=(0, 103), title=f"{tier}: {metric}", xlabel=unit, ylabel="requests, %")
     if limit is not None:
-        _line(axes, limit * 1000)
+        _line(axes, limit * times, f"SLO {limit * 1000:g} ms")
+
+
+def _values(parts: Sequence[Sequence[Record]], metric: str) -> list[Floats]:
+    return [measures.values(part, metric) for part in parts]
 
 
 def _axis(axes: Axes, seen: Floats, limit: float | None) -> float:
-    """Scale the axis of milliseconds for all that is on it; return its end. Logarithmic for long tails."""
+    """Scale the axis for all that is on it; return its end. Logarithmic for long tails."""
     points = np.append(seen, limit) if limit is not None else seen
     edge = float(points.max()) * 1.05 if points.size and points.max() > 0 else 1.0
     low = float(points.min()) if points.size else 0.0
@@ -97,12 +106,12 @@ def _axis(axes: Axes, seen: Floats, limit: float | None) -> float:
     return edge
 
 
-def _line(axes: Axes, limit: float) -> None:
+def _line(axes: Axes, limit: float, label: str) -> None:
     """Mark the promise, with its label on the side where there is room."""
     axes.axvline(limit, color="#444444", linestyle="--", linewidth=1)
     left = axes.transAxes.inverted().transform(axes.transData.transform((limit, 0)))[0] > 0.5
     axes.annotate(
-        f"SLO {limit:g} ms", (limit, 4), xytext=(-4 if left else 4, 0), textcoords="offset points",
+        label, (limit, 4), xytext=(-4 if left else 4, 0), textcoords="offset points",
         rotation=90, ha="right" if left else "left", va="bottom", fontsize=8, color="#444444",
         bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
     )  # fmt: skip
@@ -110,14 +119,14 @@ def _line(axes: Axes, limit: float) -> None:
 
 def _timeline(results: Results) -> Figure:
     tiers = [tier for tier in _tiers(results) if any(tier in _promised(r) for r, _ in results.values())]
-    figure, grid = _figure(len(tiers), 1, 7.2, 1.0 + 2.4 * len(tiers))
+    figure, grid = sheet(len(tiers), 1, 7.2, 1.0 + 2.4 * len(tiers))
     for axes, tier in zip(grid, tiers, strict=True):
         for number, (records, _) in enumerate(results.values()):
             times, shares = running([record for record in records if record.tier == tier])
-            axes.plot(times, shares, color=_colour(number), linewidth=1.8)
+            axes.plot(times, shares, color=colour(number), linewidth=1.8)
         axes.set(ylim=(-3, 105), xlabel="planned arrival, s", ylabel="on time, %")
         axes.set_title(f"{tier}: attainment of the last {_WINDOW} arrivals")
-    _legend(figure, results)
+    legend(figure, list(results))
     return figure
 
 
@@ -131,7 +140,8 @@ def running(records: Sequence[Record], window: int = _WINDOW) -> tuple[Floats, F
     return np.array([record.at for record in ordered], float), np.asarray(shares, float)
 
 
-def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+def sheet(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure of inches with its axes, row by row, drawn as all our pictures are."""
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False)
@@ -142,12 +152,12 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Figur
     return figure, list(grid.flat)
 
 
-def _legend(figure: Figure, results: Results) -> None:
+def legend(figure: Figure, systems: Sequence[str]) -> None:
     """Name the systems below everything, where no curve can be hidden; one system needs no legend."""
-    if len(results) < 2:
+    if len(systems) < 2:
         return
-    patches = [Patch(color=_colour(number), label=system) for number, system in enumerate(results)]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(results), 4), frameon=False)
+    patches = [Patch(color=colour(number), label=system) for number, system in enumerate(systems)]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(systems), 4), frameon=False)
 
 
 def _tiers(results: Results) -> list[str]:
@@ -159,16 +169,21 @@ def _promised(records: Sequence[Record]) -> set[str]:
 
 
 def _limit(results: Results, tier: str, metric: str) -> float | None:
-    """Return the class's limit of ttft or tpot in seconds, None when it has none or several."""
-    mine = {getattr(r.slo, metric) for records, _ in results.values() for r in records if r.tier == tier}
+    """Return the class's limit of ttft, tpot or e2el in seconds, None when it has none or several."""
+    name = "e2e" if metric == "e2el" else metric
+    mine = {getattr(r.slo, name) for records, _ in results.values() for r in records if r.tier == tier}
     return next(iter(mine)) if len(mine) == 1 else None
 
 
-def _colour(number: int) -> str:
+def colour(number: int) -> str:
+    """Return the colour of the system with this number."""
     return _COLOURS[number % len(_COLOURS)]
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure, mark: str = "") -> bytes:
+    """Return the picture; `mark` stands in its upper right corner."""
+    if mark:
+        figure.suptitle(mark, x=0.995, ha="right", fontsize=8, color="#a04000", fontweight="bold")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()

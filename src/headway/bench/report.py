@@ -6,7 +6,7 @@ else. One system is shown by class; several are shown side by side with their ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from headway.bench.records import Results
 
 __all__ = ["About", "figures", "notes", "table", "to_json", "versions", "write"]
 
+SIMULATED = "SIMULATED"  # on every picture of a simulation
 _LATE = 0.05  # seconds of p99 lateness above which the generator itself is worth a warning
 _HEADLINES = (
     "requests", "failed", "attainment", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p50",
@@ -148,20 +149,21 @@ def write(
     host: Host,
     seconds: float,
     about: About | None = None,
+    more: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
     """Write report.json, the plots as PNG and report.html into a folder; return what was written.
 
-    Raises OSError when the folder cannot be written.
+    more: further pictures {name: PNG} for the same page. Raises OSError when the folder cannot be written.
     """
     from headway.bench import plots  # matplotlib takes a while: only those who write reports wait for it
 
     rows = figures(results)
     header, lines = _by_class(rows) if len(results) == 1 else _by_system(rows, list(results), None)
     page = Page(
-        f"{bench} on {'the simulator' if host == 'sim' else 'vLLM'}",
+        f"{bench} ({SIMULATED})" if host == "sim" else f"{bench} on vLLM",
         ["figure", *header],
         [[line.label, *line.cells] for line in lines],
-        plots.draw(results),
+        {**plots.draw(results, SIMULATED if host == "sim" else ""), **(more or {})},
         notes(results),
     )
     return save(folder, contract(rows, bench=bench, host=host, seconds=seconds), page, about or About())

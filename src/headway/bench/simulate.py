@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 import time
@@ -21,7 +22,10 @@ from headway.bench.records import Record
 from headway.errors import ConfigError
 from headway.recipes import find
 from headway.sim import fleet as fleets
+from headway.sim import runfolder
+from headway.sim.recorder import Recorder, Recording
 from headway.sim.run import Node, Outcome, Simulation, no_time
+from headway.sim.runfolder import Header, Machine, Run
 from headway.sim.workload import TrafficClass, Workload, make, poisson
 from headway.types import Slo
 
@@ -97,26 +101,59 @@ def chat_batch(rate: float, duration: float, seed: int, chat: Slo, longest: int)
 
 def simulate(
     recipes: Sequence[str], fleet: Fleet | Mixed, workload: Workload, *, bar: bool = True,
-    plan_seconds: Callable[[int], float] = no_time,
+    plan_seconds: Callable[[int], float] = no_time, keep: Keep | None = None,
 ) -> Results:  # fmt: skip
-    """Run the workload under each recipe; return records per recipe and how fast the simulator was."""
+    """Run the workload under each recipe; return records per recipe and how fast the simulator was.
+
+    keep: record each run as well, and keep it as its folder.
+    """
     _check(recipes, fleet.nodes(workload.models[0]))
-    results: dict[str, tuple[list[Record], float | None]] = {}
-    speeds: dict[str, Speed] = {}
-    told: dict[str, str] = {}
+    found = Results({}, {}, {}, {})
     with Progress(disable=not bar, transient=True) as progress:
         for name in recipes:
             task = progress.add_task(name, total=workload.arrival.size)
-            began = time.perf_counter()
             nodes = fleet.nodes(workload.models[0])
+            recorder = Recorder(keep.megabytes) if keep else None
+            began = time.perf_counter()
             simulation = Simulation(find(name), nodes, workload, plan_seconds=plan_seconds)
-            outcome = simulation.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
+            outcome = simulation.run(
+                lambda done, task=task: progress.update(task, completed=done),  # type: ignore[misc]
+                recorder,
+            )
             wall = time.perf_counter() - began
-            results[name] = (records(workload, outcome), float(outcome.evictions.sum()))
+            found.records[name] = (records(workload, outcome), float(outcome.evictions.sum()))
             end = float(np.nanmax(outcome.end, initial=0.0))
-            speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
-            told[name] = _told(outcome)
-    return Results(results, speeds, told)
+            found.speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
+            found.told[name] = _told(outcome)
+            if keep and recorder:
+                found.runs[name] = keep.run(name, nodes, workload, outcome, recorder.recording())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Where recorded runs go (`folder`/runs/RECIPE), how large a recording may be, and what they say."""
+
+    folder: Path
+    megabytes: float
+    seed: int
+    command: str
+    about: str
+
+    def run(
+        self, recipe: str, nodes: Sequence[Node], workload: Workload, outcome: Outcome, recording: Recording
+    ) -> Run:
+        """Write a run folder and return its run."""
+        machines = tuple(map(Machine.of, nodes))
+        header = Header(recipe, machines, self.seed, self.command, self.about)
+        run = Run(header, workload, outcome, recording)
+        runfolder.save(run, self.folder / "runs" / file_name(recipe))
+        return run
+
+
+def file_name(recipe: str) -> str:
+    """Return a recipe's name as files may be called: those from outside have a colon and dots."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", recipe)
 
 
 def _check(recipes: Sequence[str], nodes: Sequence[Node]) -> None:
@@ -157,16 +194,21 @@ class Question:
         return self.plan_us * 1e-6 * queued
 
 
-def main(recipes: Sequence[str], question: Question, *, as_json: bool, out: Path | None) -> None:
+def main(
+    recipes: Sequence[str], question: Question, *, as_json: bool, out: Path | None, record_mb: float = 1000.0
+) -> None:
     """Simulate, print a table or one JSON object, and write the files when a folder is given."""
     began = time.perf_counter()
     workload, longer = question.workload()
-    found = simulate(recipes, question.fleet, workload, bar=not as_json, plan_seconds=question.plan_seconds)
-    seconds = time.perf_counter() - began
     left_out = f"; {longer} requests longer than any instance holds left out" if longer else ""
     about = report.About(shlex.join(["headway", *sys.argv[1:]]), question.seed, question.about + left_out)
+    keep = Keep(out, record_mb, question.seed, about.command, about.workload) if out else None
+    found = simulate(
+        recipes, question.fleet, workload, bar=not as_json, plan_seconds=question.plan_seconds, keep=keep
+    )
+    seconds = time.perf_counter() - began
     if out is not None:
-        report.write(out, found.records, bench="simulate", host="sim", seconds=seconds, about=about)
+        _write(out, found, seconds, about)
     if as_json:
         data = report.to_json(found.records, bench="simulate", host="sim", seconds=seconds)
         print(json.dumps(data, allow_nan=False))
@@ -178,6 +220,18 @@ def main(recipes: Sequence[str], question: Question, *, as_json: bool, out: Path
             f"[dim]{name}: {speed.times_real:.0f}x real time, {speed.iterations} iterations, "
             f"{speed.wall * 1e6 / max(speed.iterations, 1):.0f} us each{found.told[name]}[/]"
         )
+
+
+def _write(out: Path, found: Results, seconds: float, about: report.About) -> None:
+    """Write the page with everything, and say where it and the runs are."""
+    from headway.bench import plots_run  # matplotlib takes a while: only those who write reports wait for it
+
+    more = {f"engine-{file_name(name)}": plots_run.draw(run) for name, run in found.runs.items()}
+    report.write(out, found.records, bench="simulate", host="sim", seconds=seconds, about=about, more=more)
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"written: {out}/report.html")
+    for name in found.runs:
+        console.print(f"why was a request late: headway explain {out}/runs/{file_name(name)} --worst 10")
 
 
 def alike(fleet: Fleet, rate: float, duration: float, slo: str, seed: int, plan_us: float = 0.0) -> Question:
@@ -214,11 +268,13 @@ def _told(outcome: Outcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """records: what `report` reads. speeds, told (refusals, swaps, planner time in words): per recipe."""
+    """records: what `report` reads. speeds, told (refusals, swaps, planner time in words): per recipe. runs:
+    those that were kept."""
 
     records: dict[str, tuple[list[Record], float | None]]
     speeds: dict[str, Speed]
     told: dict[str, str]
+    runs: dict[str, Run]
 
 
 def records(workload: Workload, outcome: Outcome) -> list[Record]:

@@ -133,8 +133,8 @@ class Host:
         pace, warm = self.form.pace.seconds, tuple(self.memory.held)
         return replace(self.form.instance, loadable=others, warm=warm, pace=pace)
 
-    def add(self, request: Request, output: int, left: float, before: Taken | None) -> None:
-        """Hand a request in; one that was taken out elsewhere goes on after the tokens it has made."""
+    def add(self, request: Request, output: int, left: float, before: Taken | None) -> int:
+        """Hand a request in, return its row; one taken out elsewhere goes on after the tokens it has made."""
         row = self.engine.add(
             request.id, request.prompt_tokens, output, arrival=request.arrival, slo=request.slo,
             priority=request.priority, left=left if before is None else max(left - before.made, 1.0),
@@ -144,6 +144,7 @@ class Host:
             jobs.made[row], jobs.evictions[row] = before.made, before.evictions
             if before.made:
                 jobs.first[row] = before.first
+        return row
 
     def take_all(self, *, keep: bool) -> dict[str, Taken]:
         """Empty the engine. keep: what was made counts on (its KV is lost and recomputed), else nothing."""

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.controller import Controller
+from headway.engines.simulated import Ran
 from headway.errors import ConfigError, HeadwayError
 from headway.forecast.lengths import TaskLengths
 from headway.ports import Cluster, Lengths, Recipe
 from headway.sim import fast
 from headway.sim.host import Host, Load, Node, Taken, check, check_fleet
 from headway.sim.outcome import Failure, Outcome
+from headway.sim.recorder import Recorder
 from headway.sim.workload import Workload
 from headway.types import (
     Arrived,
@@ -74,8 +76,11 @@ class Simulation:
     tick: float = 1.0  # seconds after which the planner is asked again when requests wait and nothing runs
     fast: bool = True
 
-    def run(self, progress: Callable[[int], None] | None = None) -> Outcome:
-        """Run to the end of the last request; `progress` is told how many have arrived.
+    def run(self, progress: Callable[[int], None] | None = None, recorder: Recorder | None = None) -> Outcome:
+        """Run to the end of the last request.
+
+        progress is told how many have arrived, recorder every iteration (it costs nothing when absent; with
+        it the run is not one compiled loop).
 
         Raises ConfigError, before anything runs, for a fleet that can never serve this workload; HeadwayError
         when requests wait that the planner sends nowhere.
@@ -83,9 +88,9 @@ class Simulation:
         check(self.nodes)
         check_fleet(self.nodes, self.workload, swaps=self.recipe.swaps)
         self._check_failures()
-        if self.fast and (outcome := self._compiled(progress)) is not None:
+        if self.fast and recorder is None and (outcome := self._compiled(progress)) is not None:
             return outcome
-        run = _Run(self)
+        run = _Run(self, recorder)
         run.go(progress)
         return run.outcome
 
@@ -124,8 +129,9 @@ class Simulation:
 class _Run:
     """The loop's state."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, recorder: Recorder | None) -> None:
         self.workload, self.outcome = simulation.workload, Outcome.of(len(simulation.workload))
+        self.recorder = recorder
         recipe = simulation.recipe
         self.controller = Controller(
             recipe.planner(), simulation.lengths, simulation.max_queued, Cluster(pull=recipe.pull)
@@ -260,7 +266,9 @@ class _Run:
             return
         self.outcome.node[index] = self._codes[send.instance]
         left = self.controller.lengths.forecast(request).mean
-        host.add(request, output, left, self._taken.pop(send.id, None))
+        row = host.add(request, output, left, self._taken.pop(send.id, None))
+        if self.recorder is not None:
+            self.recorder.sent(index, self._codes[send.instance], row, now)
         if host.running is None:
             self._begin(send.instance, host, now)
 
@@ -268,6 +276,7 @@ class _Run:
         """Start the next iteration if there is anything to compute."""
         ran = host.engine.schedule(now)
         if not ran.rows.size:
+            self._note(name, host, ran, 0.0)
             return
         batch = host.engine.batch(ran)
         seconds = host.form.pace.seconds(batch)
@@ -276,11 +285,16 @@ class _Run:
             seconds += ran.copied * host.form.copy_seconds
         host.running = ran
         self._running += 1
+        self._note(name, host, ran, seconds)
         self.outcome.iterations += 1
         self.outcome.busy += seconds
         self.outcome.preempted += ran.preempted
         self.outcome.paused += ran.paused.size
         self._at(now + seconds, "iteration", name)
+
+    def _note(self, name: str, host: Host, ran: Ran, seconds: float) -> None:
+        if self.recorder is not None:
+            self.recorder.iteration(self._codes[name], host.engine, ran, seconds, self.controller.queued)
 
     def _iteration_ends(self, name: str, serial: int, now: float) -> None:
         host = self.hosts[name]
@@ -317,10 +331,13 @@ class _Run:
         model, host.leaving, host.loading = host.leaving, "", True
         self.outcome.swaps += 1
         self._at(now + host.load_seconds(model), "loaded", name, model)
-        self._give_back(host.take_all(keep=True))
+        self._give_back(host.take_all(keep=True), now)
 
-    def _give_back(self, taken: dict[str, Taken]) -> None:
+    def _give_back(self, taken: dict[str, Taken], now: float) -> None:
         self._taken |= taken
+        if self.recorder is not None:
+            for id in taken:
+                self.recorder.returned(int(id[1:]), now)
         self._inbox.extend(Returned(id, was.made) for id, was in taken.items())
 
     def _loaded(self, name: str, serial: int, now: float) -> None:
@@ -347,7 +364,7 @@ class _Run:
         host.up, host.leaving, host.loading = False, "", False
         self._coming = self._without(name)
         self._tell(InstanceDown(name), now)
-        self._give_back(taken)
+        self._give_back(taken, now)
         self._drain(now)
 
     def _without(self, name: str) -> list[Command] | None:

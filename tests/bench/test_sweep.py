@@ -1,0 +1,304 @@
+"""A sweep computes each cell once, survives what goes wrong in one, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from headway.bench import plots_sweep, sweep_report
+from headway.bench import sweep as sweeps
+from headway.bench.simulate import Fleet
+from headway.bench.sweep import Cell, Sweep
+from headway.cli import app
+from headway.errors import ConfigError
+from headway.forecast.pace import OnlinePace
+from headway.pack.classic import Fcfs
+from headway.plan import classic
+from headway.ports import Packer
+from headway.recipes import Recipe
+
+SMALL = Sweep(("vllm", "edf"), (4.0, 8.0), 2, 0, 4.0)
+
+
+class Broken:
+    """A packer that is wrong: it cannot even begin."""
+
+    def pack(self, *_: Any) -> Any:
+        raise ZeroDivisionError("nothing to pack by")
+
+
+class Deadly:
+    """A packer that takes its process with it, as one that runs out of memory does."""
+
+    def pack(self, *_: Any) -> Any:
+        os._exit(9)
+
+
+class Slow:
+    """A packer that takes its time, so that there is some to stop it in."""
+
+    def __init__(self, inner: Packer) -> None:
+        self.inner = inner
+
+    def pack(self, *state: Any) -> Any:
+        time.sleep(0.5)
+        return self.inner.pack(*state)
+
+
+def recipe(name: str, packer: Callable[[int, int, OnlinePace], Any]) -> Recipe:
+    return Recipe(name, "for tests", lambda: classic.Ordered(classic.by_arrival), packer)
+
+
+BROKEN = recipe("broken", lambda *_: Broken())
+DEADLY = recipe("deadly", lambda *_: Deadly())
+SLOW = recipe("slow", lambda running, budget, pace: Slow(Fcfs(running)))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compute SMALL once, here."""
+    folder = tmp_path_factory.mktemp("cells")
+    for cell in SMALL.cells():
+        sweeps.compute(cell, folder)
+    return folder
+
+
+def found(folder: Path, sweep: Sweep = SMALL) -> dict[Cell, dict[str, Any]]:
+    return {cell: data for cell in sweep.cells() if (data := sweeps.done(cell, folder)) is not None}
+
+
+# ---- cells
+
+
+def test_cells_are_every_combination_once() -> None:
+    cells = replace(SMALL, rates=(4.0, 8.0, 4.0)).cells()
+    assert len(cells) == len(set(cells)) == 8
+    assert {(cell.recipe, cell.rate, cell.seed) for cell in cells} == {
+        (recipe, rate, seed) for recipe in ("vllm", "edf") for rate in (4.0, 8.0) for seed in (0, 1)
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recipe": "slack"}, {"rate": 4.5}, {"seed": 7}, {"duration": 5.0}, {"slo": "ttft:500"},
+        {"fleet": Fleet("opt-66b-a100-tp4")}, {"fleet": Fleet("opt-13b-a100", kv_tokens=9000)},
+    ],
+)  # fmt: skip
+def test_any_change_of_the_setting_is_another_cell(change: dict[str, Any], swept: Path) -> None:
+    cell = SMALL.cells()[0]
+    other = replace(cell, **change)
+    assert other.key != cell.key
+    assert sweeps.done(cell, swept) is not None
+    assert sweeps.done(other, swept) is None
+
+
+def test_another_simulator_or_pace_file_is_another_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = SMALL.cells()[0]
+    keys = {cell.key}
+    for name in ("_code", "_pace"):
+        monkeypatch.setattr(sweeps, name, lambda *_: "other")
+        keys.add(cell.key)
+    assert len(keys) == 3
+
+
+def test_a_half_written_or_foreign_file_is_no_cell(swept: Path, tmp_path: Path) -> None:
+    cell = SMALL.cells()[0]
+    whole = (swept / f"{cell.key}.json").read_text()
+    for text in (whole[:50], "[]", "{}", whole.replace('"seed": 0', '"seed": 5')):
+        (tmp_path / f"{cell.key}.json").write_text(text)
+        assert sweeps.done(cell, tmp_path) is None
+
+
+def test_a_cell_is_the_simulation_of_its_seed(swept: Path) -> None:
+    from headway.bench import measures
+    from headway.bench.mix import promise
+    from headway.bench.simulate import chat_batch, simulate
+
+    cell = SMALL.cells()[-1]
+    workload = chat_batch(cell.rate, cell.duration, cell.seed, promise(cell.slo), 2048)
+    rows = measures.figures(simulate([cell.recipe], cell.fleet, workload, bar=False).records)
+    data = sweeps.done(cell, swept)
+    assert data is not None
+    assert data["rows"] == [[row.id, row.setting, row.ours, row.unit] for row in rows]
+
+
+# ---- figures
+
+
+def test_a_figure_is_the_mean_between_its_extremes(swept: Path) -> None:
+    cells = found(swept)
+    rows = {
+        (r.id, r.system, r.setting): r.ours for r in sweep_report.rows(sweep_report.collect(SMALL, cells))
+    }
+    for recipe_name in SMALL.recipes:
+        values = [
+            figure[2]
+            for cell, data in cells.items()
+            if (cell.recipe, cell.rate) == (recipe_name, 8.0)
+            for figure in data["rows"]
+            if figure[:2] == ["ttft.p50", "chat"]
+        ]
+        assert len(values) == 2
+        where = (recipe_name, "chat at 8 req/s")
+        assert rows["ttft.p50", *where] == pytest.approx(sum(values) / 2)
+        assert (rows["ttft.p50.min", *where], rows["ttft.p50.max", *where]) == (min(values), max(values))
+    ids = list(rows)
+    assert len(ids) == len(set(ids))
+
+
+def test_missing_cells_leave_gaps(swept: Path) -> None:
+    cells = {cell: data for cell, data in found(swept).items() if (cell.recipe, cell.rate) != ("edf", 8.0)}
+    curves = sweep_report.collect(SMALL, cells)
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(sweep_report.table(curves, ["a [note]"]))
+    text = console.export_text()
+    assert "a [note]" in text
+    assert any("8" in line and line.rstrip(" │").endswith("-") for line in text.splitlines())
+    assert all(png.startswith(b"\x89PNG") for png in plots_sweep.draw(curves).values())
+
+
+def test_nothing_at_all_can_be_drawn() -> None:
+    curves = sweep_report.collect(SMALL, {})
+    assert set(plots_sweep.draw(curves)) == {"attainment-rate", "latency-rate", "throughput-rate"}
+
+
+# ---- the command
+
+
+def headway(*arguments: str) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (*sys.path, ".") if path)}
+    argv = [sys.executable, "-c", "from headway.cli import main; main()", "sweep", *arguments]
+    return subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def options(out: Path, recipes: str, **more: Any) -> list[str]:
+    given = {"rates": "4,8", "seeds": 1, "duration": 3, "jobs": 2, **more}
+    return ["--recipes", recipes, "--out", str(out), *(f"--{k}={v}" for k, v in given.items())]
+
+
+def test_a_failing_cell_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    mine = __name__
+    process = headway(*options(tmp_path, f"vllm,{mine}:BROKEN,{mine}:DEADLY,edf", rates=8), "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert err.count("ZeroDivisionError: nothing to pack by") == 1
+    assert err.count("its process died") == 1
+    data = json.loads(out)
+    assert (data["bench"], data["host"]) == ("sweep", "sim")
+    assert {row["system"] for row in data["rows"]} == {"vllm", "edf"}
+    assert {row["setting"] for row in data["rows"] if row["system"] == "edf"} >= {
+        "chat at 8 req/s", "all at 8 req/s"
+    }  # fmt: skip
+    page = (tmp_path / "report.html").read_text()
+    assert "SIMULATED" in page
+    assert "nothing to pack by" in page
+    assert page.count("data:image/png;base64,") == 3
+    assert len(list((tmp_path / "cells").iterdir())) == 2
+
+
+def test_ctrl_c_leaves_what_is_done_and_no_process(tmp_path: Path) -> None:
+    import psutil
+
+    for_ever = options(tmp_path, f"vllm,{__name__}:SLOW", rates="4,8")
+    process = headway(*for_ever)
+    family = psutil.Process(process.pid)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "cells").glob("*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = family.children(recursive=True)
+    assert workers
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cells").glob("*.json")}
+    for one in (family, *workers):  # as a terminal does it: everybody hears it
+        one.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert "stopped: 2 of 4 cells are done" in err
+    assert "Traceback" not in err
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+
+    again = headway(*options(tmp_path, "vllm,edf", rates="4,8"))
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    assert "2 of 4 cells are there already" in err
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+
+
+# ---- what can be asked for
+
+
+def test_a_file_and_options_that_replace_it(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text(
+        'recipes = ["edf"]\nrates = [1, 2.5]\nseeds = 4\n[fleet]\npace = "opt-66b-a100"\ncount = 2\n'
+    )
+    assert sweeps.read(file, {}, {}) == Sweep(("edf",), (1.0, 2.5), 4, fleet=Fleet("opt-66b-a100", 2))
+    mixed = sweeps.read(file, {"recipes": ["slack"], "seed": 9}, {"count": 3})
+    assert mixed == Sweep(("slack",), (1.0, 2.5), 4, 9, fleet=Fleet("opt-66b-a100", 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("recipe = ['edf']", "Did you mean recipes?"),
+        ("[fleet]\npaces = 'x'", "Did you mean pace?"),
+        ("fleet = 3", "fleet"),
+        ("seeds = 2.5", "seeds is 2.5. It must be a whole number"),
+        ("seeds = true", "seeds is True"),
+        ("rates = 3", "rates is 3. It must be a list of numbers"),
+        ("rates = ['fast']", "wrong type"),
+        ("recipes = []", "A sweep of nothing"),
+        ("rates = [-1]", "-1.0 is no rate"),
+        ("duration = inf", "inf is no rate or duration"),
+        ("seeds = ", "is not TOML"),
+    ],
+)
+def test_a_bad_file_is_a_clear_error(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        sweeps.read(file, {}, {})
+    assert said in str(caught.value)
+
+
+def test_no_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        sweeps.read(tmp_path / "none.toml", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--recipes", "slak"], "slack"),
+        (["--slo", "ttfd:3"], "ttft"),
+        (["--pace", "opt-13"], "opt-13b-a100"),
+        (["--rates", "2,x"], "no list of rates"),
+        (["--kv-tokens", "100"], "hold no request"),
+    ],
+)
+def test_what_is_wrong_for_all_cells_is_said_before_any_is_computed(
+    tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    result = CliRunner().invoke(app, ["sweep", "--out", str(tmp_path / "o"), *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+    assert not (tmp_path / "o").exists()
+
+
+def test_quick_is_small() -> None:
+    few = Sweep().quick()
+    assert len(few.cells()) <= 24
+    assert few.duration <= 20
