@@ -29,7 +29,7 @@ def alone(engine: Engine) -> list[list[int]]:
 
 
 class Chaos:
-    """Random order, pauses, evictions, swaps, batch limits, budgets and chunk sizes: the worst legal packer."""
+    """Random order, pauses, evictions, swaps, batch limits, budgets and chunk sizes: the worst packer."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

@@ -53,7 +53,7 @@ class HostPool(KVConnectorBase_V1):
         size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         each = max(size // max(kv_cache_config.num_blocks, 1), 1)
         self.free = int(float(options.get("host_gib", 0)) * _GIB) // each
-        self.num_blocks = kv_cache_config.num_blocks
+        self.num_blocks, self.size = kv_cache_config.num_blocks, vllm_config.cache_config.block_size
         self.saved: dict[str, int] = {}
         self._held: dict[str, int] = {}  # blocks of the pool per request
         self._next = Copies()
@@ -79,10 +79,9 @@ class HostPool(KVConnectorBase_V1):
         """The request has blocks again: order its copy back."""
         id = request.request_id
         if num_external_tokens:
-            ids, size = blocks.get_block_ids()[0], self._kv_cache_manager.block_size
-            tokens = self.saved[id]
-            there = (tokens - num_external_tokens) // size
-            self._next.back.append((id, ids[: -(-tokens // size)], there))
+            ids, tokens = blocks.get_block_ids()[0], self.saved[id]
+            there = (tokens - num_external_tokens) // self.size
+            self._next.back.append((id, ids[: -(-tokens // self.size)], there))
             self._release(id)
         elif id in self.saved:  # the prefix cache had all of it
             self._forget(id)
