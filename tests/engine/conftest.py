@@ -20,6 +20,7 @@ ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "2",
 }
+HOST_GIB = 0.25  # room for about half of what the tests save, so that the pool runs out too
 BLOCKS = 96  # x 32 tokens: small, so that KV runs out
 
 
@@ -59,6 +60,7 @@ def engine() -> Iterator[Engine]:
     os.environ.update(ENV)
     from vllm import LLM
 
+    from headway.engines.vllm import connector
     from headway.engines.vllm.hook import HeadwayScheduler
 
     llm = LLM(
@@ -66,6 +68,7 @@ def engine() -> Iterator[Engine]:
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=512, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "slack", "max_running": 8}},
+        kv_transfer_config=connector.config(HOST_GIB),
     )  # fmt: skip
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()

@@ -29,7 +29,7 @@ def alone(engine: Engine) -> list[list[int]]:
 
 
 class Chaos:
-    """Random order, pauses, evictions, batch limits, budgets and chunk sizes: the worst legal packer."""
+    """Random order, pauses, evictions, swaps, batch limits, budgets and chunk sizes: the worst packer."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -38,11 +38,12 @@ class Chaos:
         rng, rows = self.rng, self.rng.permutation(jobs.rows())
         step = arrange(jobs, rows, ledger, int(rng.integers(1, 9)), int(rng.integers(16, 256)))
         running = step.order[jobs.running[step.order]]
-        struck = running[rng.random(running.size) < 0.02]
-        keep = ~np.isin(step.order, struck)
+        struck = running[rng.random(running.size) < 0.04]
+        keep, saved = ~np.isin(step.order, struck), rng.random(struck.size) < 0.5
         assert step.tokens is not None
+        evict = np.concatenate([step.evict, struck[~saved]])
         return replace(
-            step, order=step.order[keep], tokens=step.tokens[keep], evict=np.concatenate([step.evict, struck])
+            step, order=step.order[keep], tokens=step.tokens[keep], evict=evict, save=struck[saved]
         )
 
 
@@ -61,6 +62,8 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert after["evictions"] > before["evictions"]
     assert after["pauses"] > before["pauses"]
+    assert after["saves"] > before["saves"]
+    assert not engine.scheduler.connector.saved
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
     assert not len(engine.scheduler.requests)
 

@@ -35,6 +35,8 @@ class HeadwayMixin:
     running: list[Any]
     waiting: Any
     requests: dict[str, Any]
+    connector: Any
+    kv_cache_manager: Any
     # Both are virtual in clockwork.py: instants as clients count them, and what measures durations.
     clock: Callable[[], float] = staticmethod(time.time)
     timer: Callable[[], float] = staticmethod(time.perf_counter)
@@ -49,7 +51,7 @@ class HeadwayMixin:
         self.recipe = find(options.get("recipe", "vllm"))
         self.packer = self.recipe.packer(running, stock.max_num_scheduled_tokens, self.pace)
         self.jobs = Jobs()
-        self.counters = {"steps": 0, "evictions": 0, "pauses": 0, "step_seconds": 0.0}
+        self.counters = {"steps": 0, "evictions": 0, "saves": 0, "pauses": 0, "step_seconds": 0.0}
         self.log: deque[tuple[float, dict[str, int], list[str], list[str]]] = deque(maxlen=_LOG)
         self._caps: dict[str, int] = {}
         self._ours: dict[str, str] = {}  # the engine's id -> Headway's (several to one when n > 1)
@@ -81,7 +83,9 @@ class HeadwayMixin:
         now = self.clock()
         self._refresh(now)
         step = self.packer.pack(self.jobs, self._ledger(), now)
-        for row in (*step.evict, *step.save):  # without a host pool a saved request is computed again
+        for row in step.save:
+            self._save(self.requests[str(self.jobs.keys[row])])
+        for row in step.evict:
             self._evict(self.requests[str(self.jobs.keys[row])])
         paused, candidates, backlog = self._show(step)
         try:
@@ -134,9 +138,11 @@ class HeadwayMixin:
         jobs.first[rows[(jobs.made[rows] == 0) & (made > 0)]] = now
         jobs.left[rows] = np.maximum(jobs.left[rows] - (made - jobs.made[rows]), 1.0)
         jobs.running[rows], jobs.made[rows] = True, made
-        jobs.computed[:], jobs.blocks[:] = 0, 0
+        jobs.computed[:], jobs.blocks[:], jobs.saved[:] = 0, 0, 0
         jobs.computed[rows] = np.fromiter((r.num_computed_tokens for r in running), np.int64, len(running))
         jobs.blocks[rows] = -(-jobs.computed[rows] // self._block_size)
+        for id, tokens in getattr(self.connector, "saved", {}).items():
+            jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
 
     def _leave(self, id: str) -> None:
         self.jobs.remove(id)
@@ -156,6 +162,14 @@ class HeadwayMixin:
         self.jobs.running[row] = False
         self.jobs.evictions[row] += 1
         self.counters["evictions"] += 1
+
+    def _save(self, request: Any) -> None:
+        """Take a request's KV to the host; when there is no pool or no room in it, it is computed again."""
+        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        save = getattr(self.connector, "save", None)
+        kept = save is not None and save(request.request_id, blocks, request.num_computed_tokens)
+        self.counters["saves"] += kept
+        self._evict(request)
 
     def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:
         """Let stock code see only what the step names. Returns what `_restore` needs."""
@@ -205,7 +219,7 @@ class HeadwayMixin:
             self._began = self.timer()
             self.counters["steps"] += 1
             self.counters["pauses"] += len(paused)
-            evicted = self.jobs.names(step.evict)
+            evicted = self.jobs.names([*step.evict, *step.save])
             self.log.append((now, ran, [request.request_id for request in paused], evicted))
 
     def _shape(self, ran: dict[str, int]) -> Batch:

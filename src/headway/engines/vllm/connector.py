@@ -1,0 +1,146 @@
+"""Where does a swapped request's KV wait? In host memory, by a KV connector of our own.
+
+vLLM V1 preempts by recomputing; its offload connectors keep full blocks by content. This one keeps one
+request's KV as it is, the partial block too: `Step.save` copies it out before the blocks are used again, and
+admission copies it back before the forward pass (QLM 5, KV swap; BROS 5.2 builds on it). The pool is bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+NAME = "HostPool"
+_GIB = 1 << 30
+
+
+def config(host_gib: float) -> dict[str, Any]:
+    """Return what `--kv-transfer-config` takes for a pool of this many GiB."""
+    return {
+        "kv_connector": NAME, "kv_connector_module_path": __name__, "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_gib": host_gib},
+    }  # fmt: skip
+
+
+@dataclass
+class Copies(KVConnectorMetadata):
+    """What the worker does before the next forward pass, in this order.
+
+    out: (request, its block ids) to the host; drop: requests whose copies are not needed any more; back:
+    (request, its block ids, how many of them are there already) to the device.
+    """
+
+    out: list[tuple[str, list[int]]] = field(default_factory=list)
+    drop: list[str] = field(default_factory=list)
+    back: list[tuple[str, list[int], int]] = field(default_factory=list)
+
+
+class HostPool(KVConnectorBase_V1):
+    """Both sides of the connector; vLLM makes one of them in the scheduler and one in each worker.
+
+    saved: tokens on the host per request (scheduler side). Copies are ordered by the device's own stream:
+    blocks given away in this step are read before they are written, and come back before they are read.
+    """
+
+    requires_kv_delivery = False
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        each = max(size // max(kv_cache_config.num_blocks, 1), 1)
+        self.free = int(float(options.get("host_gib", 0)) * _GIB) // each
+        self.num_blocks, self.size = kv_cache_config.num_blocks, vllm_config.cache_config.block_size
+        self.saved: dict[str, int] = {}
+        self._held: dict[str, int] = {}  # blocks of the pool per request
+        self._next = Copies()
+        self._caches: list[Any] = []
+        self._host: dict[str, list[Any]] = {}
+
+    # ---- the scheduler's side
+
+    def save(self, id: str, blocks: list[int], tokens: int) -> bool:
+        """Keep a request's KV, whose blocks are about to be freed. False when the pool has no room for it."""
+        if len(blocks) > self.free or not tokens:
+            return False
+        self.free -= len(blocks)
+        self.saved[id], self._held[id] = tokens, len(blocks)
+        self._next.out.append((id, list(blocks)))
+        return True
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many more tokens than the prefix cache the pool has, to be loaded within the step."""
+        return max(self.saved.get(request.request_id, 0) - num_computed_tokens, 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has blocks again: order its copy back."""
+        id = request.request_id
+        if num_external_tokens:
+            ids, tokens = blocks.get_block_ids()[0], self.saved[id]
+            there = (tokens - num_external_tokens) // self.size
+            self._next.back.append((id, ids[: -(-tokens // self.size)], there))
+            self._release(id)
+        elif id in self.saved:  # the prefix cache had all of it
+            self._forget(id)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Copies:
+        """Hand the worker its copies."""
+        copies, self._next = self._next, Copies()
+        return copies
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request that ends while its KV is on the host (it was aborted) needs it no more."""
+        if request.request_id in self.saved:
+            self._forget(request.request_id)
+        return False, None
+
+    def _forget(self, id: str) -> None:
+        self._release(id)
+        self._next.drop.append(id)
+
+    def _release(self, id: str) -> None:
+        self.saved.pop(id)
+        self.free += self._held.pop(id)
+
+    # ---- the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Take note of each layer's cache, as views whose first dimension is the block."""
+        self._caches = [self._by_block(cache) for cache in kv_caches.values()]
+
+    def _by_block(self, cache: Any) -> Any:
+        return cache.movedim(list(cache.shape).index(self.num_blocks), 0)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Copy out what the scheduler has freed; vLLM calls this before anything writes."""
+        for id, blocks in kv_connector_metadata.out:
+            self._host[id] = [_to_host(cache[blocks]) for cache in self._caches]
+        for id in kv_connector_metadata.drop:
+            self._host.pop(id)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Copy back what comes in again with this forward pass."""
+        for id, blocks, there in self._get_connector_metadata().back:
+            for cache, host in zip(self._caches, self._host.pop(id), strict=True):
+                cache[blocks[there:]] = host[there:].to(cache.device, non_blocking=True)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Copies run on the stream that computes: nothing to wait for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved during the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved during the forward pass."""
+
+
+def _to_host(blocks: Any) -> Any:
+    """Return a copy in host memory; pinned on a GPU, so that it does not hold up the next kernels."""
+    if blocks.device.type == "cpu":
+        return blocks  # indexing made a copy already
+    host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
+    host.copy_(blocks, non_blocking=True)
+    return host
