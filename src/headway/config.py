@@ -44,7 +44,8 @@ class Engine:
     """One instance. With `url` Headway attaches to a vLLM that runs; without, it starts `vllm serve`.
 
     max_running: requests computed in one iteration. slots: requests that may hold KV, running or paused.
-    kv_gib: KV cache on a CPU (on a GPU use args = ["--gpu-memory-utilization", ...]).
+    kv_gib: KV cache on a CPU (on a GPU use args = ["--gpu-memory-utilization", ...]). host_kv_gib: host
+    memory for the KV of swapped requests; 0 = none, they are computed again.
     """
 
     model: str = "smollm2"
@@ -56,6 +57,7 @@ class Engine:
     max_model_len: Count = 2048
     max_batched_tokens: Count = 2048
     kv_gib: Count = 1
+    host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
     blocks: Count | None = None  # KV blocks when fewer than fit, for tests of full memory
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cores: str | None = None  # CPU cores, such as "0-1"; None = all

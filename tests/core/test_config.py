@@ -38,6 +38,7 @@ slots = 9
 max_model_len = 1024
 max_batched_tokens = 512
 kv_gib = 2
+host_kv_gib = 2
 blocks = 96
 dtype = "float32"
 cores = "0-1"
@@ -88,7 +89,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.engines == (
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
-            slots=9, max_model_len=1024, max_batched_tokens=512, kv_gib=2, blocks=96, dtype="float32",
+            slots=9, max_model_len=1024, max_batched_tokens=512, kv_gib=2, host_kv_gib=2.0, blocks=96,
+            dtype="float32",
             cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
             start_timeout_s=60.0,
         ),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headway import model
+from headway.engines.vllm.process import host_pool
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -60,7 +61,6 @@ def engine() -> Iterator[Engine]:
     os.environ.update(ENV)
     from vllm import LLM
 
-    from headway.engines.vllm import connector
     from headway.engines.vllm.hook import HeadwayScheduler
 
     llm = LLM(
@@ -68,7 +68,7 @@ def engine() -> Iterator[Engine]:
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=512, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "slack", "max_running": 8}},
-        kv_transfer_config=connector.config(HOST_GIB),
+        kv_transfer_config=host_pool(HOST_GIB),
     )  # fmt: skip
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()

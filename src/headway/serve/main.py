@@ -31,11 +31,11 @@ _URL = re.compile(r"https?://[^/\s]+")
 
 def preflight(config: Config) -> None:
     """Raise ConfigError for everything that can be known before an engine is started."""
-    if find(config.recipe).saves:
+    if find(config.recipe).saves and not all(e.host_kv_gib for e in config.engines if e.url is None):
         raise ConfigError(
-            f"{config.recipe} swaps KV to the host, which only the simulated engine can do so far.",
-            "Serve with another recipe, or try this one with headway simulate.",
-            param="recipe",
+            f"{config.recipe} swaps KV to the host, and an engine has no memory for it there.",
+            "Give every [[engines]] a host_kv_gib, or serve with another recipe.",
+            param="engines.host_kv_gib",
         )
     names = [engine.name for engine in config.engines]
     kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}

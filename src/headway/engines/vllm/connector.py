@@ -13,16 +13,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-NAME = "HostPool"
 _GIB = 1 << 30
-
-
-def config(host_gib: float) -> dict[str, Any]:
-    """Return what `--kv-transfer-config` takes for a pool of this many GiB."""
-    return {
-        "kv_connector": NAME, "kv_connector_module_path": __name__, "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_gib": host_gib},
-    }  # fmt: skip
 
 
 @dataclass

@@ -20,12 +20,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headway.config import Engine
 from headway.errors import ConfigError, EngineError
 from headway.model import resolve
 
 _PR_SET_PDEATHSIG = 1
+_POOL = "headway.engines.vllm.connector"
+
+
+def host_pool(gib: float) -> dict[str, Any]:
+    """Return what `--kv-transfer-config` takes for a host pool of this many GiB (`connector.HostPool`)."""
+    return {
+        "kv_connector": "HostPool", "kv_connector_module_path": _POOL, "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_gib": gib},
+    }  # fmt: skip
 
 
 def free_port() -> int:
@@ -52,7 +62,10 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
 def _hooked(engine: Engine, recipe: str) -> list[str]:
     name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
     facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
-    return ["--scheduler-cls", f"headway.engines.vllm.hook.{name}", "--additional-config", json.dumps(facts)]
+    line = ["--scheduler-cls", f"headway.engines.vllm.hook.{name}", "--additional-config", json.dumps(facts)]
+    if engine.host_kv_gib:
+        line += ["--kv-transfer-config", json.dumps(host_pool(engine.host_kv_gib))]
+    return line
 
 
 def environment(engine: Engine) -> dict[str, str]:
