@@ -3,7 +3,10 @@
 vLLM's API server calls methods of the engine core between two iterations ("utility calls"). This module adds
 one such method, and the HTTP route `POST /headway/control` that reaches it:
 
-    {"op": "state", "log": 20}                 what runs, waits, is held; free blocks; the last 20 steps
+    {"op": "state", "log": 20}                 what runs, waits, is held; free blocks; the last 20 steps:
+                                               [instant, tokens by id, paused, evicted, row of the diary]
+    {"op": "state", "iterations": 20,          the last 20 rows of the diary (diary.py): shapes and times of
+     "requests": 20}                           iterations; when requests entered, began to answer, ended
     {"op": "urgency", "values": {id: number}}  lower goes first, before the recipe's own rank; 0 = normal
     {"op": "pause" | "resume", "ids": [...]}   hold requests back, keeping their KV, and let them go on
 

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from headway.engines.vllm.diary import Diary, Row
 from headway.engines.vllm.facts import Facts, read_facts
 from headway.forecast.pace import OnlinePace
 from headway.memory.ledger import Ledger
@@ -47,12 +48,14 @@ class HeadwayMixin:
         options = (stock.vllm_config.additional_config or {}).get("headway", {})
         self._slots = int(stock.max_num_running_reqs)
         running = int(options.get("max_running") or stock.max_num_active_reqs)
+        self._limits = {"max_running": running, "token_budget": int(stock.max_num_scheduled_tokens)}
         self.pace = OnlinePace()
         self.recipe = find(options.get("recipe", "vllm"))
         self.packer = self.recipe.packer(running, stock.max_num_scheduled_tokens, self.pace)
         self.jobs = Jobs()
         self.counters = {"steps": 0, "evictions": 0, "saves": 0, "pauses": 0, "step_seconds": 0.0}
-        self.log: deque[tuple[float, dict[str, int], list[str], list[str]]] = deque(maxlen=_LOG)
+        self.log: deque[tuple[float, dict[str, int], list[str], list[str], Row]] = deque(maxlen=_LOG)
+        self.diary = Diary()
         self._caps: dict[str, int] = {}
         self._ours: dict[str, str] = {}  # the engine's id -> Headway's (several to one when n > 1)
         self._blocks = stock.kv_cache_manager.block_pool
@@ -81,6 +84,7 @@ class HeadwayMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         now = self.clock()
+        self.diary.decide(now)
         self._refresh(now)
         step = self.packer.pack(self.jobs, self._ledger(), now)
         for row in step.save:
@@ -99,6 +103,7 @@ class HeadwayMixin:
         if self._batch is not None:
             seconds = self.timer() - self._began
             self.pace.learn(self._batch, seconds)
+            self.diary.output(seconds)
             self.counters["step_seconds"] += seconds
             self._batch = None
         return super().update_from_output(*args, **kwargs)  # type: ignore[misc]
@@ -126,11 +131,12 @@ class HeadwayMixin:
             serial=self._serial,
         )
         self._ours[request.request_id] = facts.id
+        self.diary.enter(request.request_id, self.clock())
 
     def _refresh(self, now: float) -> None:
         """Bring the table up to date: O(running) plus what ended since the last step."""
         for id in getattr(self, "finished_req_ids", ()):
-            self._leave(id)
+            self._leave(id, now)
         jobs, running = self.jobs, self.running
         jobs.running[:] = False
         rows = np.fromiter((jobs.row_of[r.request_id] for r in running), np.int64, len(running))
@@ -144,7 +150,9 @@ class HeadwayMixin:
         for id, tokens in getattr(self.connector, "saved", {}).items():
             jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
 
-    def _leave(self, id: str) -> None:
+    def _leave(self, id: str, now: float) -> None:
+        if id in self.jobs:
+            self.diary.leave(id, self._ours[id], float(self.jobs.first[self.jobs.row_of[id]]), now)
         self.jobs.remove(id)
         self._ours.pop(id, None)
 
@@ -216,11 +224,12 @@ class HeadwayMixin:
         ran: dict[str, int] = output.num_scheduled_tokens
         if ran:
             self._batch = self._shape(ran)
+            row = self.diary.begin(now, self._batch)
             self._began = self.timer()
             self.counters["steps"] += 1
             self.counters["pauses"] += len(paused)
             evicted = self.jobs.names([*step.evict, *step.save])
-            self.log.append((now, ran, [request.request_id for request in paused], evicted))
+            self.log.append((now, ran, [request.request_id for request in paused], evicted, row))
 
     def _shape(self, ran: dict[str, int]) -> Batch:
         rows = np.fromiter((self.jobs.row_of[id] for id in ran), np.int64, len(ran))
@@ -242,7 +251,7 @@ class HeadwayMixin:
                 pass
             case other:
                 return {"error": f"unknown op {other!r}; use state, urgency, pause or resume"}
-        return self._state(int(message.get("log", 0)))
+        return self._state(int(message.get("log", 0))) | self._diary(message)
 
     def _set(self, column: str, values: dict[str, Any]) -> None:
         for engine_id, ours in self._ours.items():
@@ -258,10 +267,20 @@ class HeadwayMixin:
             "blocks_free": self._blocks.get_num_free_blocks(),
             "blocks_total": self._total,
             "block_size": self._block_size,
+            **self._limits,
             "counters": dict(self.counters),
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
         }
+
+    def _diary(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return as many of the diary's last rows as were asked for."""
+        kinds: dict[str, deque[Any]] = {
+            "iterations": self.diary.iterations,
+            "requests": self.diary.requests,
+        }
+        asked = {kind: int(message.get(kind, 0)) for kind in kinds}
+        return {kind: list(kinds[kind])[-count:] for kind, count in asked.items() if count > 0}
 
     def _job(self, row: int) -> dict[str, Any]:
         jobs, name = self.jobs, str(self.jobs.keys[row])
