@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.forecast import builtin
-from headway.forecast.forms import FORMS, Additive, Bros, Form, Roofline, Shapes, SloAware, fit, nonnegative
+from headway.forecast.forms import (
+    FORMS,
+    Additive,
+    Bros,
+    Form,
+    Roofline,
+    Shapes,
+    SloAware,
+    Stepped,
+    fit,
+    nonnegative,
+)
 from headway.forecast.layers import grid
 from headway.forecast.pacefile import BUILTIN, VERSION, FixedPace, PaceFile, load, names, parse
 from headway.types import Batch, Floats
@@ -23,6 +34,7 @@ from headway.types import Batch, Floats
 ADDITIVE = Additive(0.01, 5e-4, 1.4e-6, 3e-4, 1e-7)
 LAWS: list[Form] = [
     ADDITIVE,
+    Stepped(0.01, 5e-4, 1.4e-6, 3e-4, 1e-7, 6e-3),
     Roofline(0.004, 0.008, 2e-5, 2e-7, 6e-5, 2e-9),
     Bros(1.4e-4, 1.6e-8, 0.022, 6e-5, 6e-7, 0.0235),
     SloAware(1e-4, 1e-4, 2e-5, 0.02, 6e-7, 5e-5, 1e-6, 0.02),
@@ -113,6 +125,16 @@ def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
         assert load(str(tmp_path / "mine.json")) == file
 
 
+def test_overheads_are_kept_and_left_out_of_files_that_do_not_know_them(tmp_path: Path) -> None:
+    plain = load("opt-13b-a100")
+    assert (plain.request_overhead_s, plain.token_overhead_s, plain.interruption_s) == (None, None, None)
+    plain.save(tmp_path / "plain.json")
+    assert not [key for key in json.loads((tmp_path / "plain.json").read_text()) if "overhead" in key]
+    known = replace(plain, request_overhead_s=0.01, token_overhead_s=0.004, interruption_s=0.0)
+    known.save(tmp_path / "known.json")
+    assert load(tmp_path / "known.json") == known
+
+
 def test_the_pace_does_not_learn() -> None:
     pace, batch = FixedPace(ADDITIVE), Batch(8, 4000, 0)
     before = pace.seconds(batch)
@@ -155,7 +177,7 @@ def coefficient(table: str, value: object) -> dict[str, Any]:
         (without("version"), 'Add "version"'),
         (having(version=VERSION + 1), "Upgrade Headway"),
         (having(version=True), "no version"),
-        (having(form="cubic"), "unknown form 'cubic'.*additive, roofline, bros, slo_aware"),
+        (having(form="cubic"), "unknown form 'cubic'.*additive, stepped, roofline, bros, slo_aware"),
         (having(form=["bros"]), "unknown form"),
         (without("form"), "unknown form None"),
         (without("coefficients"), "no table 'coefficients'"),

@@ -21,7 +21,7 @@ _FLOORS = (16, 32, 64, 128, 256, 512, 1024)  # tokens up to which the floor is f
 
 
 # Codes of the laws, for compiled loops.
-ADDITIVE, ROOFLINE, BROS, SLO_AWARE = range(4)
+ADDITIVE, ROOFLINE, BROS, SLO_AWARE, STEPPED = range(5)
 
 
 @compiled
@@ -35,6 +35,9 @@ def law(kind: int, c: Floats, decodes: float, context: float, prefill: float, pa
     if kind == BROS:
         parts = c[0] * prefill + c[1] * pairs + (c[3] * decodes + c[4] * context)
         return float(parts + _base(prefill, decodes, c[2], c[5]))
+    if kind == STEPPED:
+        step = c[5] if prefill > 0 else 0.0
+        return float(c[0] + c[1] * decodes + c[3] * prefill + (c[2] * context + c[4] * pairs) + step)
     length = max(2 * pairs / max(prefill, 1.0), min(prefill, 1.0))
     parts = c[0] * prefill + c[1] * (prefill / max(length, 1.0)) + c[2] * length
     parts += c[4] * context + c[5] * decodes + c[6] * (context / max(decodes, 1.0))
@@ -123,6 +126,26 @@ class Additive(Form):
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
         one = np.ones_like(seconds)
         return cls(*_solve((one, x.decodes, x.context, x.prefill, x.prefill_context), seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped(Form):
+    """Additive, and a batch with any prompt in it costs `step` more: its kernels are other ones."""
+
+    NAME: ClassVar[str] = "stepped"
+    CODE: ClassVar[int] = STEPPED
+    base: float
+    decodes: float
+    context: float
+    prefill: float
+    prefill_context: float
+    step: float
+
+    @classmethod
+    def fit(cls, x: Shapes, seconds: Floats) -> Self:
+        one, prompts = np.ones_like(seconds), (x.prefill > 0).astype(float)
+        columns = (one, x.decodes, x.context, x.prefill, x.prefill_context, prompts)
+        return cls(*_solve(columns, seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +248,8 @@ class SloAware(Form):
         return cls(*prefill, *_solve(columns, d_time))
 
 
-FORMS: dict[str, type[Additive] | type[Roofline] | type[Bros] | type[SloAware]] = {
-    form.NAME: form for form in (Additive, Roofline, Bros, SloAware)
+FORMS: dict[str, type[Additive] | type[Stepped] | type[Roofline] | type[Bros] | type[SloAware]] = {
+    form.NAME: form for form in (Additive, Stepped, Roofline, Bros, SloAware)
 }
 
 

@@ -27,6 +27,11 @@ BUILTIN = Path(__file__).parent / "paces"
 SHORTEST = 1e-4  # seconds; a form may be 0 for an empty batch, an iteration may not
 _REQUIRED = {"model": str, "device": str, "block_size": int, "kv_bytes_per_token": int, "weights_bytes": int}
 _OPTIONAL = {"kv_tokens": int, "load_cold_s": float, "load_warm_s": float, "kv_copy_gb_s": float}
+_OVERHEADS = (
+    "request_overhead_s",
+    "token_overhead_s",
+    "interruption_s",
+)  # left out of a file that does not know them
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,10 @@ class PaceFile:
     form: the law that fits best; additive: the five numbers for compiled loops, of the same data. kv_tokens:
     tokens of KV that fit. load_cold_s: weights from disk, load_warm_s: from host memory or a ready image.
     kv_copy_gb_s: KV between device and host, in 1e9 bytes per second over all the instance's links. errors:
-    {form: {kind: Error}}. source: {field: where it is from}. None = not known.
+    {form: {kind: Error}}. source: {field: where it is from}. request_overhead_s: from a client to where the
+    scheduler can have its request; token_overhead_s: from the end of an iteration to the client's eyes.
+    interruption_s: by which each request that comes makes the iteration in progress longer, where API server
+    and engine share cores. None = not known.
     """
 
     model: str
@@ -52,6 +60,9 @@ class PaceFile:
     kv_copy_gb_s: float | None
     errors: dict[str, dict[str, Error]]
     source: dict[str, str]
+    request_overhead_s: float | None = None
+    token_overhead_s: float | None = None
+    interruption_s: float | None = None
 
     def pace(self) -> FixedPace:
         """Return the forecast of iteration times by the file's best form."""
@@ -70,6 +81,9 @@ class PaceFile:
         """Write the file as JSON, the same bytes for the same content."""
         data: dict[str, Any] = asdict(self)
         law = {"form": self.form.NAME, "coefficients": data.pop("form"), "additive": data.pop("additive")}
+        for name in _OVERHEADS:
+            if data[name] is None:
+                del data[name]
         head = {"version": VERSION, "model": self.model, "device": self.device, **law}
         Path(path).write_text(json.dumps(head | data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -130,6 +144,7 @@ def parse(data: Any, where: str = "the pace file") -> PaceFile:
         source={str(k): str(v) for k, v in _table(data, "source", where, default={}).items()},
         **{key: _value(data, key, kind, where) for key, kind in _REQUIRED.items()},
         **{key: _optional(data, key, kind, where) for key, kind in _OPTIONAL.items()},
+        **{key: _optional(data, key, float, where) for key in _OVERHEADS},
     )
 
 
