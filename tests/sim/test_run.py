@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -144,3 +144,35 @@ def test_progress_is_told() -> None:
     workload = mixed(4)
     Simulation(RECIPES["vllm"], fleet(1), workload).run(seen.append)
     assert seen[-1] == workload.arrival.size
+
+
+# ---- what lies between clients and engine
+
+
+def test_overheads_move_what_clients_see_and_nothing_else() -> None:
+    workload = single(np.array([0.0, 10.0, 20.0]), 5, 4)
+    plain = one_server(1.0)
+    late = replace(plain, request_overhead=0.25, token_overhead=0.125)
+    before, after = (Simulation(RECIPES["vllm"], [one], workload).run() for one in (plain, late))
+    np.testing.assert_allclose(after.first - before.first, 0.375)
+    np.testing.assert_allclose(after.end - before.end, 0.375)
+    assert after.iterations == before.iterations
+    assert after.busy == before.busy
+
+
+def test_each_request_that_comes_makes_the_iteration_in_progress_longer() -> None:
+    workload = single(np.array([0.0, 0.5, 0.6]), 5, 1)
+    outcome = Simulation(RECIPES["vllm"], [replace(one_server(1.0), interruption=0.1)], workload).run()
+    np.testing.assert_allclose(outcome.end, [1.2, 2.2, 3.2])  # two came during the first, nobody later
+    assert outcome.busy == pytest.approx(3.2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_with_overheads_too_every_request_ends_once(recipe: str) -> None:
+    workload = mixed(1)
+    nodes = [
+        replace(one, request_overhead=0.01, token_overhead=0.004, interruption=0.005) for one in fleet(2)
+    ]
+    outcome = Simulation(RECIPES[recipe], nodes, workload).run()
+    assert np.isfinite(outcome.end).all()
+    assert (outcome.first >= workload.arrival + 0.014).all()

@@ -72,6 +72,7 @@ class Spec:
         return Node(
             instance, file.pace(), 2 * self.max_running, self.budget, file.copy_seconds(),
             _load(file) if self.loads else None, others, int(self.host_gb * 1e9),
+            file.request_overhead_s or 0.0, file.token_overhead_s or 0.0, file.interruption_s or 0.0,
         )  # fmt: skip
 
     def _blocks(self, file: PaceFile, kv_tokens: int | None) -> int:

@@ -37,6 +37,10 @@ class Node:
     copy_seconds: to move one token's KV between device and host; the iteration waits for its copies.
     others: this node as it is with another model loaded; each of them, and the node itself if it is to come
     back, needs `load`. host_bytes: host memory for weights.
+    request_overhead: seconds from a request's sending to where the engine can see it (HTTP, tokenisation).
+    token_overhead: from the end of an iteration to the client's eyes (detokenisation, streaming).
+    interruption: by which each request that is sent makes the iteration in progress longer, where those who
+    receive it share the engine's cores.
     """
 
     instance: Instance
@@ -47,6 +51,14 @@ class Node:
     load: Load | None = None
     others: tuple[Node, ...] = ()
     host_bytes: int = 0
+    request_overhead: float = 0.0
+    token_overhead: float = 0.0
+    interruption: float = 0.0
+
+    @property
+    def delays(self) -> bool:
+        """Tell whether anything lies between clients and this engine."""
+        return bool(self.request_overhead or self.token_overhead or self.interruption)
 
     def forms(self) -> dict[str, Node]:
         """Return this node by the model that it serves, its first one first."""
@@ -87,7 +99,7 @@ class Taken:
 class Host:
     """A node at work. Its driver (`run.py`) says when things begin and end; nothing here knows the time.
 
-    running: the iteration that it is in. leaving: the model that it will load as soon as this iteration ends.
+    running: the iteration that it is in, stolen: seconds that interruptions have added to it. leaving: the model that it will load as soon as this iteration ends.
     pending: serial of the end that is expected of each kind; an end with another serial is void. coming: the
     model that a load or a warm-up brings.
     """
@@ -116,6 +128,7 @@ class Host:
             budget=self.form.budget, max_model_len=instance.max_model_len,
         )  # fmt: skip
         self.running: Ran | None = None
+        self.stolen = 0.0
 
     def takes(self, model: str) -> bool:
         """Tell whether a request of this model may be handed in now."""

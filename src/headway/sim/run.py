@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -97,7 +98,7 @@ class Simulation:
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""
         plain = len(self.nodes) == 1 and not self.failures and self.plan_seconds is no_time
-        plain = plain and self.recipe.pull and not self.nodes[0].others
+        plain = plain and self.recipe.pull and not self.nodes[0].others and not self.nodes[0].delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
         world = fast.world(self.recipe, self.nodes[0], self.workload, self.lengths)
@@ -140,6 +141,7 @@ class _Run:
         self._codes = {name: i for i, name in enumerate(self.hosts)}
         self._plan_seconds, self._tick = simulation.plan_seconds, simulation.tick
         self._heap: list[tuple[float, int, int, str, str]] = []
+        self._late: dict[int, Callable[[float], None]] = {}  # what overheads delay, by its serial
         self._serial = itertools.count()
         self._inbox: deque[Event] = deque()
         self._taken: dict[str, Taken] = {}
@@ -149,6 +151,7 @@ class _Run:
         self._ends = {
             "iteration": self._iteration_ends, "loaded": self._loaded, "warmed": self._warmed,
             "down": self._down, "up": self._stands_up, "decided": self._decided,
+            "late": self._happens,
         }  # fmt: skip
         for failure in simulation.failures:
             self._at(failure.at, "down", failure.instance)
@@ -225,7 +228,7 @@ class _Run:
         for command in commands:
             match command:
                 case Send():
-                    self._send(command, now)
+                    self._hand_over(command, now)
                 case Swap(name, model):
                     self._swap(name, model, now)
                 case Warm(name, model):
@@ -251,7 +254,26 @@ class _Run:
             if model:
                 self.hosts[name].coming[kind] = model
 
+    def _after(self, delay: float, now: float, happens: Callable[[float], None]) -> None:
+        """Let something happen after an overhead; without one, at once."""
+        if delay == 0:
+            happens(now)
+            return
+        serial = next(self._serial)
+        self._late[serial] = happens
+        heapq.heappush(self._heap, (now + delay, 0, serial, "late", ""))
+
+    def _happens(self, _: str, serial: int, now: float) -> None:
+        self._late.pop(serial)(now)
+        self._drain(now)
+
     # ---- iterations
+
+    def _hand_over(self, send: Send, now: float) -> None:
+        host = self.hosts[send.instance]
+        if host.running is not None:
+            host.stolen += host.node.interruption
+        self._after(host.node.request_overhead, now, partial(self._send, send))
 
     def _send(self, send: Send, now: float) -> None:
         host, request = self.hosts[send.instance], self.controller.requests[send.id]
@@ -300,6 +322,11 @@ class _Run:
         host = self.hosts[name]
         if host.running is None or host.pending["iteration"] != serial:
             return  # the instance died in the middle of it
+        if host.stolen:
+            later, host.stolen = now + host.stolen, 0.0
+            self.outcome.busy += later - now
+            self._at(later, "iteration", name)
+            return
         done = host.engine.complete(host.running, now)
         host.running = None
         self._running -= 1
@@ -309,9 +336,10 @@ class _Run:
         for id, first, evictions in zip(done.ids, done.first.tolist(), done.evictions.tolist(), strict=True):
             index = int(id[1:])
             assert np.isnan(self.outcome.end[index]), f"{id} is answered twice"
-            self.outcome.first[index], self.outcome.end[index] = first, now
+            late = host.node.token_overhead
+            self.outcome.first[index], self.outcome.end[index] = first + late, now + late
             self.outcome.evictions[index] = evictions
-            self._tell(Finished(id, int(self.workload.output[index])), now)
+            self._after(late, now, partial(self._tell, Finished(id, int(self.workload.output[index]))))
         if host.leaving:
             self._leave(name, host, now)
             self._drain(now)
