@@ -24,7 +24,7 @@ from headway.config import Engine
 from headway.model import resolve
 from headway.sim import workload
 
-_BURST = 64  # calls that show what the engine sustains
+BURST = 64  # calls that show what the engine sustains
 _console = Console(stderr=True)
 
 
@@ -113,20 +113,20 @@ async def _warm(url: str, setup: Setup) -> None:
 async def _capacity(setup: Setup, urls: dict[str, str], logs: Path) -> float:
     """Return the requests per second that the first system completes when it always has enough to do."""
     name = setup.systems[0]
-    calls = [replace(call, at=0.0) for call in _calls(setup, _BURST / 10, 2000, duration=20.0)[:_BURST]]
+    calls = [replace(call, at=0.0) for call in _calls(setup, BURST / 10, 2000, duration=20.0)[:BURST]]
     async with AsyncExitStack() as stack:
         url = urls.get(name) or await _fresh(stack, name, setup, logs)
         began = time.perf_counter()
         records = await load.run(url, setup.engine.name, calls, progress=False)
         seconds = time.perf_counter() - began
-    capacity = _steady(records)
+    capacity = steady(records)
     _console.print(
         f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)"
     )
     return capacity
 
 
-def _steady(records: Sequence[Record]) -> float:
+def steady(records: Sequence[Record]) -> float:
     """Return completions per second between the first quarter and three quarters: no ramp, no drain."""
     ends = np.sort([record.last for record in records if record.ok and record.last is not None])
     low, high = len(ends) // 4, 3 * len(ends) // 4

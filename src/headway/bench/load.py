@@ -55,8 +55,8 @@ async def run(
     """
     loop = asyncio.get_running_loop()
     _allow_files(len(calls) + _SPARE_FILES)
-    tally = _Tally()
-    shots = [_Shot(call, _body(model, call, endpoint, send_priority), tally) for call in calls]
+    tally = Tally()
+    shots = [Shot(call, _body(model, call, endpoint, send_priority), tally) for call in calls]
     shots.sort(key=lambda shot: shot.call.at)
     with _bar(len(calls), tally) if progress else nullcontext():
         try:
@@ -95,7 +95,7 @@ async def scrape_preemptions(url: str) -> float | None:
 # ---- sending
 
 
-async def _feed(session: aiohttp.ClientSession, url: str, shots: Sequence[_Shot], start: float) -> None:
+async def _feed(session: aiohttp.ClientSession, url: str, shots: Sequence[Shot], start: float) -> None:
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         for shot in shots:
@@ -105,14 +105,14 @@ async def _feed(session: aiohttp.ClientSession, url: str, shots: Sequence[_Shot]
             group.create_task(_send(session, url, shot, start))
 
 
-async def _send(session: aiohttp.ClientSession, url: str, shot: _Shot, start: float) -> None:
+async def _send(session: aiohttp.ClientSession, url: str, shot: Shot, start: float) -> None:
     clock = asyncio.get_running_loop().time
     shot.begin(clock() - start)
     try:
         async with session.post(url, data=shot.body, headers=_headers(shot.call)) as answer:
-            shot.status = answer.status
+            shot.status, shot.id = answer.status, answer.headers.get("x-request-id")
             if answer.status == 200:
-                await _listen(answer, shot, clock, start)
+                await listen(answer, shot, clock, start)
             else:
                 shot.error = _refusal(answer.status, await answer.content.read(4096))
     except asyncio.CancelledError:
@@ -124,9 +124,10 @@ async def _send(session: aiohttp.ClientSession, url: str, shot: _Shot, start: fl
         shot.end(clock() - start)
 
 
-async def _listen(
-    answer: aiohttp.ClientResponse, shot: _Shot, clock: Callable[[], float], start: float
+async def listen(
+    answer: aiohttp.ClientResponse, shot: Shot, clock: Callable[[], float], start: float
 ) -> None:
+    """Read a stream to its end; the shot notes what came, in seconds of `clock` after `start`."""
     rest = b""
     async for piece in answer.content.iter_any():
         now = clock() - start
@@ -196,7 +197,9 @@ def _allow_files(wanted: int) -> None:
 
 
 @dataclass(slots=True)
-class _Tally:
+class Tally:
+    """How far a run is, for its bar."""
+
     sent: int = 0
     done: int = 0
     failed: int = 0
@@ -204,12 +207,15 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _Shot:
-    """One call on its way, and what is known of its answer so far. Instants as in `Record`."""
+class Shot:
+    """One call on its way, and what is known of its answer so far. Instants as in `Record`.
+
+    begun: called at the first visible token.
+    """
 
     call: Call
     body: bytes
-    tally: _Tally
+    tally: Tally
     sent: float | None = None
     first: float | None = None
     latest: float | None = None  # the newest chunk that carried tokens or the end of the answer
@@ -218,8 +224,10 @@ class _Shot:
     chunks: int = 0
     usage: dict[str, Any] | None = None
     status: int | None = None
+    id: str | None = None
     error: str | None = None
     closed: bool = False
+    begun: Callable[[], None] = lambda: None
 
     def begin(self, now: float) -> None:
         self.sent = now
@@ -252,6 +260,7 @@ class _Shot:
             self.chunks += 1
             if self.first is None:
                 self.first = now
+                self.begun()
             elif self.latest is not None:
                 self.gaps.append(now - self.latest)
             self.latest = now
@@ -280,7 +289,7 @@ class _Shot:
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             output_tokens=self.chunks if made is None else int(made),
             itl=np.array(self.gaps, np.float32), status=self.status, error=self.error, slo=self.call.slo,
-            counted=made is None and self.error is None,
+            counted=made is None and self.error is None, id=self.id,
         )  # fmt: skip
 
 
@@ -298,7 +307,7 @@ def _text(choice: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _bar(total: int, tally: _Tally) -> Iterator[None]:
+def _bar(total: int, tally: Tally) -> Iterator[None]:
     columns = (
         TextColumn("Requests"), BarColumn(), MofNCompleteColumn(), TextColumn("done"),
         TextColumn("[dim]{task.fields[sent]} sent[/] [red]{task.fields[failed]} failed[/]"),

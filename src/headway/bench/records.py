@@ -39,6 +39,7 @@ class Record:
     last: end of the answer, or of the attempt. itl: seconds between visible chunks. status: HTTP status,
     None = no answer. error: None = completed; its text up to the first colon is the kind of failure.
     counted: the endpoint reported no usage, so output_tokens counts chunks and prompt_tokens is 0.
+    id: what the endpoint called it (x-request-id), None when it did not say.
     """
 
     tier: str
@@ -53,6 +54,7 @@ class Record:
     error: str | None
     slo: Slo
     counted: bool = False
+    id: str | None = None
 
     @property
     def ok(self) -> bool:
