@@ -1,4 +1,4 @@
-"""What can a person type? serve, simulate, sweep, explain, model, config, bench."""
+"""What can a person type? serve, simulate, sweep, explain, profile, model, config, bench."""
 
 from __future__ import annotations
 
@@ -201,6 +201,29 @@ def explain(
     if request is not None and worst is not None:
         raise ConfigError(f"--worst lists requests, and {request} is one.", "Give one of the two.")
     main(run, request, worst=worst, as_json=as_json, whole=whole)
+
+
+@app.command()
+def profile(
+    model: Annotated[
+        str | None, typer.Option(help="Start vLLM with this model name, directory or hub id.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Or measure a vLLM with Headway inside that runs.")] = None,
+    device: Annotated[str | None, typer.Option(help="What it runs on; needed unless that is a CPU.")] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of an engine started here.")] = 16,
+    quick: Annotated[bool, typer.Option("--quick", help="Few points: end within a minute.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write pace.json, a plot and report.html here.")] = None,
+) -> None:
+    """How fast is an engine? Measure a live one, fit the laws of iteration time, and keep a pace file."""
+    from headway.bench.profilereport import main
+    from headway.bench.systems import standard_engine
+
+    engine = None
+    if url is None:
+        engine = standard_engine(model or "smollm2", max_running=max_running, blocks=None)
+    main(engine, url, model, device=device, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
 @model_app.command()

@@ -1,0 +1,182 @@
+"""A live engine is measured over HTTP: here a FAKE one that batches with a pace we know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from headway.bench import profile, profilereport
+from headway.bench.page import About
+from headway.bench.profile import Target
+from headway.bench.profilereport import Found
+from headway.engines.vllm.diary import Diary
+from headway.errors import ConfigError, EngineError
+from headway.forecast.forms import Additive, Shapes
+from headway.forecast.pacefile import load
+from headway.types import Batch
+
+LAW = Additive(0.002, 2e-4, 0.0, 1e-5, 0.0)
+RUNNING = 4
+
+
+@dataclass
+class Asked:
+    """One request inside the fake engine."""
+
+    id: str
+    prompt: int
+    output: int
+    made: int = 0
+    first: float = 0.0
+    tokens: asyncio.Queue[bool] = field(default_factory=asyncio.Queue)
+
+
+@dataclass
+class Engine:
+    """Iterations of known length, a diary, and OpenAI's stream; control=False: nobody to ask."""
+
+    control: bool = True
+    refuse: bool = False
+    waiting: list[Asked] = field(default_factory=list)
+    running: list[Asked] = field(default_factory=list)
+    diary: Diary = field(default_factory=Diary)
+
+    async def loop(self) -> None:
+        while True:
+            now = time.time()
+            self.diary.decide(now)
+            while self.waiting and len(self.running) < RUNNING:
+                self.running.append(self.waiting.pop(0))
+            if not self.running:
+                await asyncio.sleep(0.0005)
+                continue
+            await self._iteration(now)
+
+    async def _iteration(self, now: float) -> None:
+        fresh = [r for r in self.running if not r.made]
+        old = [r for r in self.running if r.made]
+        prefill = sum(r.prompt for r in fresh)
+        batch = Batch(len(old), sum(r.prompt + r.made for r in old), prefill, prefill * prefill // 2)
+        self.diary.begin(now, batch)
+        await asyncio.sleep(float(LAW.seconds(Shapes.of([batch]))[0]))
+        self.diary.output(time.time() - now)
+        for one in self.running:
+            one.made += 1
+            one.first = one.first or time.time()
+            one.tokens.put_nowait(one.made == one.output)
+        for one in [r for r in self.running if r.made == r.output]:
+            self.running.remove(one)
+            self.diary.leave(one.id, one.id, one.first, time.time())
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if self.refuse:
+            return web.Response(status=500, text="no")
+        words = len(body["messages"][0]["content"].split())
+        asked = Asked(body["vllm_xargs"]["headway_id"], words, body["max_tokens"])
+        self.diary.enter(asked.id, time.time())
+        self.waiting.append(asked)
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(request)
+        last = False
+        while not last:
+            last = await asked.tokens.get()
+            choice = {"delta": {"content": "a"}, "finish_reason": "length" if last else None}
+            await out.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        await out.write(b"data: [DONE]\n\n")
+        return out
+
+    async def state(self, request: web.Request) -> web.Response:
+        if not self.control:
+            return web.Response(status=404, text="not found")
+        rows = {"iterations": list(self.diary.iterations), "requests": list(self.diary.requests)}
+        known = {"max_running": RUNNING, "blocks_total": 100, "block_size": 128}
+        return web.json_response(rows | known)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake", "max_model_len": 2048, "root": "/models/fake"}]})
+
+
+@asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", engine.chat)
+    app.router.add_post("/headway/control", engine.state)
+    app.router.add_get("/v1/models", engine.models)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    task = asyncio.create_task(engine.loop())
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        task.cancel()
+        await runner.cleanup()
+
+
+def model(folder: Path) -> Path:
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "model.safetensors").write_bytes(b"x" * 1000)
+    return folder
+
+
+async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> None:
+    async with serving(Engine()) as url:
+        target = await profile.attached(url + "/v1", str(model(tmp_path)))
+        assert target.name == "fake"
+        measured = await profile.measure(target, np.random.default_rng(0), quick=True, bar=False)
+    assert (measured.limits.max_running, measured.limits.kv_tokens) == (RUNNING, 12_800)
+    fits = measured.fits()
+    law = fits.forms["additive"]
+    shapes = Shapes.of([Batch(2, 500, 0), Batch(4, 1000, 0), Batch(0, 0, 256, 32_768)])
+    # A sleep lasts up to a millisecond longer than asked for, and the loop has work of its own.
+    assert np.all(law.seconds(shapes) > 0.9 * LAW.seconds(shapes))
+    assert np.all(law.seconds(shapes) < LAW.seconds(shapes) + 0.004)
+    pace = measured.pace(fits, "FAKE")
+    assert pace.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert pace.weights_bytes == 1000
+    assert 0 < (pace.request_overhead_s or 0) < 0.05
+    assert len(measured.seen) > 5
+    found = Found(measured, fits, pace)
+    files = profilereport.write(tmp_path / "out", found, 1.0, About())
+    assert {f.name for f in files} == {"pace.json", "report.json", "profile.png", "report.html"}
+    assert load(tmp_path / "out" / "pace.json").additive == law
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert {row["system"] for row in rows if row["id"] == "residual.mean_pct"} == set(fits.forms)
+    assert profilereport.table(found, About()).row_count == len(fits.forms)
+
+
+async def test_what_cannot_be_profiled_says_why(tmp_path: Path) -> None:
+    async with serving(Engine(control=False)) as url:
+        target = await profile.attached(url, None)
+        with pytest.raises(ConfigError, match="no scheduler that could be asked"):
+            await profile.measure(target, np.random.default_rng(0), quick=True, bar=False)
+    async with serving(Engine(refuse=True)) as url:
+        target = Target(url, url, "fake", str(tmp_path))
+        with pytest.raises(EngineError, match="refused a probe"):
+            await profile.measure(target, np.random.default_rng(0), quick=True, bar=False)
+    with pytest.raises(ConfigError, match="No vLLM answers"):
+        await profile.attached("http://127.0.0.1:9", None)
+    with pytest.raises(ConfigError, match="not an HTTP address"):
+        await profile.attached("localhost:8000", None)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_model_directory_must_be_whole(tmp_path: Path, missing: str) -> None:
+    (model(tmp_path) / missing).unlink()
+    with pytest.raises(ConfigError):
+        profile._shape(str(tmp_path))
