@@ -1,0 +1,223 @@
+"""Does the simulated engine decide as vLLM does? Both are driven with the same work, and every step compared.
+
+vLLM's real `Scheduler` runs in virtual time (`engines/clockwork.py`), with Headway's hook inside or stock;
+the simulated engine stands beside it. Identical means: the same requests in the same order with the same
+tokens, the same preemptions, free blocks and ends. `tests/engine/test_licence.py` uses the same driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from headway.bench.measures import Row
+from headway.engines import clockwork
+from headway.engines.clockwork import Clockwork
+from headway.engines.simulated import Ran, SimulatedEngine
+from headway.forecast.pace import OnlinePace
+from headway.recipes import find
+from headway.types import Slo
+
+BLOCK = 16
+STOCK, HOOK = "stock", "hook"
+PAIRS = (("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK))
+_PROMISES = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
+_LONGEST = 1024  # tokens of one request, prompt and answer
+_STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One request: when, how long, and what it was promised."""
+
+    at: float
+    prompt: int
+    output: int
+    slo: Slo
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload and the engine it meets. blocks: usable ones. seed: of the iterations' durations."""
+
+    tasks: tuple[Task, ...]
+    max_running: int
+    budget: int
+    blocks: int
+    max_model_len: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Steps that were compared and those that were identical; difference: the first one, in words."""
+
+    workloads: int = 0
+    steps: int = 0
+    identical: int = 0
+    difference: str | None = None
+
+    def add(self, other: Tally) -> None:
+        """Take in another count."""
+        self.workloads += other.workloads
+        self.steps += other.steps
+        self.identical += other.identical
+        self.difference = self.difference or other.difference
+
+
+def draw(rng: np.random.Generator) -> Case:
+    """Return a random workload: bursts and lulls, tight and ample KV, small and large batches."""
+    count = int(rng.integers(20, 60))
+    running = int(rng.choice((2, 4, 8, 16, 32)))
+    arrivals = np.cumsum(rng.exponential(rng.uniform(0.0, 3.0) / running, count))
+    long, chatty = int(rng.choice((120, 400, 800))), int(rng.choice((20, 60, 150)))
+    tasks = tuple(
+        Task(
+            float(at), int(rng.integers(1, long)), int(rng.integers(1, chatty)),
+            _PROMISES[rng.integers(len(_PROMISES))], int(rng.integers(4)),
+        )
+        for at in arrivals
+    )  # fmt: skip
+    least = _LONGEST // BLOCK
+    blocks = int(rng.integers(least, least + running * (long + chatty) // BLOCK + 1))
+    return Case(
+        tasks, running, int(rng.choice((64, 200, 512, 2048))), blocks, _LONGEST, int(rng.integers(2**31))
+    )
+
+
+def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
+    """Drive both with a workload and compare each step.
+
+    Once they differ they are in different states: what follows counts as not identical.
+    """
+    both = _Both(case, recipe, host)
+    tally = Tally(1)
+    for difference in both.steps():
+        tally.steps += 1
+        tally.difference = tally.difference or difference
+        tally.identical += tally.difference is None
+    return tally
+
+
+def run(
+    rng: np.random.Generator, *, workloads: int, steps: int, progress: Callable[[int], None] | None = None
+) -> dict[tuple[str, str], Tally]:
+    """Compare at least so many workloads and steps for every pair of `PAIRS`; `progress` gets new steps."""
+    found = {}
+    for recipe, host in PAIRS:
+        tally = found[recipe, host] = Tally()
+        while tally.workloads < workloads or tally.steps < steps:
+            one = compare(draw(rng), recipe, host)
+            tally.add(one)
+            if progress is not None:
+                progress(one.steps)
+    return found
+
+
+def rows(found: dict[tuple[str, str], Tally]) -> list[Row]:
+    """Return conformance.steps and conformance.identical_pct; system = packer, setting = hook or stock."""
+    return [
+        row
+        for (recipe, host), tally in found.items()
+        for row in (
+            Row("conformance.steps", recipe, host, float(tally.steps), "count"),
+            Row("conformance.identical_pct", recipe, host, 100 * tally.identical / tally.steps, "%"),
+        )
+    ]
+
+
+class _Both:
+    """vLLM's scheduler and the simulated engine, given the same work at the same instants."""
+
+    def __init__(self, case: Case, recipe: str, host: str) -> None:
+        self.case, self.pace = case, OnlinePace()
+        self.budget = max(case.budget, case.max_running)
+        self.slots = case.max_running if host == STOCK else 2 * case.max_running
+        self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe)
+        packer = find(recipe).packer(case.max_running, self.budget, self.pace)
+        self.lean = SimulatedEngine(
+            packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
+            max_model_len=case.max_model_len,
+        )  # fmt: skip
+        self.todo = sorted(enumerate(case.tasks), key=lambda item: item[1].at)
+
+    def steps(self) -> Iterator[str | None]:
+        """Yield for each step what differs, None = nothing, until vLLM has finished everything."""
+        rng, difference = np.random.default_rng(self.case.seed), None
+        while self.todo or self.real.busy:
+            self._arrive()
+            seconds = float(rng.uniform(*_STEP))
+            difference = self._alone(seconds) if difference else self._step(seconds)
+            yield difference
+        if difference is None and self.lean.busy:
+            yield "vLLM has finished, the simulated engine has not"
+
+    def _arrive(self) -> None:
+        while self.todo and self.todo[0][1].at <= self.real.now:
+            i, task = self.todo.pop(0)
+            id = f"r{i}"
+            self.real.add(id, task.prompt, task.output, priority=task.priority, facts=_facts(id, task))
+            self.lean.add(id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority)
+
+    def _step(self, seconds: float) -> str | None:
+        now, before = self.real.now, len(self.real.finished)
+        output, ran = self.real.schedule(), self.lean.schedule(now)
+        difference = self._decided(output, ran)
+        if ran.rows.size:
+            self.pace.learn(self.lean.batch(ran), seconds)
+        self._complete(output, seconds)
+        ends = self.lean.complete(ran, now + seconds).ids
+        wanted = self.real.finished[before:]
+        return difference or (None if ends == wanted else f"at {now:.3f}: vLLM ended {wanted}, we {ends}")
+
+    def _alone(self, seconds: float) -> str:
+        self._complete(self.real.schedule(), seconds)
+        return "an earlier step differed"
+
+    def _complete(self, output: Any, seconds: float) -> None:
+        self.real.complete(output, seconds)
+        if not output.num_scheduled_tokens and self.todo:
+            self.real.now = max(self.real.now, self.todo[0][1].at)
+
+    def _decided(self, output: Any, ran: Ran) -> str | None:
+        """Compare what was decided: order and tokens, preemptions, free blocks."""
+        jobs, scheduler = self.lean.jobs, self.real.scheduler
+        ours = list(zip(jobs.names(ran.rows), ran.tokens.tolist(), strict=True))
+        lost = {id: int(jobs.evictions[row]) for id, row in jobs.row_of.items()}
+        pairs = {
+            "runs": (list(output.num_scheduled_tokens.items()), ours),
+            "preempted": ({id: scheduler.requests[id].num_preemptions for id in lost}, lost),
+            "has free": (scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.lean.free),
+        }
+        for what, (theirs, mine) in pairs.items():
+            if theirs != mine:
+                return f"at {self.real.now:.3f}: vLLM {what} {theirs}, we {mine}"
+        return None
+
+
+def _real(case: Case, budget: int, slots: int, recipe: str | None) -> Clockwork:
+    from headway.engines.vllm.hook import HeadwayScheduler
+
+    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe)
+    hook = None if recipe is None else HeadwayScheduler
+    return Clockwork(clockwork.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
+
+
+@cache
+def _config(running: int, budget: int, longest: int, slots: int, recipe: str | None) -> Any:
+    """Configurations are read only by what is made of them, and slow to make."""
+    return clockwork.config(
+        max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
+        recipe=recipe, slots=slots,
+    )  # fmt: skip
+
+
+def _facts(id: str, task: Task) -> dict[str, Any]:
+    named = {"ttft": task.slo.ttft, "tpot": task.slo.tpot, "e2e": task.slo.e2e}
+    kept = {f"headway_{name}": value for name, value in named.items() if value is not None}
+    return {"headway_id": id, "headway_arrival": task.at, "headway_left": float(task.output), **kept}
