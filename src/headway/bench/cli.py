@@ -115,6 +115,34 @@ def compare(
 
 
 @bench_app.command()
+def truth(
+    systems: Annotated[str, typer.Option(help="Comma separated recipes.")] = "vllm,slack",
+    model: Annotated[str, typer.Option(help="Model name, directory or hub id.")] = "smollm2",
+    mix: MixName = "chat-batch",
+    slo: Slos = None,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals of each replay.")] = 600.0,
+    below: Annotated[float, typer.Option(min=0.05, help="One load, as a multiple of the capacity.")] = 0.7,
+    above: Annotated[float, typer.Option(min=0.05, help="The other.")] = 1.3,
+    rates: Annotated[str | None, typer.Option(help="Both in requests/s instead, as 1.5,2.8.")] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of the engine.")] = 16,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Real vLLM against the simulator on one trace, below and above saturation; and step by step."""
+    from headway.bench import truth as telling
+    from headway.bench.systems import standard_engine
+
+    names = tuple(name.strip() for name in systems.split(",") if name.strip())
+    setup = telling.Setup(
+        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=None), names,
+        {"below": below, "above": above}, telling.fixed(rates), duration, seed,
+    )  # fmt: skip
+    telling.main(setup, quick=quick, as_json=as_json, out=out, command=shlex.join(["headway", *sys.argv[1:]]))
+
+
+@bench_app.command()
 def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """What Headway itself costs: the gateway before a FAKE instant engine, the hook inside real vLLM."""
     from headway.bench.overhead import main
