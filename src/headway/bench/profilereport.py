@@ -61,6 +61,7 @@ class Found:
             ("interval.extra_ms", float(extra.mean() * 1000), "ms"),
             ("overhead.request_ms", 1000 * request, "ms"),
             ("overhead.token_ms", 1000 * token, "ms"),
+            ("interruption_ms", 1000 * (pace.interruption_s or 0.0), "ms"),
             ("kv.tokens", float(pace.kv_tokens or 0), "tokens"),
             ("load.cold_s", pace.load_cold_s, "s"),
         ]

@@ -146,6 +146,7 @@ async def run(setup: Setup) -> Results:
             if setup.rates is None and capacity is None:
                 capacity = await _capacity(target, setup)
             runs.append(await _one(name, target, setup, capacity))
+    gc.unfreeze()
     found = await (steps or asyncio.to_thread(_conformance, setup))
     return Results(runs, capacity, found)
 

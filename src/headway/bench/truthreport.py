@@ -142,9 +142,13 @@ def _rows(one: Compared) -> list[Row]:
 
 def _overheads(run: Run) -> list[Row]:
     pace = run.pace
-    seconds = {"request": pace.request_overhead_s, "token": pace.token_overhead_s}
+    seconds = {
+        "overhead.request_ms": pace.request_overhead_s,
+        "overhead.token_ms": pace.token_overhead_s,
+        "interruption_ms": pace.interruption_s,
+    }
     return [
-        Row(f"overhead.{name}_ms", run.system, "profile", None if value is None else 1000 * value, "ms")
+        Row(name, run.system, "profile", None if value is None else 1000 * value, "ms")
         for name, value in seconds.items()
     ]
 
