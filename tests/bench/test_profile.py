@@ -151,6 +151,10 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
     assert pace.weights_bytes == 1000
     assert 0 < (pace.request_overhead_s or 0) < 0.05
     assert len(measured.seen) > 5
+    assert measured.passes == [len(measured.rows)]
+    assert measured.spread(law) is None
+    measured.passes = [len(measured.rows) // 2, len(measured.rows) - len(measured.rows) // 2]
+    assert 0 < (measured.spread(law) or 0) < 0.5
     found = Found(measured, fits, pace)
     files = profilereport.write(tmp_path / "out", found, 1.0, About())
     assert {f.name for f in files} == {"pace.json", "report.json", "profile.png", "report.html"}

@@ -63,7 +63,9 @@ def replay(recipe: str, setting: str = "below", rate: float = 2.0, pace: PaceFil
 
 def run_of(replays: list[Replay]) -> Run:
     rows = [row for one in replays for row in one.rows]
-    measured = Measured(Target("", "", "m", ""), Limits(8, 4096, 2048), 128, rows, [], {})
+    measured = Measured(
+        Target("", "", "m", ""), Limits(8, 4096, 2048), 128, rows, [], {"sent": []}, [len(rows)]
+    )
     return Run(replays[0].system, replays, measured, fit_all(Samples.of(rows)), PACE)
 
 

@@ -29,7 +29,7 @@ from headway.bench.records import Call
 from headway.config import Engine
 from headway.engines.vllm.process import Child, check_installed, command, environment, free_port
 from headway.errors import ConfigError, EngineError
-from headway.forecast.forms import Additive
+from headway.forecast.forms import Additive, Form
 from headway.forecast.pacefile import PaceFile
 from headway.forecast.profile import (
     PROMPT_OUTPUT,
@@ -38,6 +38,7 @@ from headway.forecast.profile import (
     Samples,
     Scene,
     Seen,
+    bias,
     design,
     fit_all,
     interruptions,
@@ -70,7 +71,7 @@ class Measured:
     """What a profile saw: limits, the engine's rows, both ends of single prompts' ways.
 
     moments: when requests were sent, and the iterations that followed their first token and their end, in
-    which their answers are begun and their books closed.
+    which their answers are begun and their books closed. passes: rows of each pass over the grid.
     """
 
     target: Target
@@ -79,9 +80,11 @@ class Measured:
     rows: Rows
     seen: list[Seen]
     moments: dict[str, list[float]]
+    passes: list[int] = field(default_factory=list)
 
     def add(self, other: Measured) -> None:
         """Take in another pass over the same engine."""
+        self.passes += other.passes
         self.rows += other.rows
         self.seen += other.seen
         for name, times in other.moments.items():
@@ -91,6 +94,14 @@ class Measured:
         """Return what a request takes from iterations in all, and the rows without that."""
         each, rows = interruptions(self.rows, [np.array(times) for times in self.moments.values()])
         return sum(each), [list(row) for row in rows]
+
+    def spread(self, form: Form) -> float | None:
+        """Return how far the passes differ, as a fraction of a form's forecast: the machine's own drift. None: one pass."""
+        if len(self.passes) < 2:
+            return None
+        rows, ends = self.interruption()[1], np.cumsum(self.passes)
+        off = [bias(form, rows[end - size : end]) for size, end in zip(self.passes, ends, strict=True)]
+        return max(off) - min(off)
 
     def fits(self) -> Fits:
         """Return every form, fitted to the intervals between decisions that nobody interrupted."""
@@ -151,7 +162,8 @@ async def attached(url: str, model: str | None) -> Target:
             served = (await answer.json())["data"][0]
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
-            f"No vLLM answers at {url} ({error!r}).", "Is it running? Or let it be started: --model NAME."
+            f"No vLLM answers at {url} ({type(error).__name__}).",
+            "Is it running? Or let it be started: --model NAME.",
         ) from error
     return Target(url, url, str(served["id"]), model or str(served.get("root") or served["id"]))
 
@@ -222,7 +234,8 @@ async def measure(
     moments = {"sent": stage.sent} | {
         name: [float(row[place]) + _SOON for row in requests] for name, place in (("begun", 2), ("ended", 3))
     }
-    return Measured(target, limits, int(after["block_size"]), rows, seen, moments)
+    rows = [row for row in rows if row[2] is not None]
+    return Measured(target, limits, int(after["block_size"]), rows, seen, moments, [len(rows)])
 
 
 async def _limits(session: aiohttp.ClientSession, target: Target, state: dict[str, Any]) -> Limits:

@@ -104,6 +104,7 @@ class Findings:
         """Return what a reader must know beside the figures."""
         lines = [
             "attainment: of requests with a promise; its error is in percentage points.",
+            "pace.spread_pct: how far the passes of the profile differ: the machine's own drift.",
             "pace.bias_pct: the pace file's forecast of the replay's own iterations against what they took.",
         ]
         for pair in self.pairs:
@@ -147,7 +148,9 @@ def _overheads(run: Run) -> list[Row]:
         "overhead.token_ms": pace.token_overhead_s,
         "interruption_ms": pace.interruption_s,
     }
-    return [
+    drift = run.measured.spread(pace.form)
+    spread = Row("pace.spread_pct", run.system, "profile", None if drift is None else 100 * drift, "%")
+    return [spread] + [
         Row(name, run.system, "profile", None if value is None else 1000 * value, "ms")
         for name, value in seconds.items()
     ]
