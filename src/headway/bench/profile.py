@@ -96,7 +96,7 @@ class Measured:
         return sum(each), [list(row) for row in rows]
 
     def spread(self, form: Form) -> float | None:
-        """Return how far the passes differ, as a fraction of a form's forecast: the machine's own drift. None: one pass."""
+        """Return how far the passes differ, as a fraction of a form's forecast; None when there is one."""
         if len(self.passes) < 2:
             return None
         rows, ends = self.interruption()[1], np.cumsum(self.passes)
