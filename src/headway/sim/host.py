@@ -100,8 +100,8 @@ class Host:
     """A node at work. Its driver (`run.py`) says when things begin and end; nothing here knows the time.
 
     running: the iteration that it is in. stolen: seconds that interruptions have added to it. leaving: the
-    model that it will load as soon as this iteration ends. pending: serial of the end that is expected of each
-    kind; an end with another serial is void. coming: the model that a load or a warm-up brings.
+    model that it will load as soon as this iteration ends. pending: serial of the end that is expected of
+    each kind; an end with another serial is void. coming: the model that a load or a warm-up brings.
     """
 
     def __init__(self, node: Node, recipe: Recipe) -> None:
