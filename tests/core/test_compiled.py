@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from hashlib import sha256
+from pathlib import Path
+
 import numpy as np
 from llvmlite.binding import ffi
 
+import headway
 from headway.compiled import compiled
+from headway.forecast.pace import seconds_of
 from headway.types import Floats
+
+ROOT = Path(headway.__file__).parent
+
+
+def test_machine_code_is_kept_by_the_version_of_all_source() -> None:
+    """A caller's file may stay the same while what it calls changes: the folder must not."""
+    folder = Path(seconds_of._cache._cache_path)  # type: ignore[attr-defined]
+    digest = sha256(b"".join(path.read_bytes() for path in sorted(ROOT.rglob("*.py")))).hexdigest()[:16]
+    assert digest in folder.parts or os.environ.get("NUMBA_CACHE_DIR")
 
 
 def test_llvmlite_makes_up_no_attributes() -> None:
