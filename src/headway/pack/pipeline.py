@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.memory.exact import blocks_of, pooled
-from headway.memory.lending import front_of, guest_at, least_of, room_of, slot_in
+from headway.memory.lending import Slot, front_of, guest_at, least_of, room_of, slot_in
 from headway.memory.ledger import Ledger
 from headway.memory.relief import PAUSE, SWAP, cheapest, costs_of
 from headway.pack.kernels import missing_of, ordered
@@ -337,62 +337,69 @@ def _lend(
             continue
         front, least = front_of(jobs, host), least_of(jobs, host)
         stop = jobs["lent"][host] if jobs["lent"][host] else room_of(jobs, host)
-        while True:
+        while stop > least:
             slot = slot_in(front, stop, least, size)
-            i = _guest(rule, jobs, mine, rows, lefts, taken, slot.time - rule.buffer, spent, size, desk)
-            if i < 0 or slot.stop <= slot.start:
+            i = _guest(rule, jobs, mine, rows, lefts, taken, slot, spent, size, desk)
+            if i < 0:
                 break
-            span = min(blocks_of(mine["goal"][rows[i]], size) - jobs["blocks"][rows[i]], stop - slot.start)
-            if not _move_in(rule, jobs, mine, rows[i], host, stop - span, span, size, desk):
-                break
-            taken[i], stop = True, stop - span
+            span = _span(jobs, mine, rows[i], slot, size)
+            stop -= span
+            _move_in(jobs, mine, rows[i], host, stop, span, size, desk)
+            taken[i] = True
             marks[LENT] += 1
             if not jobs["running"][rows[i]]:
                 spent -= missing_of(jobs, rows[i])
-            if stop <= least:
-                break
+
+
+@compiled
+def _span(jobs: Rows, mine: Rows, row: int, slot: Slot, size: int) -> int:
+    return int(min(need_of(jobs, mine, row, size), slot.stop - slot.start))
 
 
 @compiled
 def _guest(
-    rule: Rule, jobs: Rows, mine: Rows, rows: Ints, lefts: Ints, taken: Bools, time: int, spent: int,
+    rule: Rule, jobs: Rows, mine: Rows, rows: Ints, lefts: Ints, taken: Bools, slot: Slot, spent: int,
     size: int, desk: Desk,
 ) -> int:  # fmt: skip
-    """Return the candidate with the longest answer of at most `time` tokens (lefts descend), -1 = none."""
-    i = best_fit(lefts, 0, rows.size, time)
-    while i < rows.size:
-        row = rows[i]
-        state, queued = mine["state"][row], jobs["running"][row]
-        if not taken[i] and state != ACTIVE and jobs["lent"][row] == 0 and need_of(jobs, mine, row, size) > 0:
-            if queued or (missing_of(jobs, row) <= spent and desk.n[SEATS] > 0 and jobs["saved"][row] == 0):
-                return i
-        i += 1
+    """Return the candidate with the longest answer that is gone in time (lefts descend), -1 = none."""
+    if slot.stop <= slot.start or desk.n[RUNS] >= rule.budget:
+        return -1
+    for i in range(best_fit(lefts, 0, rows.size, slot.time - rule.buffer), rows.size):
+        if not taken[i] and _may_live(rule, jobs, mine, rows[i], slot, spent, size, desk):
+            return i
     return -1
 
 
 @compiled
-def _move_in(
-    rule: Rule, jobs: Rows, mine: Rows, row: int, host: int, start: int, span: int, size: int, desk: Desk
+def _may_live(
+    rule: Rule, jobs: Rows, mine: Rows, row: int, slot: Slot, spent: int, size: int, desk: Desk
 ) -> bool:
-    """Let a row begin as a guest if what its loan does not hold may be taken from free blocks; tell whether.
-
-    The loan lies at the very end of the tail, where the host comes last.
-    """
-    n, holds = desk.n, jobs["blocks"][row]
-    own = need_of(jobs, mine, row, size) - span
-    queued = n[POOL] - (holds if jobs["running"][row] else 0)
-    if span <= 0 or own > pooled(n[FREE], rule.reserve, queued) or n[RUNS] >= rule.budget:
+    """Tell whether a row can be a guest, and what a slot does not hold of it may be taken from free blocks."""
+    n, span, queued = desk.n, _span(jobs, mine, row, slot, size), desk.n[POOL]
+    if mine["state"][row] == ACTIVE or jobs["lent"][row] or span <= 0:
         return False
-    i = n[LOANS]
+    if jobs["running"][row]:
+        queued -= jobs["blocks"][row]
+    elif jobs["saved"][row] or missing_of(jobs, row) > spent or n[SEATS] <= 0:
+        return False
+    own = need_of(jobs, mine, row, size) - span
+    return bool(own <= max(pooled(n[FREE], rule.reserve, queued), 0))
+
+
+@compiled
+def _move_in(
+    jobs: Rows, mine: Rows, row: int, host: int, start: int, span: int, size: int, desk: Desk
+) -> None:
+    """Let a row begin as a guest. Its loan is the very end of the tail, where the host comes last."""
+    n, i = desk.n, desk.n[LOANS]
     desk.guest[i], desk.host[i], desk.start[i], desk.span[i] = row, host, start, span
     n[LOANS] += 1
-    n[FREE] -= own
-    n[POOL] = queued
+    n[FREE] -= need_of(jobs, mine, row, size) - span
+    n[POOL] -= jobs["blocks"][row] if jobs["running"][row] else 0
     n[RUNS] += 1
     n[SEATS] -= not jobs["running"][row]
     mine["state"][row] = ACTIVE
     _put(desk, row, missing_of(jobs, row), mine["goal"][row])
-    return True
 
 
 # ---- prompts
