@@ -344,11 +344,11 @@ def _lend(
                 break
             span = _span(jobs, mine, rows[i], slot, size)
             stop -= span
-            _move_in(jobs, mine, rows[i], host, stop, span, size, desk)
+            tokens = min(missing_of(jobs, rows[i]), max(spent, 1))
+            _move_in(jobs, mine, rows[i], host, stop, span, tokens, size, desk)
             taken[i] = True
             marks[LENT] += 1
-            if not jobs["running"][rows[i]]:
-                spent -= missing_of(jobs, rows[i])
+            spent -= 0 if jobs["running"][rows[i]] else tokens
 
 
 @compiled
@@ -380,15 +380,17 @@ def _may_live(
         return False
     if jobs["running"][row]:
         queued -= jobs["blocks"][row]
-    elif jobs["saved"][row] or missing_of(jobs, row) > spent or n[SEATS] <= 0:
+    elif jobs["saved"][row] or spent <= 0 or n[SEATS] <= 0:
         return False
+    elif left_of(jobs, mine, row) + missing_of(jobs, row) // rule.tfs > slot.time - rule.buffer:
+        return False  # its prompt takes iterations too
     own = need_of(jobs, mine, row, size) - span
     return bool(own <= max(pooled(n[FREE], rule.reserve, queued), 0))
 
 
 @compiled
 def _move_in(
-    jobs: Rows, mine: Rows, row: int, host: int, start: int, span: int, size: int, desk: Desk
+    jobs: Rows, mine: Rows, row: int, host: int, start: int, span: int, tokens: int, size: int, desk: Desk
 ) -> None:
     """Let a row begin as a guest. Its loan is the very end of the tail, where the host comes last."""
     n, i = desk.n, desk.n[LOANS]
@@ -399,7 +401,7 @@ def _move_in(
     n[RUNS] += 1
     n[SEATS] -= not jobs["running"][row]
     mine["state"][row] = ACTIVE
-    _put(desk, row, missing_of(jobs, row), mine["goal"][row])
+    _put(desk, row, tokens, mine["goal"][row])
 
 
 # ---- prompts

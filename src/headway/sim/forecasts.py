@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
@@ -75,6 +76,4 @@ class Noisy:
 
 def normal_quantile(share: float) -> float:
     """Return z with P(Z <= z) = share for a standard normal Z; 0 < share < 1."""
-    from statistics import NormalDist
-
     return NormalDist().inv_cdf(share)

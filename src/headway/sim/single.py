@@ -8,7 +8,7 @@ use, weighted by time, and the wall time that the packer thought.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,16 +17,20 @@ from headway.forecast.pace import OnlinePace
 from headway.ports import Lengths
 from headway.sim.run import Node, Outcome
 from headway.sim.workload import Workload
-from headway.types import Slo
+from headway.types import Batch
 
 
 @dataclass(slots=True)
 class Gauges:
-    """Sums over a run: seconds computed, seconds x KV tokens written, seconds x tokens computed, wall seconds
-    of decisions. kv, compute: tokens that stand for full."""
+    """Sums over the iterations that begin before `until`: seconds computed, seconds x KV tokens written,
+    seconds x tokens computed, wall seconds of decisions. kv, compute: tokens that stand for full.
+
+    What comes after the last arrival is an engine running empty, which says nothing of its utilization.
+    """
 
     kv: int
     compute: int
+    until: float
     busy: float = 0.0
     written: float = 0.0
     forward: float = 0.0
@@ -79,13 +83,14 @@ class Single:
         """Run one iteration; return when it ends."""
         began = time.perf_counter()
         ran = self.engine.schedule(now)
-        self.gauges.thinking += time.perf_counter() - began
+        thought = time.perf_counter() - began
         assert ran.rows.size, "an engine with work computes"
         batch = self.engine.batch(ran)
         seconds = self.node.pace.seconds(batch)
         self.learned.learn(batch, seconds)
         seconds += ran.copied * self.node.copy_seconds if ran.copied else 0.0
-        self._measure(ran, seconds)
+        if now < self.gauges.until:
+            self._measure(ran, seconds, thought)
         out.iterations += 1
         out.busy += seconds
         out.preempted += ran.preempted
@@ -93,11 +98,12 @@ class Single:
         self._end(ran, now + seconds, out)
         return now + seconds
 
-    def _measure(self, ran: Ran, seconds: float) -> None:
+    def _measure(self, ran: Ran, seconds: float, thought: float) -> None:
         jobs, gauges = self.engine.jobs, self.gauges
         tokens = int(ran.tokens.sum())
         written = int(jobs.computed[jobs.live & jobs.running].sum()) + tokens
         gauges.busy += seconds
+        gauges.thinking += thought
         gauges.written += seconds * written
         gauges.forward += seconds * min(tokens, gauges.compute)
 
@@ -114,16 +120,9 @@ def promised(workload: Workload, node: Node, scale: float) -> Workload:
     (EcoServe 4.1's SLO scale, with t_p and t_g taken from the pace: prefill alone, and one decode a token at
     the context in the middle of the answer.)
     """
-    from dataclasses import replace
-
-    from headway.types import Batch
-
-    alone = np.array([
+    alone = [
         node.pace.seconds(Batch(0, 0, p, p * p // 2)) + o * node.pace.seconds(Batch(1, p + o // 2, 0))
         for p, o in zip(workload.prompt.tolist(), workload.output.tolist(), strict=True)
-    ])  # fmt: skip
+    ]
     never = np.full(len(workload), np.inf)
-    return replace(workload, ttft=never, tpot=never, e2e=scale * alone)
-
-
-__all__ = ["Gauges", "Single", "Slo", "promised"]
+    return replace(workload, ttft=never, tpot=never, e2e=scale * np.array(alone))
