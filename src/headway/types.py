@@ -439,10 +439,10 @@ class Step:
     order). tokens: cap per row of `order` (same length), None = as many as the budget gives. Running rows
     that are not in `order`, `evict` or `save` are paused and keep their KV. evict: rows that lose their KV.
     save: running rows whose KV is copied to the host and freed (swap); admitted later, they go on from there.
-    reserve: per row of `order`, tokens whose blocks the engine holds for it from this step on, whatever it has
-    computed (exact allocation); None = as it grows. lend: loans that begin now, after evict and save; what a
-    guest needs beyond its loan comes from free blocks. The engine refuses (assert) a host that would run into
-    a guest, and a guest that would outgrow its loan.
+    reserve: per row of `order`, tokens whose blocks the engine holds for it from this step on, whatever it
+    has computed (exact allocation); None = as it grows. lend: loans that begin now, after evict and save;
+    what a guest needs beyond its loan comes from free blocks. The engine refuses (assert) a host that would
+    run into a guest, and a guest that would outgrow its loan.
     """
 
     order: Ints

@@ -13,6 +13,8 @@ import numpy as np
 from headway.ports import Lengths
 from headway.types import Forecast, Request
 
+SHARE = 0.775  # as often as the paper's predictor is within its padded length (EcoServe 2.3)
+
 
 @dataclass(frozen=True, slots=True)
 class Padded:

@@ -67,13 +67,16 @@ def slot_of(jobs: Rows, row: int, size: int) -> Slot:
 
 @compiled
 def lend(jobs: Rows, guest: Ints, host: Ints, start: Ints, span: Ints) -> None:
-    """Begin loans, aligned; asserts that each lies in the host's room, behind its front, before other guests."""
+    """Begin loans, aligned; asserts that each lies in its host's room, before what that has lent already."""
     for i in range(guest.size):
         row, lender = guest[i], host[i]
         stop = jobs["lent"][lender] if jobs["lent"][lender] else room_of(jobs, lender)
-        assert row != lender and jobs["span"][row] == 0 and span[i] > 0, "one loan for one guest"
+        assert row != lender, "nobody is its own guest"
+        assert span[i] > 0, "a loan has blocks"
+        assert jobs["span"][row] == 0, "a guest has one loan"
         assert jobs["lent"][row] == 0, "a guest has lent nothing yet"
-        assert 0 < start[i] and start[i] + span[i] <= stop, "a loan lies in its host's tail"
+        assert start[i] > 0, "a host keeps its first block"
+        assert start[i] + span[i] <= stop, "a loan lies in its host's tail"
         assert jobs["span"][lender] == 0 or start[i] > jobs["blocks"][lender], "what is borrowed is lent on"
         jobs["host"][row], jobs["start"][row], jobs["span"][row] = lender, start[i], span[i]
         jobs["lent"][lender] = start[i]
@@ -126,9 +129,9 @@ def _first_lent(jobs: Rows, host: int) -> int:
 def guest_at(jobs: Rows, host: int) -> int:
     """Return the guest that a host reaches first; asserts that it has one."""
     for other in range(jobs.size):
-        if jobs["span"][other] and jobs["host"][other] == host:
-            if jobs["start"][other] == jobs["lent"][host]:
-                return int(other)
+        mine = jobs["span"][other] and jobs["host"][other] == host
+        if mine and jobs["start"][other] == jobs["lent"][host]:
+            return int(other)
     raise AssertionError("a host that lends has a guest")
 
 
@@ -150,8 +153,7 @@ def placed(jobs: Rows, rows: Ints, size: int) -> dict[int, list[tuple[int, int]]
             at[row] = own
         return at[row]
 
-    used = {row: blocks(row)[: -(-int(jobs["computed"][row]) // size)] for row in rows.tolist()}
-    return used
+    return {row: blocks(row)[: -(-int(jobs["computed"][row]) // size)] for row in rows.tolist()}
 
 
 def check(jobs: Rows, rows: Ints, size: int, total: int, free: int) -> None:

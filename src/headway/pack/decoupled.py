@@ -1,4 +1,4 @@
-"""What runs in the next iteration, so that neither compute nor KV is ever the one that is short? (EcoServe 3.2.)
+"""What runs in the next iteration, so that neither compute nor KV is left unused? (EcoServe 3.2.)
 
 Prompts need compute and generations need KV, so they wait in two queues: generations fill the KV with exact
 allocations, prompts fill the iteration up to the target forward size. Generations of equal predicted length
@@ -13,7 +13,7 @@ generate and answers that outgrow their prediction alike; a guest may still be a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from headway.forecast.pace import OnlinePace
 from headway.memory.exact import reserve_of
 from headway.memory.ledger import Ledger
-from headway.pack import pipeline
-from headway.pack.pipeline import Rule
+from headway.pack import desk as places
+from headway.pack.desk import Rule
+from headway.pack.filling import decide
 from headway.pack.queues import MINE
 from headway.types import Ints, Jobs, Loans, Step
 
@@ -46,6 +47,11 @@ class Options:
     buffer: int = 8
     extra: int = 32
     idle: float = 0.02
+
+    def but(self, *, reserve: float | None = None, buffer: int | None = None) -> Options:
+        """Return the same with another reserve or buffer."""
+        reserve = self.reserve if reserve is None else reserve
+        return replace(self, reserve=reserve, buffer=self.buffer if buffer is None else buffer)
 
 
 @dataclass(slots=True)
@@ -88,14 +94,15 @@ class Decoupled:
             more = np.zeros(jobs.data.size - self.mine.size, MINE)
             self.mine = np.concatenate([self.mine, more])
         rule, theta = self.rule(ledger), self.pace.theta
-        desk = pipeline.decide(rule, jobs.data, self.mine, self.marks, jobs.rows(), ledger, now, theta)
-        runs, loans = desk.n[pipeline.ORDER], desk.n[pipeline.LOANS]
+        desk = decide(rule, jobs.data, self.mine, self.marks, jobs.rows(), ledger, now, theta)
+        runs, loans = desk.n[places.ORDER], desk.n[places.LOANS]
         lend = None
         if loans:
             lend = Loans(desk.guest[:loans], desk.host[:loans], desk.start[:loans], desk.span[:loans])
         return Step(
-            desk.order[:runs], desk.tokens[:runs], desk.evict[: desk.n[pipeline.EVICTS]],
-            desk.save[: desk.n[pipeline.SAVES]], token_budget=self.budget, reserve=desk.hold[:runs], lend=lend,
+            desk.order[:runs], desk.tokens[:runs], desk.evict[: desk.n[places.EVICTS]],
+            desk.save[: desk.n[places.SAVES]], token_budget=self.budget, reserve=desk.hold[:runs],
+            lend=lend,
         )  # fmt: skip
 
     def rule(self, ledger: Ledger) -> Rule:
@@ -110,4 +117,4 @@ class Decoupled:
     @property
     def counts(self) -> Counts:
         """Return what it has done so far."""
-        return Counts(*(int(count) for count in self.marks[pipeline.FULL :]))
+        return Counts(*(int(count) for count in self.marks[places.FULL :]))

@@ -25,7 +25,8 @@ _HELD = 128  # tokens of a held-KV range
 
 
 class Seen(NamedTuple):
-    """Rows by what they are. ended: a time-synced group has none left. news: rows new in the queue."""
+    """Rows by what they are. ended: a time-synced group has none left. news: rows new in the queue of
+    generations. came: rows never seen before."""
 
     active: Ints
     queued: Ints
@@ -34,6 +35,7 @@ class Seen(NamedTuple):
     others: int
     ended: bool
     news: int
+    came: int
 
 
 @compiled
@@ -43,10 +45,11 @@ def look(jobs: Rows, mine: Rows, rows: Ints, most: int, groups: int) -> Seen:
     most: tokens that a row may hold. groups: how many time-synced groups were numbered.
     """
     kinds, sizes = np.empty((4, rows.size), np.int64), np.zeros(4, np.int64)
-    alive, others, news = np.zeros(groups, np.bool_), 0, 0
+    alive, others, news, came = np.zeros(groups, np.bool_), 0, 0, 0
     for row in rows:
         if mine["serial"][row] != jobs["serial"][row]:
             _meet(jobs, mine, row, most)
+            came += 1
         if jobs["held"][row]:
             others += jobs["running"][row]
             continue
@@ -59,7 +62,9 @@ def look(jobs: Rows, mine: Rows, rows: Ints, most: int, groups: int) -> Seen:
         sizes[kind] += 1
     return Seen(
         kinds[0, : sizes[0]], kinds[1, : sizes[1]], kinds[2, : sizes[2]], kinds[3, : sizes[3]], others,
-        not alive.all(), news,
+        not alive.all(),
+        news,
+        came,
     )  # fmt: skip
 
 
@@ -175,3 +180,14 @@ def same_range(keys: Floats, start: int) -> int:
     while stop < keys.shape[1] and keys[0, stop] == keys[0, start] and keys[1, stop] == keys[1, start]:
         stop += 1
     return stop
+
+
+@compiled
+def in_turn(ranged: bool, jobs: Rows, waiting: Ints, size: int, now: float) -> Ints:
+    """Return waiting rows in the order in which they are tried."""
+    if not ranged:
+        return by_arrival(jobs, waiting)
+    lengths = np.empty(waiting.size, np.int64)
+    for i in range(waiting.size):
+        lengths[i] = missing_of(jobs, waiting[i])
+    return waiting[by_range(jobs, waiting, lengths, size, now)[0]]

@@ -48,9 +48,7 @@ class Noisy:
     spread: Floats = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def of(
-        cls, workload: Workload, accuracy: float, padding: float, rng: np.random.Generator
-    ) -> Noisy:
+    def of(cls, workload: Workload, accuracy: float, padding: float, rng: np.random.Generator) -> Noisy:
         """Return a predictor whose answers are within (1 + padding) x the prediction with `accuracy`.
 
         ConfigError unless 0.5 < accuracy < 1 and padding > 0.

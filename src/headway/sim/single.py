@@ -15,7 +15,8 @@ import numpy as np
 from headway.engines.simulated import Ran, SimulatedEngine
 from headway.forecast.pace import OnlinePace
 from headway.ports import Lengths
-from headway.sim.run import Node, Outcome
+from headway.sim.host import Node
+from headway.sim.outcome import Outcome
 from headway.sim.workload import Workload
 from headway.types import Batch
 
@@ -49,7 +50,7 @@ class Gauges:
 
 @dataclass(slots=True)
 class Single:
-    """A run of `workload` on `engine`, which is `node`'s; iteration times are `node.pace`'s, as is `learned`."""
+    """A run of `workload` on `engine`. node: whose engine it is, and its pace; learned: the packer's own."""
 
     engine: SimulatedEngine
     node: Node
@@ -115,7 +116,7 @@ class Single:
 
 
 def promised(workload: Workload, node: Node, scale: float) -> Workload:
-    """Return the workload with each whole answer promised in `scale` x the seconds it takes on an idle engine.
+    """Return the workload, each whole answer promised in `scale` x the seconds it takes on an idle engine.
 
     (EcoServe 4.1's SLO scale, with t_p and t_g taken from the pace: prefill alone, and one decode a token at
     the context in the middle of the answer.)

@@ -1,67 +1,61 @@
-"""Who gets the KV and the tokens of the next iteration, when queues are decoupled? (EcoServe 3.2 to 3.4.)
+"""Who gets the KV and the tokens of the next iteration, when queues are decoupled? (EcoServe 3.2 and 3.3.)
 
-Compiled. A decision is written on a `Desk`: generations first, which fill the KV (as guests in somebody's
-tail where they fit, else with an exact allocation of their own), then prompts, which fill what is left of the
-target forward size.
+Compiled. Generations come first and fill the KV (as guests in somebody's tail where they fit, else with an
+exact allocation of their own), then prompts, which fill what is left of the target forward size.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.memory.exact import blocks_of, pooled
-from headway.memory.lending import Slot, front_of, guest_at, least_of, room_of, slot_in
 from headway.memory.ledger import Ledger
-from headway.memory.relief import PAUSE, SWAP, cheapest, costs_of
-from headway.pack.kernels import missing_of, ordered
+from headway.memory.lending import guest_at, room_of
+from headway.memory.relief import PAUSE, cheapest, costs_of
+from headway.pack.desk import (
+    AGAIN,
+    EXTENDED,
+    FREE,
+    FULL,
+    GROUPS,
+    KEPT,
+    LATE,
+    ORDER,
+    POOL,
+    RESCUED,
+    RUNS,
+    SEATS,
+    STALLED,
+    TOKENS,
+    Desk,
+    Rule,
+    leave,
+    put,
+)  # fmt: skip
+from headway.pack.guests import AHEAD, lend_tails
+from headway.pack.kernels import missing_of
 from headway.pack.queues import (
-    ACTIVE, GONE, QUEUED, WAITING, Seen, best_fit, by_arrival, by_group, by_range, class_of, left_of, look,
-    need_of, same_range,
+    ACTIVE,
+    GONE,
+    QUEUED,
+    WAITING,
+    Seen,
+    best_fit,
+    by_arrival,
+    by_group,
+    by_range,
+    class_of,
+    in_turn,
+    left_of,
+    look,
+    need_of,
+    same_range,
 )  # fmt: skip
 from headway.types import Bools, Floats, Ints
 
 Rows = NDArray[np.void]
-# Places in `Desk.n`: sizes of its lists; blocks free, and held by prompts that wait to generate; tokens left
-# for prompts; free slots; generations.
-ORDER, LOANS, SAVES, EVICTS, FREE, POOL, TOKENS, SEATS, RUNS = range(9)
-# Places in the packer's `marks`.
-(GROUPS, AGAIN, FULL, KEPT, EXTENDED, STALLED, LENT, LATE, RESCUED) = range(9)
-_AHEAD = 256  # waiting prompts that are tried as guests
-
-
-class Rule(NamedTuple):
-    """A `Decoupled` packer as compiled loops take it; reserve in blocks, the rest in tokens."""
-
-    tfs: int
-    budget: int
-    reserve: int
-    buffer: int
-    grain: int
-    extra: int
-    idle: int
-    synced: bool
-    ordered: bool
-    lends: bool
-    copy_seconds: float
-
-
-class Desk(NamedTuple):
-    """A decision in the making: lists with their sizes in n. hold: tokens reserved per row of order."""
-
-    order: Ints
-    tokens: Ints
-    hold: Ints
-    guest: Ints
-    host: Ints
-    start: Ints
-    span: Ints
-    save: Ints
-    evict: Ints
-    n: Ints
 
 
 @compiled
@@ -110,6 +104,8 @@ def _is_due(rule: Rule, marks: Ints, seen: Seen, desk: Desk, total: int) -> bool
     """
     if not rule.synced or seen.ended or seen.news or marks[AGAIN]:
         return True
+    if rule.lends and seen.came and seen.waiting.size <= AHEAD:
+        return True  # it may fit into somebody's tail
     return bool(seen.queued.size and pooled(desk.n[FREE], rule.reserve, desk.n[POOL]) >= rule.idle)
 
 
@@ -136,17 +132,15 @@ def _go_on(
 
 
 @compiled
-def _reach(
-    rule: Rule, jobs: Rows, mine: Rows, marks: Ints, guest: int, theta: Floats, desk: Desk
-) -> bool:
-    """A guest is late: its host waits for it, or it leaves, whichever is cheaper. True when the host goes on."""
+def _reach(rule: Rule, jobs: Rows, mine: Rows, marks: Ints, guest: int, theta: Floats, desk: Desk) -> bool:
+    """A guest is late: its host waits, or it leaves, whichever is cheaper. True when the host goes on."""
     marks[LATE] += 1
     costs = costs_of(
         theta, jobs["computed"][guest], left_of(jobs, mine, guest), desk.n[RUNS], rule.copy_seconds
     )
     if jobs["held"][guest] or cheapest(costs) == PAUSE:
         return False
-    _leave(rule, jobs, mine, guest, theta, desk)
+    leave(rule, jobs, mine, guest, theta, desk)
     return True
 
 
@@ -159,7 +153,7 @@ def _outgrow(
     if jobs["span"][row]:
         marks[LATE] += 1
         mine["goal"][row] = made + rule.extra
-        _leave(rule, jobs, mine, row, theta, desk)
+        leave(rule, jobs, mine, row, theta, desk)
         return
     more = min(blocks_of(rule.extra, size), desk.n[FREE])
     mine["goal"][row] = made + rule.extra
@@ -175,47 +169,11 @@ def _outgrow(
 
 
 @compiled
-def _leave(rule: Rule, jobs: Rows, mine: Rows, row: int, theta: Floats, desk: Desk) -> None:
-    """Take a row's KV, to the host or for good, whichever is cheaper; it waits again."""
-    n = desk.n
-    costs = costs_of(theta, jobs["computed"][row], np.inf, n[RUNS], rule.copy_seconds)
-    if cheapest(costs) == SWAP:
-        desk.save[n[SAVES]], n[SAVES] = row, n[SAVES] + 1
-    else:
-        desk.evict[n[EVICTS]], n[EVICTS] = row, n[EVICTS] + 1
-    if mine["state"][row] == ACTIVE:
-        n[RUNS] -= 1
-    else:
-        n[POOL] -= jobs["blocks"][row]
-    n[FREE] += _freed(jobs, row)
-    n[SEATS] += 1
-    mine["state"][row] = GONE
-
-
-@compiled
-def _freed(jobs: Rows, row: int) -> int:
-    """Return the blocks that are free when a row leaves: its own, less those its guests live in."""
-    kept = 0
-    if jobs["lent"][row] and jobs["span"][row] == 0:
-        for other in range(jobs.size):
-            if jobs["span"][other] and jobs["host"][other] == row:
-                kept += jobs["span"][other]
-    return int(jobs["blocks"][row] - kept)
-
-
-@compiled
-def _put(desk: Desk, row: int, tokens: int, hold: int) -> None:
-    i = desk.n[ORDER]
-    desk.order[i], desk.tokens[i], desk.hold[i] = row, tokens, hold
-    desk.n[ORDER] += 1
-
-
-@compiled
 def _put_active(jobs: Rows, mine: Rows, active: Ints, goes: Bools, desk: Desk) -> None:
     """Write down one token for each generation that was active before and goes on."""
     for i in range(active.size):
         if goes[i] and mine["state"][active[i]] == ACTIVE:
-            _put(desk, active[i], 1, mine["goal"][active[i]])
+            put(desk, active[i], 1, mine["goal"][active[i]])
 
 
 # ---- generations that begin
@@ -229,7 +187,7 @@ def _schedule(
     """Fill the KV with queued generations, guests first, and number the groups anew."""
     before = desk.n[RUNS]
     if rule.lends:
-        _lend(rule, jobs, mine, marks, seen, size, now, desk)
+        lend_tails(rule, jobs, mine, marks, seen, size, now, desk)
     _own(rule, jobs, mine, seen.queued, size, now, desk)
     # A new reservation can be lent from the next iteration on: look again then.
     marks[AGAIN] = rule.lends and desk.n[RUNS] > before
@@ -310,112 +268,14 @@ def _begin(rule: Rule, jobs: Rows, mine: Rows, row: int, need: int, desk: Desk) 
     n[POOL] -= holds
     n[RUNS] += 1
     mine["state"][row] = ACTIVE
-    _put(desk, row, 1, mine["goal"][row])
+    put(desk, row, 1, mine["goal"][row])
     return True
 
 
 # ---- KVC pipelining (EcoServe 3.4)
 
 
-@compiled
-def _lend(
-    rule: Rule, jobs: Rows, mine: Rows, marks: Ints, seen: Seen, size: int, now: float, desk: Desk
-) -> None:
-    """Find for each tail the longest answer that is gone in time; what is left of the tail is halved again."""
-    rows = np.concatenate((seen.queued, _order(rule, jobs, seen.waiting, size, now)[:_AHEAD]))
-    if rows.size == 0:
-        return
-    lefts = np.empty(rows.size, np.int64)
-    for i in range(rows.size):
-        lefts[i] = left_of(jobs, mine, rows[i])
-    order = ordered(-lefts.astype(np.float64).reshape(1, -1), np.arange(rows.size))
-    rows, lefts = rows[order], lefts[order]
-    taken = np.zeros(rows.size, np.bool_)
-    spent = rule.tfs - desk.n[RUNS] - seen.queued.size  # tokens that prompts of guests may take
-    for host in seen.active:
-        if mine["state"][host] != ACTIVE:
-            continue
-        front, least = front_of(jobs, host), least_of(jobs, host)
-        stop = jobs["lent"][host] if jobs["lent"][host] else room_of(jobs, host)
-        while stop > least:
-            slot = slot_in(front, stop, least, size)
-            i = _guest(rule, jobs, mine, rows, lefts, taken, slot, spent, size, desk)
-            if i < 0:
-                break
-            span = _span(jobs, mine, rows[i], slot, size)
-            stop -= span
-            tokens = min(missing_of(jobs, rows[i]), max(spent, 1))
-            _move_in(jobs, mine, rows[i], host, stop, span, tokens, size, desk)
-            taken[i] = True
-            marks[LENT] += 1
-            spent -= 0 if jobs["running"][rows[i]] else tokens
-
-
-@compiled
-def _span(jobs: Rows, mine: Rows, row: int, slot: Slot, size: int) -> int:
-    return int(min(need_of(jobs, mine, row, size), slot.stop - slot.start))
-
-
-@compiled
-def _guest(
-    rule: Rule, jobs: Rows, mine: Rows, rows: Ints, lefts: Ints, taken: Bools, slot: Slot, spent: int,
-    size: int, desk: Desk,
-) -> int:  # fmt: skip
-    """Return the candidate with the longest answer that is gone in time (lefts descend), -1 = none."""
-    if slot.stop <= slot.start or desk.n[RUNS] >= rule.budget:
-        return -1
-    for i in range(best_fit(lefts, 0, rows.size, slot.time - rule.buffer), rows.size):
-        if not taken[i] and _may_live(rule, jobs, mine, rows[i], slot, spent, size, desk):
-            return i
-    return -1
-
-
-@compiled
-def _may_live(
-    rule: Rule, jobs: Rows, mine: Rows, row: int, slot: Slot, spent: int, size: int, desk: Desk
-) -> bool:
-    """Tell whether a row can be a guest, and what a slot does not hold of it may be taken from free blocks."""
-    n, span, queued = desk.n, _span(jobs, mine, row, slot, size), desk.n[POOL]
-    if mine["state"][row] == ACTIVE or jobs["lent"][row] or span <= 0:
-        return False
-    if jobs["running"][row]:
-        queued -= jobs["blocks"][row]
-    elif jobs["saved"][row] or spent <= 0 or n[SEATS] <= 0:
-        return False
-    elif left_of(jobs, mine, row) + missing_of(jobs, row) // rule.tfs > slot.time - rule.buffer:
-        return False  # its prompt takes iterations too
-    own = need_of(jobs, mine, row, size) - span
-    return bool(own <= max(pooled(n[FREE], rule.reserve, queued), 0))
-
-
-@compiled
-def _move_in(
-    jobs: Rows, mine: Rows, row: int, host: int, start: int, span: int, tokens: int, size: int, desk: Desk
-) -> None:
-    """Let a row begin as a guest. Its loan is the very end of the tail, where the host comes last."""
-    n, i = desk.n, desk.n[LOANS]
-    desk.guest[i], desk.host[i], desk.start[i], desk.span[i] = row, host, start, span
-    n[LOANS] += 1
-    n[FREE] -= need_of(jobs, mine, row, size) - span
-    n[POOL] -= jobs["blocks"][row] if jobs["running"][row] else 0
-    n[RUNS] += 1
-    n[SEATS] -= not jobs["running"][row]
-    mine["state"][row] = ACTIVE
-    _put(desk, row, tokens, mine["goal"][row])
-
-
 # ---- prompts
-
-
-@compiled
-def _order(rule: Rule, jobs: Rows, waiting: Ints, size: int, now: float) -> Ints:
-    """Return waiting rows in the order in which they are tried."""
-    if not rule.ordered:
-        return by_arrival(jobs, waiting)
-    lengths = np.empty(waiting.size, np.int64)
-    for i in range(waiting.size):
-        lengths[i] = missing_of(jobs, waiting[i])
-    return waiting[by_range(jobs, waiting, lengths, size, now)[0]]
 
 
 @compiled
@@ -431,13 +291,13 @@ def _prompts(
         tokens = min(missing_of(jobs, row), max(n[TOKENS], 0))
         if tokens > 0:
             hold = mine["goal"][row] if mine["state"][row] == ACTIVE else 0
-            _put(desk, row, tokens, hold)
+            put(desk, row, tokens, hold)
             n[TOKENS] -= tokens
     room = max(pooled(n[FREE], rule.reserve, n[POOL]), rule.reserve - n[POOL])
     if seen.waiting.size == 0 or n[TOKENS] <= 0 or room <= 0 or n[SEATS] <= 0:
         return
     before = n[RUNS]
-    for row in _order(rule, jobs, seen.waiting, size, now):
+    for row in in_turn(rule.ordered, jobs, seen.waiting, size, now):
         if mine["state"][row] != WAITING:
             continue
         if n[TOKENS] <= 0 or n[SEATS] <= 0:
@@ -446,7 +306,9 @@ def _prompts(
             continue  # the longest that fits whole goes first
         if not _admit(rule, jobs, mine, row, marks[GROUPS], size, desk) and not rule.ordered:
             break
-    marks[GROUPS] += n[RUNS] > before and rule.synced  # those that came in together are a group until numbered
+    if n[RUNS] > before and rule.synced:
+        marks[GROUPS] += 1  # a group until all are numbered anew
+        marks[AGAIN] = rule.lends
 
 
 @compiled
@@ -468,7 +330,7 @@ def _admit(rule: Rule, jobs: Rows, mine: Rows, row: int, group: int, size: int, 
     n[FREE] -= need
     n[TOKENS] -= tokens
     n[SEATS] -= 1
-    _put(desk, row, tokens, hold)
+    put(desk, row, tokens, hold)
     return True
 
 
@@ -489,7 +351,7 @@ def _rescue(
         if desk.n[FREE] >= least and (jobs["running"][first] or desk.n[SEATS] > 0):
             break
         if jobs["running"][rows[i]]:
-            _leave(rule, jobs, mine, rows[i], theta, desk)
+            leave(rule, jobs, mine, rows[i], theta, desk)
     if desk.n[FREE] < min(least, blocks_of(whole, size) - room_of(jobs, first)):
         return  # rows held by control have the rest
     if jobs["lent"][first] and blocks_of(jobs["computed"][first] + 1, size) > jobs["lent"][first]:
@@ -498,10 +360,8 @@ def _rescue(
 
 
 @compiled
-def _run_first(
-    rule: Rule, jobs: Rows, mine: Rows, row: int, whole: int, size: int, desk: Desk
-) -> None:
+def _run_first(rule: Rule, jobs: Rows, mine: Rows, row: int, whole: int, size: int, desk: Desk) -> None:
     room = (room_of(jobs, row) + desk.n[FREE]) * size
     mine["goal"][row] = min(max(mine["goal"][row], whole + 1), max(room, whole))
     mine["state"][row] = ACTIVE
-    _put(desk, row, min(missing_of(jobs, row), rule.tfs), mine["goal"][row])
+    put(desk, row, min(missing_of(jobs, row), rule.tfs), mine["goal"][row])
