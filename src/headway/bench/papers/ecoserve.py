@@ -54,8 +54,6 @@ class Plan:
 FULL = Plan(
     (*ABLATION, *ORACLES, *BASELINES), {d.name: tuple(sorted({*d.rates, d.rate})) for d in DATA}, 1.0, 6
 )
-    (*ABLATION, *ORACLES, *BASELINES), {d.name: tuple(sorted({*d.rates, d.rate})) for d in DATA}, 1.0, 6
-)
 QUICK = Plan(
     (*ABLATION, "ecoserve-oracle", BASE, "vllm", "orca"),
     {"alpaca": (36.0, 60.0), "sharegpt": (3.0, 6.0), "bookcorpus": (0.25,)}, 0.5, 3,
