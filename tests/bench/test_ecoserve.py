@@ -11,8 +11,8 @@ from headway.bench.papers import ecoserve
 from headway.bench.papers.ecoserve import Plan
 
 IDS = {
-    "rate_sustained", "jct.mean", "normalized_latency", "ssr", "throughput.req_per_s", "kv.utilization",
-    "compute.utilization", "kv.alloc_failures_pct", "sched.share_pct", "sched.kept_pct",
+    "rate_sustained", "jct.mean", "jct.p99", "normalized_latency", "ssr", "throughput.req_per_s",
+    "kv.utilization", "compute.utilization", "kv.alloc_failures_pct", "sched.share_pct", "sched.kept_pct",
 }  # fmt: skip
 TINY = Plan(
     ("ecoserve", "ecoserve-oracle", "vllm-v0"),

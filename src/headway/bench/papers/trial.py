@@ -55,6 +55,7 @@ class Trial:
     data: str
     rate: float
     jct: float
+    jct_p99: float
     normalized: float
     ssr: float
     throughput: float
@@ -119,8 +120,8 @@ def _figures(
     jct = outcome.end - load.arrival
     stalled = counts.stalled if counts else 0
     return Trial(
-        name, data.name, rate, float(jct.mean()), float((jct / load.output).mean()),
-        float((jct <= load.e2e).mean()), len(load) / float(outcome.end.max()), gauges.kv_utilization,
+        name, data.name, rate, float(jct.mean()), float(np.quantile(jct, 0.99)),
+        float((jct / load.output).mean()), float((jct <= load.e2e).mean()), len(load) / float(outcome.end.max()), gauges.kv_utilization,
         gauges.compute_utilization,
         min((np.count_nonzero(outcome.evictions) + stalled) / len(load), 1.0),
         gauges.thinking / gauges.busy, outcome.iterations, counts,
