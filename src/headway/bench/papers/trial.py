@@ -121,7 +121,8 @@ def _figures(
     stalled = counts.stalled if counts else 0
     return Trial(
         name, data.name, rate, float(jct.mean()), float(np.quantile(jct, 0.99)),
-        float((jct / load.output).mean()), float((jct <= load.e2e).mean()), len(load) / float(outcome.end.max()), gauges.kv_utilization,
+        float((jct / load.output).mean()), float((jct <= load.e2e).mean()),
+        len(load) / float(outcome.end.max()), gauges.kv_utilization,
         gauges.compute_utilization,
         min((np.count_nonzero(outcome.evictions) + stalled) / len(load), 1.0),
         gauges.thinking / gauges.busy, outcome.iterations, counts,
