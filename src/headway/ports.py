@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from headway.types import Backlog, Batch, Event, Forecast, Instance, Jobs, Plan, Request, Step
 
@@ -63,7 +63,9 @@ class Recipe:
     """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line.
 
     pull: as in `Cluster`. saves: the packer uses `Step.save`, which needs an engine that can copy KV to the
-    host. swaps: the planner loads other models where instances can.
+    host; reserves: `Step.reserve` and `Step.lend`, which only the simulated engine keeps so far. swaps: the
+    planner loads other models where instances can. lengths: whose forecasts it is meant for: those that the
+    host has, those padded, or an oracle's, which only a simulation has.
     """
 
     name: str
@@ -73,6 +75,8 @@ class Recipe:
     pull: bool = True
     saves: bool = False
     swaps: bool = False
+    reserves: bool = False
+    lengths: Literal["host", "padded", "oracle"] = "host"
 
 
 class Lengths(Protocol):

@@ -1,7 +1,7 @@
 """Which policies go together? Named recipes: one planner for the slow loop, one packer for the fast loop.
 
-`baselines.py` has those of the papers' comparisons. `"package.module:attribute"` names a `Recipe` that lives
-outside Headway.
+`ecoserve.py` has EcoServe's, `baselines.py` those of the papers' comparisons. `"package.module:attribute"`
+names a `Recipe` that lives outside Headway.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from headway.baselines import BASELINES, ROUTERS
+from headway.ecoserve import ECOSERVE
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
 from headway.pack import classic as packers
@@ -60,12 +61,12 @@ RECIPES = {
 
 def names() -> list[str]:
     """Return the names of all built-in recipes, the papers' baselines last."""
-    return [*RECIPES, *BASELINES, *ROUTERS]
+    return [*RECIPES, *ECOSERVE, *BASELINES, *ROUTERS]
 
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    known = RECIPES | BASELINES | ROUTERS
+    known = RECIPES | ECOSERVE | BASELINES | ROUTERS
     if name in known:
         return known[name]
     if ":" in name:

@@ -187,13 +187,16 @@ class Jobs(Table):
     held. saved: computed tokens whose KV is on the host (a swapped row: computed = saved, no blocks, not
     running; admitting it copies them back). urgency: set from outside, lower first. running: holds a slot
     and KV. held: paused by control. serial: order of arrival at this engine; evictions: how often its KV
-    was taken.
+    was taken. host, start, span: the row lives, behind its own blocks, in `span` blocks that row `host` lends
+    it, from the host's block `start` on (span 0 = it borrows nothing). lent: the first of its own blocks that
+    a row has lent, 0 = none (`memory/lending.py`).
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
         "prompt": int, "computed": int, "made": int, "left": float, "blocks": int, "saved": int,
         "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
+        "host": int, "start": int, "span": int, "lent": int,
     }  # fmt: skip
 
     def due(self, rows: Ints) -> Floats:
@@ -416,6 +419,19 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Loans:
+    """Blocks lent inside reservations, aligned rows: guest i gets `span` blocks of host i's from `start` on.
+
+    Blocks are counted from the host's first (its own, then those it borrows itself).
+    """
+
+    guest: Ints
+    host: Ints
+    start: Ints
+    span: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The fast loop's decision: what one engine runs in the next iteration, as rows of its `Jobs`.
 
@@ -423,6 +439,10 @@ class Step:
     order). tokens: cap per row of `order` (same length), None = as many as the budget gives. Running rows
     that are not in `order`, `evict` or `save` are paused and keep their KV. evict: rows that lose their KV.
     save: running rows whose KV is copied to the host and freed (swap); admitted later, they go on from there.
+    reserve: per row of `order`, tokens whose blocks the engine holds for it from this step on, whatever it
+    has computed (exact allocation); None = as it grows. lend: loans that begin now, after evict and save;
+    what a guest needs beyond its loan comes from free blocks. The engine refuses (assert) a host that would
+    run into a guest, and a guest that would outgrow its loan.
     """
 
     order: Ints
@@ -431,3 +451,5 @@ class Step:
     save: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     max_running: int | None = None
     token_budget: int | None = None
+    reserve: Ints | None = None
+    lend: Loans | None = None

@@ -14,6 +14,7 @@ from headway.baselines import BASELINES, ROUTERS
 from headway.bench.simulate import Fleet, simulate
 from headway.cli import app
 from headway.config import Config
+from headway.ecoserve import ECOSERVE
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
 from headway.ports import Packer
@@ -36,7 +37,7 @@ def packer(name: str, limits: Limits) -> Packer:
 
 def test_names() -> None:
     assert tuple(BASELINES) == NAMES
-    assert names() == [*RECIPES, *NAMES, *ROUTERS]
+    assert names() == [*RECIPES, *ECOSERVE, *NAMES, *ROUTERS]
     for name, recipe in BASELINES.items():
         assert find(name) is recipe
         assert recipe.name == name

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.memory.lending import settle
 from headway.pack.kernels import missing_of
 from headway.types import Ints
 
@@ -43,7 +44,9 @@ class Ran(NamedTuple):
 
 @compiled
 def release(jobs: Rows, balance: Ints, row: int) -> None:
-    """Take a row's KV, on the host too, and its slot."""
+    """Take a row's KV, on the host too, and its slot; what it has lent stays with its guests."""
+    if jobs["lent"][row] or jobs["span"][row]:
+        balance[FREE] -= settle(jobs, row)
     balance[FREE] += jobs["blocks"][row]
     balance[HOLDING] -= jobs["running"][row]
     jobs["blocks"][row] = 0
@@ -78,7 +81,19 @@ def save(jobs: Rows, balance: Ints, rows: Ints) -> int:
 def run(
     jobs: Rows, balance: Ints, limits: Limits, order: Ints, caps: Ints, max_running: int, budget: int
 ) -> Ran:
+    """Account one iteration of the rows of `order`, which hold only the blocks that they need now."""
+    none = np.zeros(order.size, np.int64)
+    return run_reserved(jobs, balance, limits, order, caps, none, max_running, budget)
+
+
+@compiled
+def run_reserved(
+    jobs: Rows, balance: Ints, limits: Limits, order: Ints, caps: Ints, reserve: Ints, max_running: int,
+    budget: int,
+) -> Ran:  # fmt: skip
     """Account one iteration of the rows of `order`, of each at most its cap of tokens.
+
+    reserve: tokens whose blocks each row holds from now on, at least (`Step.reserve`).
 
     As stock does it: running rows first, in order; when memory runs out in between the last of them lose
     theirs and nobody is admitted, else waiting rows are, in order.
@@ -87,18 +102,32 @@ def run(
     live = jobs["running"][order]
     chosen, waiting = order[live], order[~live]
     paused = balance[HOLDING] - chosen.size
-    rows, tokens, lost = _continue(jobs, balance, limits, chosen, caps[live], budget)
+    rows, tokens, lost = _continue(jobs, balance, limits, chosen, caps[live], reserve[live], budget)
     places = min(max_running, limits.slots - paused) - (chosen.size - lost.size)
     if lost.size:
         return Ran(rows, tokens, lost, 0, 0)
-    given, copied = _admit(jobs, balance, limits, waiting, caps[~live], budget - tokens.sum(), places)
+    budget -= tokens.sum()
+    given, copied = _admit(jobs, balance, limits, waiting, caps[~live], reserve[~live], budget, places)
     fresh = waiting[: given.size]
     return Ran(np.concatenate((rows, fresh)), np.concatenate((tokens, given)), lost, given.size, copied)
 
 
 @compiled
+def _grows(jobs: Rows, row: int, tokens: int, reserve: int, size: int) -> int:
+    """Return the free blocks a row takes to compute `tokens` more and hold its reservation."""
+    end = -(-(jobs["computed"][row] + tokens) // size)
+    blocks, span, lent = jobs["blocks"][row], jobs["span"][row], jobs["lent"][row]
+    assert lent == 0 or end <= lent, "a host runs into its guest"
+    more = max(max(end, -(-reserve // size)) - blocks - span, 0)
+    if span and more:  # its own blocks come first, so they are complete before the loan is used
+        fresh = not jobs["running"][row] or (jobs["computed"][row] <= blocks * size and lent == 0)
+        assert fresh, "a guest outgrows its loan"
+    return int(more)
+
+
+@compiled
 def _continue(
-    jobs: Rows, balance: Ints, limits: Limits, chosen: Ints, caps: Ints, budget: int
+    jobs: Rows, balance: Ints, limits: Limits, chosen: Ints, caps: Ints, reserve: Ints, budget: int
 ) -> tuple[Ints, Ints, Ints]:
     """Give running rows their tokens in order. Returns rows, tokens, and rows preempted for memory."""
     n, size, left = chosen.size, 0, budget
@@ -113,7 +142,7 @@ def _continue(
         left -= want
         if give == 0:
             continue
-        more = max(-(-(jobs["computed"][row] + give) // limits.size) - jobs["blocks"][row], 0)
+        more = _grows(jobs, row, give, reserve[i], limits.size)
         while more > balance[FREE] and end > i:  # stock takes it from the last row, then from itself
             end -= 1
             lost[n - 1 - end] = chosen[end]
@@ -129,17 +158,19 @@ def _continue(
 
 @compiled
 def _admit(
-    jobs: Rows, balance: Ints, limits: Limits, waiting: Ints, caps: Ints, budget: int, places: int
-) -> tuple[Ints, int]:
+    jobs: Rows, balance: Ints, limits: Limits, waiting: Ints, caps: Ints, reserve: Ints, budget: int,
+    places: int,
+) -> tuple[Ints, int]:  # fmt: skip
     """Admit waiting rows in order until one does not fit whole, or there is no place or budget."""
     given, size, copied = np.empty(waiting.size, np.int64), 0, 0
     for i in range(waiting.size):
         row = waiting[i]
         whole = jobs["prompt"][row] + jobs["made"][row]
         tokens = min(whole - jobs["computed"][row], caps[i], budget)
-        if places <= 0 or tokens <= 0 or -(-whole // limits.size) > balance[FREE]:
+        most = max(-(-max(whole, reserve[i]) // limits.size) - jobs["span"][row], 0)
+        if places <= 0 or tokens <= 0 or most > balance[FREE]:
             break
-        blocks = -(-(jobs["computed"][row] + tokens) // limits.size)
+        blocks = _grows(jobs, row, tokens, reserve[i], limits.size)
         balance[FREE] -= blocks
         balance[HOLDING] += 1
         copied += jobs["saved"][row]

@@ -13,6 +13,7 @@ import numpy as np
 
 from headway.engines import kernels
 from headway.engines.kernels import FREE, Limits
+from headway.memory import lending
 from headway.memory.ledger import Ledger
 from headway.pack.kernels import NO_CAP
 from headway.ports import Packer
@@ -103,11 +104,17 @@ class SimulatedEngine:
         step = self.packer.pack(jobs, self.ledger, now)
         kernels.evict(jobs.data, self.balance, step.evict)
         copied = kernels.save(jobs.data, self.balance, step.save)
+        if step.lend is not None:
+            lending.lend(jobs.data, step.lend.guest, step.lend.host, step.lend.start, step.lend.span)
         caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
         running = limits.slots if step.max_running is None else step.max_running
         budget = limits.budget if step.token_budget is None else step.token_budget
         paused = self._paused(step.order)
-        ran = kernels.run(jobs.data, self.balance, limits, step.order, caps, running, budget)
+        reserve = np.zeros(step.order.size, np.int64) if step.reserve is None else step.reserve
+        ran = kernels.run_reserved(
+            jobs.data, self.balance, limits, step.order, caps, reserve, running, budget
+        )
+        assert step.lend is None or jobs.running[step.lend.guest].all(), "a guest did not come in"
         lost = np.concatenate([step.evict, ran.lost])
         moved = copied + ran.copied
         return Ran(now, ran.rows, ran.tokens, paused, lost, ran.lost.size, ran.admitted, moved, step.save)

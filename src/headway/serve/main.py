@@ -31,6 +31,12 @@ _URL = re.compile(r"https?://[^/\s]+")
 
 def preflight(config: Config) -> None:
     """Raise ConfigError for everything that can be known before an engine is started."""
+    if find(config.recipe).reserves:
+        raise ConfigError(
+            f"{config.recipe} reserves and lends KV, which only the simulated engine can do so far.",
+            "Serve with another recipe, or try it with headway simulate.",
+            param="recipe",
+        )
     if find(config.recipe).saves and not all(e.host_kv_gib for e in config.engines if e.url is None):
         raise ConfigError(
             f"{config.recipe} swaps KV to the host, and an engine has no memory for it there.",

@@ -15,6 +15,7 @@ import numpy as np
 from headway.engines.simulated import Ran, SimulatedEngine
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
+from headway.pack.decoupled import Decoupled
 from headway.ports import Pace
 from headway.recipes import Recipe
 from headway.sim.workload import Workload
@@ -122,9 +123,11 @@ class Host:
 
     def _empty(self) -> None:
         instance, self.learned = self.form.instance, OnlinePace()
+        packer = self._recipe.packer(instance.max_running, self.form.budget, self.learned)
+        if isinstance(packer, Decoupled):
+            packer.copy_seconds = self.form.copy_seconds
         self.engine = SimulatedEngine(
-            self._recipe.packer(instance.max_running, self.form.budget, self.learned),
-            blocks=instance.blocks_total, size=instance.block_size, slots=self.form.slots,
+            packer, blocks=instance.blocks_total, size=instance.block_size, slots=self.form.slots,
             budget=self.form.budget, max_model_len=instance.max_model_len,
         )  # fmt: skip
         self.running: Ran | None = None

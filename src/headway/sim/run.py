@@ -21,8 +21,10 @@ from headway.controller import Controller
 from headway.engines.simulated import Ran
 from headway.errors import ConfigError, HeadwayError
 from headway.forecast.lengths import TaskLengths
+from headway.forecast.padded import SHARE, Padded
 from headway.ports import Cluster, Lengths, Recipe
 from headway.sim import fast
+from headway.sim.forecasts import Oracle
 from headway.sim.host import Host, Load, Node, Taken, check, check_fleet
 from headway.sim.outcome import Failure, Outcome
 from headway.sim.recorder import Recorder
@@ -59,6 +61,7 @@ def no_time(queued: int) -> float:
 @dataclass(slots=True)
 class Simulation:
     """One run. `lengths` forecasts outputs as in the server (default: learned per task while it runs).
+    A recipe that is meant for padded or an oracle's forecasts gets those.
 
     plan_seconds: what the planner takes for that many queued requests, in virtual seconds. What it decides
     takes effect that much later, on a cluster that may have changed; it does not run twice at once, so what
@@ -76,6 +79,12 @@ class Simulation:
     failures: Sequence[Failure] = ()
     tick: float = 1.0  # seconds after which the planner is asked again when requests wait and nothing runs
     fast: bool = True
+
+    def __post_init__(self) -> None:
+        if self.recipe.lengths == "padded":
+            self.lengths = Padded(self.lengths, SHARE)
+        elif self.recipe.lengths == "oracle":
+            self.lengths = Oracle(self.workload)
 
     def run(self, progress: Callable[[int], None] | None = None, recorder: Recorder | None = None) -> Outcome:
         """Run to the end of the last request.

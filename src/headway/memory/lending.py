@@ -1,0 +1,170 @@
+"""Who may live in what somebody else has reserved and not reached? (EcoServe 3.4, KVC pipelining.)
+
+An answer of l tokens fills its reservation from the front, one token an iteration, so its second half is idle
+for l/2 iterations: whoever needs at most that long, less a buffer b, lives there and is gone in time. What is
+left before it is halved again (l/4 - b, l/8 - b, ...), and a guest lends its own tail in the same way.
+
+Blocks of a row are counted from its first: its own, then the `span` that it borrows. Loans of one row are
+taken from the end downwards, so that all it has lent begins at `lent`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.compiled import compiled
+from headway.types import Ints
+
+Rows = NDArray[np.void]
+
+
+class Slot(NamedTuple):
+    """The tail that a row could lend: blocks `start` to `stop`, reached by it in `time` iterations."""
+
+    start: int
+    stop: int
+    time: int
+
+
+@compiled
+def room_of(jobs: Rows, row: int) -> int:
+    """Return the blocks that a row may fill: its own and those it borrows."""
+    return int(jobs["blocks"][row] + jobs["span"][row])
+
+
+@compiled
+def slot_in(front: int, stop: int, least: int, size: int) -> Slot:
+    """Return the second half of the way from token `front` to block `stop`, from block `least` on.
+
+    An empty slot when that is less than a block.
+    """
+    half = front + max(stop * size - front, 0) // 2
+    start = max(-(-half // size), least)
+    return Slot(start, max(stop, start), start * size - front)
+
+
+@compiled
+def front_of(jobs: Rows, row: int) -> int:
+    """Return the tokens of a row that are written or about to be: a prompt counts as a whole."""
+    return int(max(jobs["computed"][row], jobs["prompt"][row] + jobs["made"][row]))
+
+
+@compiled
+def least_of(jobs: Rows, row: int) -> int:
+    """Return the first block that a row may lend: a guest's is behind the first that it borrows."""
+    return int(jobs["blocks"][row] + 1) if jobs["span"][row] else 1
+
+
+@compiled
+def slot_of(jobs: Rows, row: int, size: int) -> Slot:
+    """Return the second half of what a row has before it and has not lent."""
+    stop = jobs["lent"][row] if jobs["lent"][row] else room_of(jobs, row)
+    return slot_in(front_of(jobs, row), stop, least_of(jobs, row), size)
+
+
+@compiled
+def lend(jobs: Rows, guest: Ints, host: Ints, start: Ints, span: Ints) -> None:
+    """Begin loans, aligned; asserts that each lies in its host's room, before what that has lent already."""
+    for i in range(guest.size):
+        row, lender = guest[i], host[i]
+        stop = jobs["lent"][lender] if jobs["lent"][lender] else room_of(jobs, lender)
+        assert row != lender, "nobody is its own guest"
+        assert span[i] > 0, "a loan has blocks"
+        assert jobs["span"][row] == 0, "a guest has one loan"
+        assert jobs["lent"][row] == 0, "a guest has lent nothing yet"
+        assert start[i] > 0, "a host keeps its first block"
+        assert start[i] + span[i] <= stop, "a loan lies in its host's tail"
+        assert jobs["span"][lender] == 0 or start[i] > jobs["blocks"][lender], "what is borrowed is lent on"
+        jobs["host"][row], jobs["start"][row], jobs["span"][row] = lender, start[i], span[i]
+        jobs["lent"][lender] = start[i]
+
+
+@compiled
+def settle(jobs: Rows, row: int) -> int:
+    """End all loans of a row that leaves; return the blocks of its own that stay with its guests.
+
+    What an owner has lent becomes the guests' own. A guest's guests stay where they are, as guests of its
+    host, to whom the rest returns.
+    """
+    kept, host, span = 0, jobs["host"][row], jobs["span"][row]
+    if jobs["lent"][row]:
+        for other in range(jobs.size):
+            if jobs["span"][other] and jobs["host"][other] == row:
+                if span:
+                    jobs["host"][other] = host
+                    jobs["start"][other] += jobs["start"][row] - jobs["blocks"][row]
+                else:
+                    kept += _own(jobs, other)
+    jobs["lent"][row] = 0
+    if span:
+        jobs["host"][row], jobs["start"][row], jobs["span"][row] = 0, 0, 0
+        jobs["lent"][host] = _first_lent(jobs, host)
+    return int(kept)
+
+
+@compiled
+def _own(jobs: Rows, guest: int) -> int:
+    """Make a loan the guest's own; return its blocks."""
+    span = jobs["span"][guest]
+    jobs["blocks"][guest] += span
+    jobs["host"][guest], jobs["start"][guest], jobs["span"][guest] = 0, 0, 0
+    return int(span)
+
+
+@compiled
+def _first_lent(jobs: Rows, host: int) -> int:
+    """Return the first block that a row has lent, 0 = none."""
+    first = 0
+    for other in range(jobs.size):
+        if jobs["span"][other] and jobs["host"][other] == host:
+            start = jobs["start"][other]
+            first = start if first == 0 else min(first, start)
+    return int(first)
+
+
+@compiled
+def guest_at(jobs: Rows, host: int) -> int:
+    """Return the guest that a host reaches first; asserts that it has one."""
+    for other in range(jobs.size):
+        mine = jobs["span"][other] and jobs["host"][other] == host
+        if mine and jobs["start"][other] == jobs["lent"][host]:
+            return int(other)
+    raise AssertionError("a host that lends has a guest")
+
+
+def placed(jobs: Rows, rows: Ints, size: int) -> dict[int, list[tuple[int, int]]]:
+    """Return where each row's KV lies, for checks: {row: [(owner's row, block of the owner's)]} in order.
+
+    Raises AssertionError when a loan is not inside its host.
+    """
+    at: dict[int, list[tuple[int, int]]] = {}
+
+    def blocks(row: int) -> list[tuple[int, int]]:
+        if row not in at:
+            own = [(row, block) for block in range(int(jobs["blocks"][row]))]
+            span, start = int(jobs["span"][row]), int(jobs["start"][row])
+            if span:
+                theirs = blocks(int(jobs["host"][row]))[start : start + span]
+                assert len(theirs) == span, f"the loan of row {row} is not inside its host"
+                own += theirs
+            at[row] = own
+        return at[row]
+
+    return {row: blocks(row)[: -(-int(jobs["computed"][row]) // size)] for row in rows.tolist()}
+
+
+def check(jobs: Rows, rows: Ints, size: int, total: int, free: int) -> None:
+    """Assert that every block has one owner and every computed token its own place (a swapped one none)."""
+    held = int(jobs["blocks"][rows].sum())
+    assert held + free == total, f"{held} blocks held and {free} free are not {total}"
+    here = rows[jobs["saved"][rows] == 0]
+    used = placed(jobs, here, size)
+    flat = [block for blocks in used.values() for block in blocks]
+    assert len(flat) == len(set(flat)), "two rows have written one block"
+    for row in here.tolist():
+        assert len(used[row]) == -(-int(jobs["computed"][row]) // size), f"row {row} has no place for its KV"
+        lent = _first_lent(jobs, row)
+        assert lent == jobs["lent"][row], f"row {row} has lent from {lent}, not {jobs['lent'][row]}"

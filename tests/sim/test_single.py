@@ -1,0 +1,78 @@
+"""One engine with all requests in its queue, and forecasts of a stated accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from headway.bench.papers.ecoserve import DATA, sustained
+from headway.bench.papers.trial import forecasts, node, trial, workload
+from headway.ecoserve import ECOSERVE
+from headway.errors import ConfigError
+from headway.forecast.padded import Padded
+from headway.recipes import find
+from headway.sim.forecasts import Noisy, Oracle
+from headway.sim.run import Simulation
+from headway.sim.workload import single
+
+
+def test_the_stated_accuracy_is_what_padding_reaches() -> None:
+    n = 20_000
+    load = single(np.arange(n, dtype=float), 10, np.full(n, 200))
+    noisy = Noisy.of(load, 0.775, 0.10, np.random.default_rng(0))
+    padded = Padded(noisy, 0.775)
+    within = [padded.forecast(load.request(i)).mean >= 200 for i in range(0, n, 10)]
+    assert np.mean(within) == pytest.approx(0.775, abs=0.03)
+    ratio = noisy.forecast(load.request(0)).quantile(0.775) / (200 * noisy.factors[0])
+    assert ratio == pytest.approx(1.10, abs=0.01)
+
+
+def test_the_oracle_knows() -> None:
+    load = single(np.arange(3.0), 10, np.array([5, 7, 9]))
+    assert [Oracle(load).forecast(load.request(i)).mean for i in range(3)] == [5, 7, 9]
+
+
+@pytest.mark.parametrize(("accuracy", "padding"), [(0.5, 0.1), (1.0, 0.1), (0.8, 0.0)])
+def test_impossible_predictors_are_refused(accuracy: float, padding: float) -> None:
+    with pytest.raises(ConfigError, match="No predictor"):
+        Noisy.of(single(np.zeros(1), 1, 1), accuracy, padding, np.random.default_rng(0))
+
+
+def test_same_seed_same_outcome_and_every_request_ends() -> None:
+    data = DATA[0]
+    load = workload(data, 30.0, 10.0, 3)
+    first, again = (
+        trial(ECOSERVE["ecoserve"], data, 30.0, load, forecasts(data, load, 3, oracle=False))
+        for _ in range(2)
+    )
+    assert (first.jct, first.ssr, first.kv, first.counts) == (again.jct, again.ssr, again.kv, again.counts)
+    assert first.throughput > 0
+    assert 0 < first.kv <= 1
+
+
+def test_without_a_gateway_stock_order_gives_the_outcome_of_the_simulation() -> None:
+    """With a window that holds all of them, the gateway of `sim/run.py` adds nothing but its bookkeeping."""
+    data = DATA[0]
+    load = workload(data, 5.0, 6.0, 1)
+    alone = trial(find("vllm"), data, 5.0, load, Oracle(load))
+    load = replace(load, models=(node().instance.model,))
+    whole = Simulation(find("vllm"), [node()], load, fast=False).run()
+    assert alone.jct == pytest.approx(float((whole.end - load.arrival).mean()), rel=0.02)
+
+
+def test_sustained_is_interpolated_between_rates() -> None:
+    assert sustained([1, 2, 4], [0.05, 0.09, 0.11], 0.1) == pytest.approx(3.0)
+    assert sustained([1, 2], [0.05, 0.06], 0.1) == 2.0
+    assert sustained([1, 2], [0.2, 0.3], 0.1) is None
+
+
+@pytest.mark.parametrize("name", ["ecoserve", "ecoserve-oracle"])
+def test_the_simulation_gives_a_recipe_the_forecasts_it_is_meant_for(name: str) -> None:
+    load = workload(DATA[0], 5.0, 6.0, 1)
+    load = replace(load, models=(node().instance.model,))
+    simulation = Simulation(find(name), [node()], load)
+    assert type(simulation.lengths) is (Oracle if name.endswith("oracle") else Padded)
+    outcome = simulation.run()
+    assert np.isfinite(outcome.end).all()
