@@ -1,0 +1,246 @@
+"""What would an engine do whose blocks have two ends, and whose host has room for KV?
+
+`TwoEnded` accounts every slot in a `memory.slots.Book`: a paused best-effort request keeps its KV until a
+real-time one grows into it, and what is overwritten is copied to a bounded host pool and back (BROS 5).
+`Swapping` is the same engine with plain blocks: whole requests go to the host. Both overlap copies with the
+computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.engines import kernels
+from headway.engines.kernels import HOLDING, Limits, Rows
+from headway.engines.simulated import Done, Ran, SimulatedEngine
+from headway.memory import checkpoint, two_ended
+from headway.memory import slots as slots_of
+from headway.memory.ledger import Ledger
+from headway.memory.slots import BEST_EFFORT, COPIED, DROPPED, EMPTY, REAL_TIME, Book
+from headway.memory.two_ended import TwoEndedLedger
+from headway.pack.kernels import NO_CAP, missing_of
+from headway.ports import Packer
+from headway.types import Ints, Jobs, Slo, Step
+
+_NONE = np.empty(0, np.int64)
+
+
+class Swapping(SimulatedEngine):
+    """A simulated engine with plain blocks and a host pool of `host` tokens; the packer says who is saved.
+
+    copy_seconds: to move one token's KV. overlap: copies run beside the computation instead of before it.
+    """
+
+    def __init__(
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        host: int, copy_seconds: float, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len
+        )
+        self.host, self.copy_seconds, self.overlap = host, copy_seconds, overlap
+
+    @property
+    def ledger(self) -> TwoEndedLedger:
+        return TwoEndedLedger(
+            self.blocks, self.free, self.size, self.limits.slots, self.copy_seconds, _NONE, False
+        )
+
+    def schedule(self, now: float) -> Ran:
+        """Decide and account one iteration; who does not fit on the host is computed again instead."""
+        packer = self.packer
+        self.packer = _Bounded(packer, self)
+        try:
+            return super().schedule(now)
+        finally:
+            self.packer = packer
+
+    def room(self, rows: Ints) -> int:
+        """Return how many of `rows`, from the first on, still fit on the host."""
+        there = int(self.jobs.saved[self.jobs.live].sum())
+        return int(np.searchsorted(there + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
+
+    def seconds(self, ran: Ran, execution: float) -> float:
+        """Return how long an iteration takes whose computation takes `execution` seconds."""
+        copying = ran.copied * self.copy_seconds if ran.copied else 0.0
+        return max(execution, copying) if self.overlap else execution + copying
+
+
+class _Bounded:
+    """A packer whose saves fit the host."""
+
+    def __init__(self, packer: Packer, engine: Swapping) -> None:
+        self.packer, self.engine = packer, engine
+
+    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+        step = self.packer.pack(jobs, ledger, now)
+        fits = self.engine.room(step.save)
+        if fits == step.save.size:
+            return step
+        lost = np.concatenate([step.evict, step.save[fits:]])
+        return Step(step.order, step.tokens, lost, step.save[:fits], step.max_running, step.token_budget)
+
+
+class TwoEnded(Swapping):
+    """A simulated engine with two-ended blocks. `Jobs.saved` counts a row's tokens on the host: its swap cost.
+
+    A row whose KV is partly on the host still runs or pauses; one that is there as a whole waits.
+    """
+
+    def __init__(
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        host: int, copy_seconds: float, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
+            host=host, copy_seconds=copy_seconds, overlap=overlap,
+        )  # fmt: skip
+        self.book = slots_of.new(blocks, size, max_model_len, host, self.target.size)
+        self.dropped = 0  # tokens that the last iteration dropped
+
+    @property
+    def free(self) -> int:
+        return int(self.book.counts[EMPTY])
+
+    @property
+    def ledger(self) -> TwoEndedLedger:
+        rows = np.arange(self.target.size)
+        moves = checkpoint.lost_places(self.book, rows)
+        size, most = self.size, self.limits.slots
+        return TwoEndedLedger(self.blocks, self.free, size, most, self.copy_seconds, moves, True)
+
+    def add(
+        self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
+        priority: int = 0, left: float | None = None,
+    ) -> int:  # fmt: skip
+        row = super().add(id, prompt, output, arrival=arrival, slo=slo, priority=priority, left=left)
+        if self.target.size > self.book.kind.size:
+            self.book = slots_of.grown(self.book, self.target.size)
+        promised = slo is not None and slo.objective != "best_effort"
+        two_ended.enter(self.book, row, REAL_TIME if promised else BEST_EFFORT)
+        return row
+
+    def schedule(self, now: float) -> Ran:
+        """Decide and account one iteration that begins now: real-time rows first, then best effort."""
+        jobs, book, dropped = self.jobs, self.book, int(self.book.counts[DROPPED])
+        step = self.packer.pack(jobs, self.ledger, now)
+        caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
+        most = self.limits.slots if step.max_running is None else step.max_running
+        budget = self.limits.budget if step.token_budget is None else step.token_budget
+        limits = self.limits._replace(budget=min(budget, self.limits.budget))
+        rows, tokens, lost, admitted = run(
+            jobs.data, book, self.balance, limits, step.order, caps, step.evict, step.save, most
+        )
+        self.dropped = int(book.counts[DROPPED]) - dropped
+        evicted, copied = np.concatenate([step.evict, lost]), int(book.counts[COPIED])
+        paused = self._paused(rows)
+        return Ran(now, rows, tokens, paused, evicted, lost.size, admitted, copied, step.save)
+
+    def complete(self, ran: Ran, now: float) -> Done:
+        """Let the iteration end now: tokens come out, and who is finished leaves the book."""
+        jobs = self.jobs
+        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
+        for row in rows:
+            checkpoint.forget(self.book, row)
+            self.book.kind[row] = 0
+        done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
+        for name in done.ids:
+            jobs.remove(name)
+        return done
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the book is whole and the jobs' table agrees with it."""
+        two_ended.check_integrity(self.book)
+        rows = self.jobs.rows()
+        assert (self.jobs.blocks[rows] == self.book.held[rows]).all()
+        assert (self.jobs.saved[rows] == self.book.host[rows]).all()
+        assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running[rows])
+
+
+@compiled
+def run(
+    jobs: Rows, book: Book, balance: Ints, limits: Limits, order: Ints, caps: Ints, evict: Ints, save: Ints,
+    max_running: int,
+) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
+    """Account one iteration on the book. Returns rows and tokens (aligned), who lost all KV, and newcomers."""
+    two_ended.begin(book)
+    for row in evict:
+        _leave(jobs, book, balance, row)
+    _send_away(jobs, book, balance, save)
+    book.pinned[order] = book.kind[order] == BEST_EFFORT
+    rows, tokens = np.empty(order.size, np.int64), np.empty(order.size, np.int64)
+    size, admitted, left = 0, 0, limits.budget
+    for kind in (REAL_TIME, BEST_EFFORT):
+        for i in range(order.size):
+            row = order[i]
+            if book.kind[row] != kind or size >= max_running:
+                continue
+            give = min(missing_of(jobs, row), caps[i], left)
+            fresh = not jobs["running"][row]
+            if give <= 0 or (fresh and balance[HOLDING] >= limits.slots) or not _hold(book, row, give):
+                book.pinned[row] = 0
+                if fresh and book.held[row] > 0:  # read back, but no room for more
+                    balance[HOLDING] += 1
+                    jobs["running"][row] = True
+                continue
+            balance[HOLDING] += fresh
+            admitted += fresh
+            jobs["running"][row] = True
+            rows[size], tokens[size] = row, give
+            size, left = size + 1, left - give
+    lost = _settle(jobs, book, balance)
+    return rows[:size], tokens[:size], lost, admitted
+
+
+@compiled
+def _hold(book: Book, row: int, tokens: int) -> bool:
+    """Bring all of a row's KV to the device and give it the slots of its next tokens."""
+    if book.kind[row] == BEST_EFFORT and book.pinned[row] == 0:
+        return False  # a real-time row has just taken its slots
+    if book.away[row] > 0:
+        return two_ended.come_back(book, row) and two_ended.grow(book, row, tokens)
+    return checkpoint.restore(book, row) and two_ended.grow(book, row, tokens)
+
+
+@compiled
+def _leave(jobs: Rows, book: Book, balance: Ints, row: int) -> None:
+    """Take all of a row's KV."""
+    checkpoint.forget(book, row)
+    balance[HOLDING] -= jobs["running"][row]
+    jobs["running"][row] = False
+    jobs["computed"][row], jobs["blocks"][row], jobs["saved"][row] = 0, 0, 0
+    jobs["evictions"][row] += 1
+
+
+@compiled
+def _send_away(jobs: Rows, book: Book, balance: Ints, save: Ints) -> None:
+    """Copy rows to the host as a whole; where there is no room they lose their KV."""
+    for row in save:
+        if not checkpoint.away(book, row):
+            _leave(jobs, book, balance, row)
+            continue
+        balance[HOLDING] -= jobs["running"][row]
+        jobs["running"][row] = False
+        jobs["blocks"][row], jobs["saved"][row] = 0, book.host[row]
+        jobs["evictions"][row] += 1
+
+
+@compiled
+def _settle(jobs: Rows, book: Book, balance: Ints) -> Ints:
+    """Bring the table's columns up to date with the book; return rows that lost all of their KV."""
+    lost, size = np.empty(jobs.size, np.int64), 0
+    for row in range(jobs.size):
+        if not jobs["live"][row] or book.kind[row] == 0:
+            continue
+        jobs["blocks"][row], jobs["saved"][row] = book.held[row], book.host[row]
+        there = book.stored[row] + book.away[row]
+        if there < jobs["computed"][row]:  # dropped in extremity
+            jobs["computed"][row] = there
+            jobs["evictions"][row] += 1
+            if there == 0 and jobs["running"][row]:
+                jobs["running"][row] = False
+                balance[HOLDING] -= 1
+                lost[size] = row
+                size += 1
+    return lost[:size]

@@ -1,0 +1,148 @@
+"""Which slot of which block does each token's KV lie in? The book of a two-ended pool, as arrays.
+
+A block has two ends: one real-time request fills it from the left, one best-effort request from the right
+(BROS 5.1). `two_ended.py` decides who gets which block, `checkpoint.py` moves KV to the host and back; both
+are compiled functions over this book, and every copy they need is written down as an order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.types import Ints
+
+NOBODY = -1
+REAL_TIME, BEST_EFFORT = 1, 2  # kinds of a row; 0 = not in the book
+SAVE, LOAD, MOVE = 1, 2, 3  # kinds of an order
+# Places in `Book.counts`.
+SIZE, EMPTY, HOST, HOST_LIMIT, ORDERS, COPIED, DROPPED, STAMP, VICTIMS, TAIL, WHO = range(11)
+_ORDERS_PER_BLOCK = 8
+
+
+class Book(NamedTuple):
+    """All about the pool. Token j of a row lies in block table[row, j // size]; at slot j % size for a
+    real-time row, at slot size - 1 - j % size for a best-effort one.
+
+    Per block: left, right: the rows at its ends (NOBODY = free). used_left, used_right: tokens they have in
+    it. saved: how many of the right one's, its last, are on the host; their slots may be the left one's. place:
+    which of the right row's blocks this is.
+    Per row: table; held: blocks; stored: tokens; kind; host: tokens on the host; away: tokens of a row that is
+    on the host as a whole; pinned: it runs in this iteration, so nobody may overwrite it; since: order of
+    coming in. empty: a stack of blocks with two free ends. victims: the preemption table. orders: rows of
+    (kind, row, first token, tokens, block, block it comes from).
+    """
+
+    left: Ints
+    right: Ints
+    used_left: Ints
+    used_right: Ints
+    saved: Ints
+    place: Ints
+    table: Ints
+    held: Ints
+    stored: Ints
+    kind: Ints
+    host: Ints
+    away: Ints
+    pinned: Ints
+    since: Ints
+    empty: Ints
+    victims: Ints
+    orders: Ints
+    counts: Ints
+
+
+_PER_ROW = ("table", "held", "stored", "kind", "host", "away", "pinned", "since", "victims")
+
+
+def new(blocks: int, size: int, longest: int, host: int, rows: int) -> Book:
+    """Return the book of a free pool. longest: tokens of a request at most; host: tokens the host holds."""
+    per_block = [np.full(blocks, NOBODY) for _ in range(2)] + [np.zeros(blocks, np.int64) for _ in range(4)]
+    per_row = [np.zeros(rows, np.int64) for _ in range(7)]
+    counts = np.zeros(11, np.int64)
+    counts[SIZE], counts[EMPTY], counts[HOST_LIMIT], counts[VICTIMS] = size, blocks, host, NOBODY
+    return Book(
+        *per_block, np.full((rows, -(-longest // size) + 1), NOBODY), *per_row,
+        np.arange(blocks)[::-1].copy(), np.zeros(rows, np.int64),
+        np.zeros((_ORDERS_PER_BLOCK * blocks + 64, 6), np.int64), counts,
+    )  # fmt: skip
+
+
+def grown(book: Book, rows: int) -> Book:
+    """Return the book with room for more rows; what it says stays."""
+    more = {}
+    for name in _PER_ROW:
+        old = getattr(book, name)
+        column = np.zeros((rows, *old.shape[1:]), np.int64)
+        column[: old.shape[0]] = old
+        more[name] = column
+    return book._replace(**more)
+
+
+@compiled
+def pop_empty(book: Book) -> int:
+    """Take a block with two free ends; NOBODY when there is none."""
+    if book.counts[EMPTY] == 0:
+        return NOBODY
+    book.counts[EMPTY] -= 1
+    return int(book.empty[book.counts[EMPTY]])
+
+
+@compiled
+def push_if_empty(book: Book, block: int) -> None:
+    """Note a block as empty when both of its ends are free."""
+    if book.left[block] == NOBODY and book.right[block] == NOBODY:
+        book.empty[book.counts[EMPTY]] = block
+        book.counts[EMPTY] += 1
+
+
+@compiled
+def resident(book: Book, block: int) -> int:
+    """Return the slots that the right end's KV occupies."""
+    return int(book.used_right[block] - book.saved[block])
+
+
+@compiled
+def order(book: Book, kind: int, row: int, token: int, tokens: int, block: int, source: int) -> None:
+    """Write down a copy of `tokens` tokens of a row from its `token`-th on."""
+    entry = book.orders[book.counts[ORDERS]]
+    entry[0], entry[1], entry[2], entry[3], entry[4], entry[5] = kind, row, token, tokens, block, source
+    book.counts[ORDERS] += 1
+    if kind != MOVE:  # within the device a copy costs a thousandth
+        book.counts[COPIED] += tokens
+
+
+@compiled
+def put_right(book: Book, row: int, k: int, block: int) -> None:
+    """Give the right end of a block to a best-effort row, as its k-th."""
+    book.right[block], book.place[block] = row, k
+    book.used_right[block], book.saved[block] = 0, 0
+    book.table[row, k] = block
+
+
+@compiled
+def clear_right(book: Book, block: int) -> None:
+    """Free the right end of a block."""
+    book.right[block], book.used_right[block], book.saved[block] = NOBODY, 0, 0
+    push_if_empty(book, block)
+
+
+@compiled
+def clear_left(book: Book, block: int) -> None:
+    """Free the left end of a block."""
+    book.left[block], book.used_left[block] = NOBODY, 0
+    push_if_empty(book, block)
+
+
+@compiled
+def move_right(book: Book, block: int, to: int) -> None:
+    """Move the right end's KV into another block, out of the way of the left end."""
+    row, k, used, saved = book.right[block], book.place[block], book.used_right[block], book.saved[block]
+    put_right(book, row, k, to)
+    book.used_right[to], book.saved[to] = used, saved
+    if used > saved:
+        order(book, MOVE, row, k * book.counts[SIZE], used - saved, to, block)
+    clear_right(book, block)
