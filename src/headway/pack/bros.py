@@ -260,8 +260,8 @@ def _tighten(
     """Let the time that a row has left bound the iteration, if it can be kept at all."""
     alone = with_row(jobs, batch, row, want, 0, theta, t.copy)
     bound = left
-    if jobs["made"][row] > 0:
-        bound = min(max(left, alone), jobs["tpot"][row])
+    if jobs["made"][row] > 0:  # one that is late already catches up when iterations keep its pace
+        bound = jobs["tpot"][row] if left < alone else min(left, jobs["tpot"][row])
     if bound >= alone:
         batch.sums[BOUND] = min(batch.sums[BOUND], bound)
 

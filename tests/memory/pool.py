@@ -1,0 +1,151 @@
+"""A two-ended pool with contents: every slot holds a token's name, and every copy is carried out on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.memory import checkpoint, slots, two_ended
+from headway.memory.slots import BEST_EFFORT, LOAD, MOVE, NOBODY, ORDERS, REAL_TIME, SAVE, Book
+
+Token = tuple[int, int, int]  # row, the row's life, token
+
+
+@dataclass
+class Pool:
+    """The book beside what it speaks of. device: per block and slot; host: per row and token."""
+
+    blocks: int = 6
+    size: int = 4
+    host_limit: int = 20
+    rows: int = 6
+    longest: int = 40
+    book: Book = field(init=False)
+    device: dict[tuple[int, int], Token] = field(default_factory=dict)
+    host: dict[tuple[int, int], Token] = field(default_factory=dict)
+    lives: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.book = slots.new(self.blocks, self.size, self.longest, self.host_limit, self.rows)
+        self.lives = [0] * self.rows
+
+    # ---- what an engine does
+
+    def begin(self, running: list[int]) -> None:
+        two_ended.begin(self.book)
+        for row in running:
+            self.book.pinned[row] = self.book.kind[row] == BEST_EFFORT
+
+    def enter(self, row: int, kind: int) -> None:
+        self.lives[row] += 1
+        two_ended.enter(self.book, row, kind)
+
+    def grow(self, row: int, tokens: int) -> bool:
+        """Read the row back, give it slots, carry out the copies, then compute: write the new tokens."""
+        book = self.book
+        if book.away[row]:
+            if not two_ended.come_back(book, row):
+                self.carry_out()
+                return False
+        elif not checkpoint.restore(book, row):
+            self.carry_out()
+            return False
+        before = int(book.stored[row])
+        done = two_ended.grow(book, row, tokens)
+        self.carry_out()
+        if done:
+            self.read(row, before)
+            for token in range(before, before + tokens):
+                self.device[self.place(row, token)] = (row, self.lives[row], token)
+                self.host.pop((row, token), None)  # what was dropped is computed again
+        return done
+
+    def away(self, row: int) -> bool:
+        done = checkpoint.away(self.book, row)
+        self.carry_out()
+        return done
+
+    def leave(self, row: int) -> None:
+        checkpoint.forget(self.book, row)
+        self.book.kind[row] = 0
+        self.host = {key: token for key, token in self.host.items() if key[0] != row}
+
+    # ---- the machine
+
+    def place(self, row: int, token: int) -> tuple[int, int]:
+        block, at = int(self.book.table[row, token // self.size]), token % self.size
+        return block, at if self.book.kind[row] == REAL_TIME else self.size - 1 - at
+
+    def slot(self, row: int, token: int, block: int) -> tuple[int, int]:
+        at = token % self.size
+        return block, at if self.book.kind[row] == REAL_TIME else self.size - 1 - at
+
+    def carry_out(self) -> None:
+        """Do the copies that were ordered, in their order."""
+        for entry in self.book.orders[: self.book.counts[ORDERS]].tolist():
+            kind, row, first, count, block, source = entry
+            assert count > 0
+            for token in range(first, first + count):
+                mine = (row, self.lives[row], token)
+                here = self.slot(row, token, block)
+                if kind == SAVE:
+                    assert self.device[here] == mine, "saved is what will be overwritten"
+                    self.host[row, token] = mine
+                elif kind == LOAD:
+                    self.device[here] = self.host.pop((row, token))
+                    assert self.device[here] == mine
+                else:
+                    assert kind == MOVE
+                    self.device[here] = self.device[self.slot(row, token, source)]
+        self.book.counts[ORDERS] = 0
+
+    def read(self, row: int, tokens: int) -> None:
+        """Attend: all the row's tokens must be where its table says, and be its own."""
+        for token in range(tokens):
+            assert self.device[self.place(row, token)] == (row, self.lives[row], token)
+
+    def check(self) -> None:
+        """Everything is whole, and what a row does not have on the device is on the host."""
+        two_ended.check_integrity(self.book)
+        book = self.book
+        for row in range(self.rows):
+            tokens = int(book.stored[row])
+            there = [token for r, token in self.host if r == row and token < tokens + int(book.away[row])]
+            assert len(there) == book.host[row]
+            for token in range(tokens):
+                if (row, token) not in self.host:
+                    assert self.device[self.place(row, token)] == (row, self.lives[row], token)
+
+
+def random_program(seed: int, steps: int = 14) -> Pool:
+    """Run a random program on a small pool, checking as it goes; all have left at the end."""
+    rng = np.random.default_rng(seed)
+    pool = Pool(int(rng.integers(1, 9)), int(rng.integers(2, 6)), int(rng.integers(0, 30)))
+    for _ in range(steps):
+        inside = np.flatnonzero(pool.book.kind)
+        pool.begin([int(row) for row in inside if rng.random() < 0.4])
+        for _ in range(int(rng.integers(1, 4))):
+            _random_act(pool, rng)
+    pool.check()
+    for row in range(pool.rows):
+        pool.leave(row)
+    pool.check()
+    return pool
+
+
+def _random_act(pool: Pool, rng: np.random.Generator) -> None:
+    row, what = int(rng.integers(pool.rows)), rng.random()
+    book = pool.book
+    if book.kind[row] == 0:
+        pool.enter(row, REAL_TIME if rng.random() < 0.5 else BEST_EFFORT)
+    elif what < 0.12:
+        pool.leave(row)
+    elif what < 0.2 and book.stored[row]:
+        pool.away(row)
+    else:
+        room = pool.longest - int(book.stored[row] + book.away[row])
+        pool.grow(row, min(int(rng.integers(1, 9)), room)) if room else pool.leave(row)
+
+
+__all__ = ["NOBODY", "Pool", "random_program"]
