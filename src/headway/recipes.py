@@ -14,6 +14,7 @@ from headway.baselines import BASELINES, ROUTERS
 from headway.ecoserve import ECOSERVE
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
+from headway.pack import bros
 from headway.pack import classic as packers
 from headway.pack.slack import Slack
 from headway.plan import classic as planners
@@ -54,6 +55,10 @@ RECIPES = {
             "least slack first, prompt chunks sized so that running answers keep their pace (BROS 4.2)",
             planners.Ordered(planners.by_hope),
             lambda running, budget, pace: Slack(running, budget, pace),
+        ),
+        *(
+            Recipe(name, about, lambda: planners.Ordered(planners.by_due), variant, pull=False)
+            for name, (about, variant) in bros.VARIANTS.items()
         ),
     )
 }

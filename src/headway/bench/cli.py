@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import shlex
 import sys
@@ -156,6 +157,23 @@ def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out 
     from headway.bench.speed import main
 
     main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
+def papers(
+    name: Annotated[str, typer.Argument(help="Which paper: bros, ecoserve.")],
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """A paper's tables beside ours, simulated at the paper's scale."""
+    from headway.bench.papers import PAPERS
+
+    if name not in PAPERS:
+        raise ConfigError(f"There are no tables of {name!r}.", f"Use one of {', '.join(PAPERS)}.")
+    module, _, function = PAPERS[name].partition(":")
+    getattr(importlib.import_module(module), function)(quick=quick, as_json=as_json, seed=seed, out=out)
 
 
 def _quick(setup: Any) -> Any:

@@ -171,6 +171,10 @@ def run(
     book.pinned[order] = book.kind[order] == BEST_EFFORT
     rows, tokens = np.empty(order.size, np.int64), np.empty(order.size, np.int64)
     size, admitted, left = 0, 0, limits.budget
+    # Arrays, not the whole book, go into the loop: each one in a call costs its reference count.
+    arrays = (
+        book.table, book.held, book.stored, book.host, book.kind, book.used_left, book.used_right, book.saved,
+    )  # fmt: skip
     for kind in (REAL_TIME, BEST_EFFORT):
         for i in range(order.size):
             row = order[i]
@@ -178,7 +182,10 @@ def run(
                 continue
             give = min(missing_of(jobs, row), caps[i], left)
             fresh = not jobs["running"][row]
-            if give <= 0 or (fresh and balance[HOLDING] >= limits.slots) or not _hold(book, row, give):
+            blocked = kind == BEST_EFFORT and book.pinned[row] == 0  # a real-time row has just taken its slots
+            full = fresh and balance[HOLDING] >= limits.slots
+            may = give > 0 and not blocked and not full
+            if not may or not (_next_slot(arrays, limits.size, row, give) or _hold(book, row, give)):
                 book.pinned[row] = 0
                 if fresh and book.held[row] > 0:  # read back, but no room for more
                     balance[HOLDING] += 1
@@ -194,10 +201,27 @@ def run(
 
 
 @compiled
+def _next_slot(arrays: tuple[Ints, ...], size: int, row: int, tokens: int) -> bool:
+    """Give a row one token in its last block when a slot is free there, as nearly always when answering."""
+    table, held, stored, host, kind, used_left, used_right, saved = arrays
+    k = held[row] - 1
+    if tokens != 1 or host[row] > 0 or k < 0:
+        return False
+    block = table[row, k]
+    if kind[row] == REAL_TIME:
+        used, other, mine = used_left[block], used_right[block] - saved[block], used_left
+    else:
+        used, other, mine = used_right[block], used_left[block], used_right
+    if used + other >= size:
+        return False
+    mine[block] += 1
+    stored[row] += 1
+    return True
+
+
+@compiled
 def _hold(book: Book, row: int, tokens: int) -> bool:
     """Bring all of a row's KV to the device and give it the slots of its next tokens."""
-    if book.kind[row] == BEST_EFFORT and book.pinned[row] == 0:
-        return False  # a real-time row has just taken its slots
     if book.away[row] > 0:
         return two_ended.come_back(book, row) and two_ended.grow(book, row, tokens)
     return checkpoint.restore(book, row) and two_ended.grow(book, row, tokens)

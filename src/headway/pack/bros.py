@@ -13,12 +13,14 @@ Assumed where the paper is silent:
 - Prompts are whole (no chunked prefill), unless one alone exceeds the token budget.
 - On plain blocks memory comes from swapping whole best-effort requests out, the last come first; with
   two-ended ones it is there already (`memory/two_ended.py`). When real-time requests alone do not fit, the
-  least urgent goes to the host.
+  least urgent goes to the host. On an engine without a host pool both are evicted and computed again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +40,8 @@ DECODES, CONTEXT, PREFILL, PAIRS, SWAP, BOUND, LEFT = range(7)
 # Places in the room: blocks that can be had, blocks that are empty (below 0: to be made so), slots for rows that
 # come in, rows chosen, rows to save.
 AVAIL, EMPTY, SEATS, CHOSEN, SAVED = range(5)
-_NO_MOVES = np.empty(0, np.int64)
+_LOST = 1e9  # seconds
+_NOBODY = np.empty(0, np.int64)
 
 
 class Terms(NamedTuple):
@@ -55,6 +58,7 @@ class Terms(NamedTuple):
     replaces: bool
     spare: float
     watermark: float
+    lost_last: bool
 
 
 class Batch(NamedTuple):
@@ -74,7 +78,8 @@ class Bros:
 
     two_ended: use two-ended blocks where the engine has them (its ledger is shared). replaces: best-effort
     requests may take the place of real-time ones. near: a request is near its limit when less than this
-    share of its promise is left after the iteration.
+    share of its promise is left after the iteration. lost_last: not in the paper; first tokens that are late
+    already go behind those that can still be in time.
     """
 
     max_running: int
@@ -85,7 +90,11 @@ class Bros:
     spare: float = 2.0
     near: float = 0.25
     watermark: float = 0.01
+    lost_last: bool = False
     sizing: BatchSize = field(default_factory=BatchSize)
+
+    def __post_init__(self) -> None:
+        self.sizing = BatchSize(self.sizing.base, self.max_running, self.sizing.adapts)
 
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
@@ -96,21 +105,45 @@ class Bros:
         taken = int(made.room[CHOSEN])
         order, save = made.rows[:taken], made.save[: made.room[SAVED]]
         seconds = forecast(made.sums, self.pace.theta, terms.copy)
-        near = near_limit(jobs.data, rows, now + seconds, self.near)
+        near = near_limit(jobs.data, rows, now, now + seconds, self.near)
         self.sizing.learn(full=taken >= terms.places, near=near)
-        return Step(order, made.tokens[:taken], save=save, max_running=terms.places, token_budget=self.budget)
+        tokens, host = made.tokens[:taken], isinstance(ledger, TwoEndedLedger)
+        evict, save = (_NOBODY, save) if host else (save, _NOBODY)
+        return Step(order, tokens, evict, save, max_running=terms.places, token_budget=self.budget)
 
     def _terms(self, ledger: Ledger) -> tuple[Terms, Ints]:
-        here = isinstance(ledger, TwoEndedLedger)
-        copy = ledger.copy_seconds if isinstance(ledger, TwoEndedLedger) else 0.0
-        moves = ledger.moves if isinstance(ledger, TwoEndedLedger) else _NO_MOVES
-        shared = here and self.two_ended and isinstance(ledger, TwoEndedLedger) and ledger.shared
+        copy, moves, shared = 0.0, _NOBODY, False
+        if isinstance(ledger, TwoEndedLedger):
+            copy, moves, shared = ledger.copy_seconds, ledger.moves, self.two_ended and ledger.shared
         places = min(self.sizing.size, self.max_running)
         terms = Terms(
             places, self.budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy, shared,
-            self.replaces, self.spare, self.watermark,
+            self.replaces, self.spare, self.watermark, self.lost_last,
         )  # fmt: skip
         return terms, moves
+
+
+def _without_sizing(running: int, budget: int, pace: OnlinePace) -> Bros:
+    return Bros(running, budget, pace, sizing=BatchSize(adapts=False))
+
+
+# Recipes: what each is, and its packer(max_running, token budget, pace).
+VARIANTS: dict[str, tuple[str, Callable[[int, int, OnlinePace], Bros]]] = {
+    "bros": ("BROS: real-time by time left, best effort by swap cost, blocks shared from both ends", Bros),
+    "bros-plain-blocks": (
+        "BROS without two-ended blocks: whole requests are swapped to the host",
+        partial(Bros, two_ended=False),
+    ),
+    "bros-no-replacement": (
+        "BROS without putting best effort in the place of real-time requests that can wait",
+        partial(Bros, replaces=False),
+    ),
+    "bros-no-sizing": ("BROS with a batch of 128 at any time", _without_sizing),
+    "bros-lost-last": (
+        "BROS, but first tokens that are late already go behind those that can still be in time",
+        partial(Bros, lost_last=True),
+    ),
+}
 
 
 # ---- the algorithm
@@ -123,7 +156,7 @@ def algorithm_1(t: Terms, jobs: Rows, rows: Ints, moves: Ints, now: float, theta
     for i in range(rows.size):
         promised[i] = np.isfinite(due_of(jobs, rows[i]))
     real, other = rows[promised], rows[~promised]
-    urgent, left = polled(jobs, real, now, 2 * t.places)
+    urgent, left = polled(jobs, real, now, 2 * t.places, t.lost_last)
     batch = _empty(t, jobs, rows, real, other)
     _pack_real_time(t, jobs, batch, urgent, left, theta)
     if t.shared:  # what is missing now comes from blocks that are shared
@@ -135,15 +168,18 @@ def algorithm_1(t: Terms, jobs: Rows, rows: Ints, moves: Ints, now: float, theta
 
 
 @compiled
-def polled(jobs: Rows, rows: Ints, now: float, most: int) -> tuple[Ints, Floats]:
+def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tuple[Ints, Floats]:
     """Return real-time rows by the seconds they have left, and these, ascending.
 
     Two queues, those that hold KV and those that wait, are polled in turn; of each only the `most` least are
-    sorted, which is as far as the batch can go into it.
+    sorted, which is as far as the batch can go into it. lost_last: first tokens that are late already go behind
+    all others.
     """
     left = np.empty(rows.size)
     for i in range(rows.size):
         left[i] = due_of(jobs, rows[i]) - now
+        if lost_last and left[i] < 0 and jobs["made"][rows[i]] == 0:
+            left[i] += _LOST
     inside = jobs["running"][rows]
     a, a_left = _least(jobs, rows[inside], left[inside], most)
     b, b_left = _least(jobs, rows[~inside], left[~inside], most)
@@ -155,6 +191,8 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int) -> tuple[Ints, Floats]
             out[k], seconds[k], i = a[i], a_left[i], i + 1
         else:
             out[k], seconds[k], j = b[j], b_left[j], j + 1
+        if seconds[k] > _LOST / 2:
+            seconds[k] -= _LOST
     return out, seconds
 
 
@@ -405,11 +443,16 @@ def _make_room(jobs: Rows, batch: Batch, other: Ints) -> None:
 
 
 @compiled
-def near_limit(jobs: Rows, rows: Ints, end: float, share: float) -> bool:
-    """Tell whether at `end` some real-time row has less than `share` of its promise left."""
+def near_limit(jobs: Rows, rows: Ints, now: float, end: float, share: float) -> bool:
+    """Tell whether at `end` some real-time row has less than `share` of its promise left.
+
+    A first token that is late already `now` is not near its limit any more: a smaller batch does not save it.
+    """
     for row in rows:
         due = due_of(jobs, row)
-        promise = min(jobs["ttft"][row], jobs["e2e"][row]) if jobs["made"][row] == 0 else jobs["tpot"][row]
-        if np.isfinite(due) and due - end < share * promise:
+        promise, lost = jobs["tpot"][row], False
+        if jobs["made"][row] == 0:
+            promise, lost = min(jobs["ttft"][row], jobs["e2e"][row]), due < now
+        if np.isfinite(due) and not lost and due - end < share * promise:
             return True
     return False

@@ -1,0 +1,277 @@
+"""Does BROS do here what its paper says (arXiv 2504.09590, 6)? SIMULATED.
+
+OPT-13B on an A100: real-time requests with ShareGPT's or LMSYS's lengths (TTFT 0.4 s, TPOT 0.2 s) beside
+best-effort ones (512-1024 in, 32-128 out), at rates up to past what the engine can do. Every system is a packer
+that sees the whole queue, as in the paper; those that copy KV have the same host and the same link.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from headway.bench.deliver import deliver, png
+from headway.bench.measures import Row
+from headway.engines.simulated import SimulatedEngine
+from headway.engines.two_ended import Swapping, TwoEnded
+from headway.forecast import pacefile
+from headway.forecast.pace import OnlinePace
+from headway.memory.ledger import Ledger
+from headway.ports import Packer
+from headway.recipes import find
+from headway.sim.alone import Run, run
+from headway.sim.workload import TrafficClass, Workload, make, poisson
+from headway.types import Floats, Jobs, Slo, Step
+
+PACE = "opt-13b-a100"
+PROMISE = Slo(ttft=0.4, tpot=0.2)
+BEST_EFFORT_RATE = 1.0
+RUNNING, SLOTS, BUDGET, LONGEST = 256, 1024, 2048, 2048
+HOST_TOKENS = 200_000  # 164 GB: 819,200 bytes a token
+RATES = {"sharegpt": (4.0, 5.0, 5.5, 6.0, 6.5, 7.0), "lmsys": (8.0, 10.0, 11.0, 12.0, 13.0, 14.0)}
+QUICK = {"sharegpt": (5.5, 6.5)}
+# As figures call a system -> its recipe, and the memory that its engine has.
+SYSTEMS = {
+    "bros": ("bros", "two-ended"),
+    "bros-plain-blocks": ("bros-plain-blocks", "beside"),
+    "bros-no-replacement": ("bros-no-replacement", "two-ended"),
+    "bros-no-sizing": ("bros-no-sizing", "two-ended"),
+    "bros-lost-last": ("bros-lost-last", "two-ended"),
+    "vllm-v0": ("vllm-v0", "before"),
+    "vllm-v0-swap": ("vllm-v0-swap", "before"),
+    "rr": ("rr", "before"),
+    "vllm": ("vllm", "before"),
+    "vllm-priority": ("priority", "before"),
+    "edf": ("edf", "before"),
+    "slack": ("slack", "before"),
+}
+_UNITS = {
+    "rt.normalized_latency": "s/token", "rt.ttft_attainment": "%", "rt.tpot_attainment": "%",
+    "be.req_per_s": "req/s", "sched.share_pct": "%",
+}  # fmt: skip
+_OVERHEAD = 9.0  # the paper's scheduling share of an iteration, %
+# What the paper says of BROS against another system: figure, other, (how it is compared, the paper's best).
+CLAIMS = (
+    ("rt.normalized_latency", "vllm-v0", "change", -74.2),
+    ("rt.ttft_attainment", "vllm-v0", "times", 36.38),
+    ("rt.tpot_attainment", "vllm-v0", "times", 1.73),
+    ("be.req_per_s", "vllm-v0", "change", -11.3),
+    ("rt.ttft_attainment", "bros-plain-blocks", "times", 1.23),
+    ("rt.tpot_attainment", "bros-plain-blocks", "times", 1.63),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One system at one rate. figures: as `_UNITS` names them; None = nobody finished."""
+
+    system: str
+    lengths: str
+    rate: float
+    figures: dict[str, float | None]
+
+    @property
+    def setting(self) -> str:
+        return f"{PACE}, {self.lengths}, {self.rate:g} req/s"
+
+
+@dataclass(slots=True)
+class Timed:
+    """A packer whose decisions are timed: wall seconds, the first (which may compile) left out."""
+
+    packer: Packer
+    seconds: list[float] = field(default_factory=list)
+
+    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+        began = time.perf_counter()
+        step = self.packer.pack(jobs, ledger, now)
+        self.seconds.append(time.perf_counter() - began)
+        return step
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Simulate every system at every rate and print the figures; `quick`: ShareGPT, two rates, 3 minutes."""
+    began = time.perf_counter()
+    rates, duration = (QUICK, 180.0) if quick else (RATES, 600.0)
+    points = sweep(rates, duration, seed, bar=not as_json)
+    workload = (
+        f"SIMULATED: {PACE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s of Poisson"
+        f" arrivals; rate = real-time requests/s (TTFT 0.4 s, TPOT 0.2 s), beside {BEST_EFFORT_RATE:g} req/s"
+        " best effort (512-1024 in, 32-128 out); best-effort throughput is what ended within that time."
+    )
+    deliver(
+        [*rows(points), *claims(points)], bench="papers bros", host="sim",
+        title="BROS, its ablations and its baselines (SIMULATED)", seconds=time.perf_counter() - began,
+        seed=seed, workload=workload, as_json=as_json, out=out, pictures=plots(points) if out else None,
+        notes=("A claim's row is the best of all rates, as the paper's 'up to'; docs/papers.md says why.",),
+    )  # fmt: skip
+
+
+def sweep(
+    rates: dict[str, tuple[float, ...]], duration: float, seed: int, *, bar: bool,
+    systems: Sequence[str] = tuple(SYSTEMS),
+) -> list[Point]:  # fmt: skip
+    """Run every system at every rate, each once shortly before so that nothing compiles while it is timed."""
+    points = []
+    jobs = [(lengths, rate) for lengths, some in rates.items() for rate in some]
+    with Progress(disable=not bar) as progress:
+        task = progress.add_task("simulating", total=len(systems) * (len(jobs) + 1))
+        for system in systems:
+            measure(system, "sharegpt", traffic("sharegpt", 8.0, 20.0, seed), 8.0, 20.0)
+            progress.advance(task)
+        for lengths, rate in jobs:
+            workload = traffic(lengths, rate, duration, seed)
+            for system in systems:
+                points.append(measure(system, lengths, workload, rate, duration))
+                progress.advance(task)
+    return points
+
+
+def traffic(lengths: str, rate: float, duration: float, seed: int) -> Workload:
+    """Return real-time requests at `rate` and best-effort ones at their own; none longer than the model."""
+    rng = np.random.default_rng(seed)
+    classes = (
+        TrafficClass("rt", rate, PROMISE, 0, lengths),
+        TrafficClass("be", BEST_EFFORT_RATE, Slo(), 10, "bros-best-effort"),
+    )
+    workload = make(classes, poisson(rate + BEST_EFFORT_RATE, duration, rng), rng)
+    return workload.take(np.flatnonzero(workload.prompt + workload.output <= LONGEST))
+
+
+def measure(system: str, lengths: str, workload: Workload, rate: float, duration: float) -> Point:
+    """Run one system on the workload and judge it; what has not ended after three times as long has failed."""
+    file, learned = pacefile.load(PACE), OnlinePace()
+    recipe, memory = SYSTEMS[system]
+    packer = Timed(find(recipe).packer(RUNNING, BUDGET, learned))
+    outcome = run(engine(packer, memory), file.pace(), learned, workload, 3 * duration)
+    return Point(system, lengths, rate, judge(workload, outcome, duration, packer.seconds[1:]))
+
+
+def engine(packer: Packer, memory: str) -> SimulatedEngine:
+    """Return the engine: two-ended blocks, or plain ones with copies `beside` or `before` the computation."""
+    file = pacefile.load(PACE)
+    assert file.kv_tokens is not None
+    kind = TwoEnded if memory == "two-ended" else Swapping
+    return kind(
+        packer, blocks=file.kv_tokens // file.block_size, size=file.block_size, slots=SLOTS, budget=BUDGET,
+        max_model_len=LONGEST, host=HOST_TOKENS, copy_seconds=file.copy_seconds(), overlap=memory != "before",
+    )  # fmt: skip
+
+
+def judge(
+    workload: Workload, outcome: Run, duration: float, deciding: Sequence[float]
+) -> dict[str, float | None]:
+    """Return the figures of one run. deciding: wall seconds of each decision."""
+    promised = np.isfinite(workload.ttft)
+    ended = ~np.isnan(outcome.end)
+    rest = np.maximum(workload.output - 1, 1)
+    tpot = (outcome.end - outcome.first) / rest
+    latency = ((outcome.end - workload.arrival) / workload.output)[promised & ended]
+    first, pace = outcome.first - workload.arrival <= workload.ttft, tpot <= workload.tpot
+    best_effort = int(np.count_nonzero(~promised & ended & (outcome.end <= duration)))
+    share = 100 * float(np.median(deciding)) * outcome.iterations / outcome.busy
+    return {
+        "rt.normalized_latency": float(latency.mean()) if latency.size else None,
+        "rt.ttft_attainment": 100 * float(first[promised].mean()),
+        "rt.tpot_attainment": 100 * float((pace & ended)[promised].mean()),
+        "be.req_per_s": best_effort / duration,
+        "sched.share_pct": share,
+    }
+
+
+# ---- what is said of it
+
+
+def rows(points: Sequence[Point]) -> list[Row]:
+    """Return a row per system, setting and figure."""
+    return [
+        Row(name, point.system, point.setting, value, _UNITS[name], _paper(point.system, name))
+        for point in points
+        for name, value in point.figures.items()
+    ]
+
+
+def _paper(system: str, name: str) -> float | None:
+    return _OVERHEAD if (system, name) == ("bros", "sched.share_pct") else None
+
+
+def claims(points: Sequence[Point]) -> list[Row]:
+    """Return what the paper claims beside ours: BROS against another system at the rate where it shows most.
+
+    change: in %, the least (of throughput the one at that rate at which latency falls most); times: the most.
+    """
+    found = []
+    for name, other, how, paper in CLAIMS:
+        pairs = _pairs(points, "bros", other)
+        compared = [(pair, value) for pair in pairs if (value := _compared(pair, name, how)) is not None]
+        if not compared:
+            continue
+        best = _strongest(compared, name, how)
+        unit = "%" if how == "change" else "x"
+        system = f"bros vs {other}"
+        found.append(Row(f"{name}.{how}", system, best[0][0].setting, best[1], unit, paper))
+    return found
+
+
+Pair = tuple[Point, Point]
+
+
+def _strongest(compared: list[tuple[Pair, float]], name: str, how: str) -> tuple[Pair, float]:
+    if how == "times":
+        return max(compared, key=lambda item: item[1])
+    if name == "rt.normalized_latency":
+        return min(compared, key=lambda item: item[1])
+    return min(
+        compared,
+        key=lambda item: _compared(item[0], "rt.normalized_latency", "change") or 0.0,
+    )
+
+
+def _pairs(points: Sequence[Point], system: str, other: str) -> list[Pair]:
+    """Return the points of two systems in the same settings."""
+    there = {point.setting: point for point in points if point.system == other}
+    mine = [point for point in points if point.system == system]
+    return [(point, there[point.setting]) for point in mine if point.setting in there]
+
+
+def _compared(pair: Pair, name: str, how: str) -> float | None:
+    ours, theirs = pair[0].figures[name], pair[1].figures[name]
+    if ours is None or not theirs:
+        return None
+    return 100 * (ours / theirs - 1) if how == "change" else ours / theirs
+
+
+_STYLE: dict[str, tuple[str, str]] = {
+    "bros": ("#D55E00", "-"), "bros-plain-blocks": ("#D55E00", ":"), "bros-no-replacement": ("#E69F00", "--"),
+    "bros-no-sizing": ("#E69F00", ":"), "bros-lost-last": ("#D55E00", "--"), "vllm-v0": ("#0072B2", "-"),
+    "vllm-v0-swap": ("#0072B2", ":"), "rr": ("#999999", "-"), "vllm": ("#56B4E9", "-"),
+    "vllm-priority": ("#56B4E9", "--"), "edf": ("#CC79A7", "-"), "slack": ("#009E73", "-"),
+}  # fmt: skip
+_DRAWN = ("rt.normalized_latency", "rt.ttft_attainment", "rt.tpot_attainment", "be.req_per_s")
+
+
+def plots(points: Sequence[Point]) -> dict[str, bytes]:
+    """Return a PNG per data set: the four figures against the rate."""
+    return {f"bros-{name}": _plot(points, name) for name in dict.fromkeys(p.lengths for p in points)}
+
+
+def _plot(points: Sequence[Point], lengths: str) -> bytes:
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    figure.suptitle(f"SIMULATED: OPT-13B on an A100, real-time {lengths} beside best effort", fontsize=10)
+    for axes, name in zip(figure.subplots(2, 2).flat, _DRAWN, strict=True):
+        for system, (colour, line) in _STYLE.items():
+            mine = [p for p in points if (p.system, p.lengths) == (system, lengths)]
+            values: Floats = np.array([p.figures[name] for p in mine], float)
+            axes.plot([p.rate for p in mine], values, line, color=colour, marker="o", ms=3, label=system)
+        axes.set(xlabel="real-time requests/s", ylabel=_UNITS[name], title=name)
+        if name == "rt.normalized_latency":
+            axes.set_yscale("log")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    return png(figure)
