@@ -18,7 +18,9 @@ _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs
 def test_random_programs_keep_the_pool_whole(seed: int) -> None:
     for i in range(_PROGRAMS):
         pool = random_program(seed * _PROGRAMS + i)
-        assert pool.book.counts[EMPTY] == pool.blocks and pool.book.counts[HOST] == 0 and not pool.host
+        assert pool.book.counts[EMPTY] == pool.blocks
+        assert pool.book.counts[HOST] == 0
+        assert not pool.host
 
 
 def test_a_block_has_a_real_time_row_on_the_left_and_a_best_effort_row_on_the_right() -> None:
@@ -28,8 +30,10 @@ def test_a_block_has_a_real_time_row_on_the_left_and_a_best_effort_row_on_the_ri
     assert pool.grow(0, 2)
     pool.begin([])
     assert pool.grow(1, 2)
-    assert pool.device[0, 3] == (0, 1, 0) and pool.device[0, 2] == (0, 1, 1)
-    assert pool.device[0, 0] == (1, 1, 0) and pool.device[0, 1] == (1, 1, 1)
+    assert pool.device[0, 3] == (0, 1, 0)
+    assert pool.device[0, 2] == (0, 1, 1)
+    assert pool.device[0, 0] == (1, 1, 0)
+    assert pool.device[0, 1] == (1, 1, 1)
     assert not pool.host, "the slots were free: nothing had to be saved"
     pool.check()
 
@@ -39,11 +43,14 @@ def test_find_block_prefers_an_empty_block_then_free_slots_then_who_has_lost_mos
     for row, kind in enumerate((BEST_EFFORT, BEST_EFFORT, REAL_TIME, REAL_TIME)):
         pool.enter(row, kind)
     pool.begin([0, 1])
-    assert pool.grow(0, 4) and pool.grow(1, 6)  # one empty; row 1's last block has two slots free
+    assert pool.grow(0, 4)
+    assert pool.grow(1, 6)
     pool.begin([])
-    assert pool.grow(2, 4) and not pool.host
+    assert pool.grow(2, 4)
+    assert not pool.host
     pool.begin([])
-    assert pool.grow(3, 2) and not pool.host, "a tail with free slots before any full block"
+    assert pool.grow(3, 2)
+    assert not pool.host, "a tail with free slots before any full block"
     assert pool.book.right[pool.book.table[3, 0]] == 1
     pool.begin([])
     assert pool.grow(3, 1)
@@ -92,9 +99,11 @@ def test_in_extremity_a_row_is_dropped_from_its_end() -> None:
     pool.grow(0, 12)
     pool.begin([])
     assert pool.grow(1, 3)
-    assert pool.book.counts[DROPPED] == 4 and pool.book.stored[0] == 8, "the last block, no more"
+    assert pool.book.counts[DROPPED] == 4
+    assert pool.book.stored[0] == 8, "the last block, no more"
     assert pool.grow(1, 6), "the block that is free now, then the next from the end"
-    assert pool.book.stored[0] == 4 and pool.book.host[0] == 1
+    assert pool.book.stored[0] == 4
+    assert pool.book.host[0] == 1
     pool.read(0, 4)
     pool.check()
 
@@ -103,7 +112,8 @@ def test_the_host_never_holds_more_than_it_may() -> None:
     pool = Pool(blocks=4, size=4, host_limit=5)
     pool.enter(0, REAL_TIME), pool.enter(1, REAL_TIME)
     pool.grow(0, 5), pool.grow(1, 4)
-    assert pool.away(0) and not pool.away(1), "five tokens are there already"
+    assert pool.away(0)
+    assert not pool.away(1), "five tokens are there already"
     assert pool.grow(0, 1), "and come back with their contents"
     pool.read(0, 6)
     pool.check()
@@ -118,7 +128,8 @@ def test_a_real_time_row_that_runs_beside_a_running_best_effort_one_makes_it_mov
     pool.grow(1, 4), pool.grow(1, 1)  # the second block is the other's
     assert pool.book.table[1, 1] == pool.book.table[0, 0]
     pool.begin([0])
-    assert pool.grow(1, 2) and pool.book.pinned[0] == 0, "no empty block: it cannot run"
+    assert pool.grow(1, 2)
+    assert pool.book.pinned[0] == 0, "no empty block: it cannot run"
     assert pool.book.host[0] == 1
     pool.check()
 
@@ -126,6 +137,8 @@ def test_a_real_time_row_that_runs_beside_a_running_best_effort_one_makes_it_mov
 def test_without_any_free_left_end_there_is_no_block() -> None:
     pool = Pool(blocks=1, size=4)
     pool.enter(0, REAL_TIME), pool.enter(1, REAL_TIME)
-    assert pool.grow(0, 1) and two_ended.find_block(pool.book) == NOBODY
-    assert not pool.grow(1, 1) and pool.book.held[1] == 0
+    assert pool.grow(0, 1)
+    assert two_ended.find_block(pool.book) == NOBODY
+    assert not pool.grow(1, 1)
+    assert pool.book.held[1] == 0
     pool.check()

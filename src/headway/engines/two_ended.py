@@ -83,9 +83,10 @@ class _Bounded:
 
 
 class TwoEnded(Swapping):
-    """A simulated engine with two-ended blocks. `Jobs.saved` counts a row's tokens on the host: its swap cost.
+    """A simulated engine with two-ended blocks.
 
-    A row whose KV is partly on the host still runs or pauses; one that is there as a whole waits.
+    `Jobs.saved` counts a row's tokens on the host: its swap cost. A row whose KV is partly there still runs
+    or pauses; one that is there as a whole waits. dropped: tokens that the last iteration dropped.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class TwoEnded(Swapping):
             host=host, copy_seconds=copy_seconds, overlap=overlap,
         )  # fmt: skip
         self.book = slots_of.new(blocks, size, max_model_len, host, self.target.size)
-        self.dropped = 0  # tokens that the last iteration dropped
+        self.dropped = 0
 
     @property
     def free(self) -> int:
@@ -163,7 +164,7 @@ def run(
     jobs: Rows, book: Book, balance: Ints, limits: Limits, order: Ints, caps: Ints, evict: Ints, save: Ints,
     max_running: int,
 ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
-    """Account one iteration on the book. Returns rows and tokens (aligned), who lost all KV, and newcomers."""
+    """Account one iteration on the book. Returns rows and tokens (aligned), who lost all KV, who came: n."""
     two_ended.begin(book)
     for row in evict:
         _leave(jobs, book, balance, row)
@@ -182,7 +183,9 @@ def run(
                 continue
             give = min(missing_of(jobs, row), caps[i], left)
             fresh = not jobs["running"][row]
-            blocked = kind == BEST_EFFORT and book.pinned[row] == 0  # a real-time row has just taken its slots
+            blocked = (
+                kind == BEST_EFFORT and book.pinned[row] == 0
+            )  # a real-time row has just taken its slots
             full = fresh and balance[HOLDING] >= limits.slots
             may = give > 0 and not blocked and not full
             if not may or not (_next_slot(arrays, limits.size, row, give) or _hold(book, row, give)):

@@ -11,11 +11,23 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.memory.slots import (
-    BEST_EFFORT, DROPPED, HOST, HOST_LIMIT, LOAD, NOBODY, REAL_TIME, SAVE, SIZE, Book,
-    clear_left, clear_right, move_right, order, pop_empty,
+    BEST_EFFORT,
+    DROPPED,
+    HOST,
+    HOST_LIMIT,
+    LOAD,
+    NOBODY,
+    REAL_TIME,
+    SAVE,
+    SIZE,
+    Book,
+    clear_left,
+    clear_right,
+    move_right,
+    order,
+    pop_empty,
 )  # fmt: skip
 from headway.types import Ints
-
 
 
 @compiled

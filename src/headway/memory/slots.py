@@ -27,12 +27,13 @@ class Book(NamedTuple):
     real-time row, at slot size - 1 - j % size for a best-effort one.
 
     Per block: left, right: the rows at its ends (NOBODY = free). used_left, used_right: tokens they have in
-    it. saved: how many of the right one's, its last, are on the host; their slots may be the left one's. place:
-    which of the right row's blocks this is.
-    Per row: table; held: blocks; stored: tokens; kind; host: tokens on the host; away: tokens of a row that is
-    on the host as a whole; pinned: it runs in this iteration, so nobody may overwrite it; since: order of
-    coming in. empty: a stack of blocks with two free ends. victims: the preemption table. orders: rows of
-    (kind, row, first token, tokens, block, block it comes from).
+    it. saved: how many of the right one's, its last, are on the host; their slots may be the left one's.
+    place: which of the right row's blocks this is.
+    Per row: table; held: blocks; stored: tokens; kind; host: tokens on the host; away: tokens of a row that
+    is on the host as a whole; pinned: it runs in this iteration, so nobody may overwrite it; since: order of
+    coming in.
+    empty: a stack of blocks with two free ends. victims: the preemption table. orders: rows of (kind, row,
+    first token, tokens, block, block it comes from).
     """
 
     left: Ints
@@ -60,14 +61,17 @@ _PER_ROW = ("table", "held", "stored", "kind", "host", "away", "pinned", "since"
 
 def new(blocks: int, size: int, longest: int, host: int, rows: int) -> Book:
     """Return the book of a free pool. longest: tokens of a request at most; host: tokens the host holds."""
-    per_block = [np.full(blocks, NOBODY) for _ in range(2)] + [np.zeros(blocks, np.int64) for _ in range(4)]
-    per_row = [np.zeros(rows, np.int64) for _ in range(7)]
+    ends = np.full((2, blocks), NOBODY)
+    block = np.zeros((4, blocks), np.int64)
+    row = np.zeros((8, rows), np.int64)
     counts = np.zeros(11, np.int64)
     counts[SIZE], counts[EMPTY], counts[HOST_LIMIT], counts[VICTIMS] = size, blocks, host, NOBODY
     return Book(
-        *per_block, np.full((rows, -(-longest // size) + 1), NOBODY), *per_row,
-        np.arange(blocks)[::-1].copy(), np.zeros(rows, np.int64),
-        np.zeros((_ORDERS_PER_BLOCK * blocks + 64, 6), np.int64), counts,
+        left=ends[0], right=ends[1], used_left=block[0], used_right=block[1], saved=block[2], place=block[3],
+        table=np.full((rows, -(-longest // size) + 1), NOBODY), held=row[0], stored=row[1], kind=row[2],
+        host=row[3], away=row[4], pinned=row[5], since=row[6], victims=row[7],
+        empty=np.arange(blocks)[::-1].copy(),
+        orders=np.zeros((_ORDERS_PER_BLOCK * blocks + 64, 6), np.int64), counts=counts,
     )  # fmt: skip
 
 

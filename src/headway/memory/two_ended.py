@@ -18,8 +18,26 @@ from headway.compiled import compiled
 from headway.memory import checkpoint, slots
 from headway.memory.ledger import Ledger
 from headway.memory.slots import (
-    BEST_EFFORT, DROPPED, EMPTY, HOST, HOST_LIMIT, NOBODY, ORDERS, REAL_TIME, SIZE, STAMP, TAIL,
-    VICTIMS, WHO, Book, clear_left, clear_right, move_right, pop_empty, put_right, resident,
+    BEST_EFFORT,
+    DROPPED,
+    EMPTY,
+    HOST,
+    HOST_LIMIT,
+    NOBODY,
+    ORDERS,
+    REAL_TIME,
+    SIZE,
+    STAMP,
+    TAIL,
+    VICTIMS,
+    WHO,
+    Book,
+    clear_left,
+    clear_right,
+    move_right,
+    pop_empty,
+    put_right,
+    resident,
 )  # fmt: skip
 from headway.types import Ints
 
@@ -62,7 +80,7 @@ def find_preempt_block(book: Book) -> int:
 
 @compiled
 def _table(book: Book) -> None:
-    """Make the preemption table: best-effort rows that do not run, most on the host first, last come first."""
+    """Make the preemption table: best-effort rows that do not run, by tokens on the host, last come first."""
     size, rows = 0, book.kind.size
     keys = np.empty(rows, np.int64)
     for row in range(rows):
@@ -216,7 +234,7 @@ def trim(book: Book, row: int, tokens: int) -> None:
 
 @compiled
 def come_back(book: Book, row: int) -> bool:
-    """Give blocks to a row that is on the host as a whole and read it back; False when they do not suffice."""
+    """Give blocks to a row that is on the host as a whole, and read it back; False when there are too few."""
     if not grow(book, row, book.away[row]):
         return False
     checkpoint.back(book, row)
@@ -251,8 +269,10 @@ def check_integrity(book: Book) -> None:
     left, right = book.left != NOBODY, book.right != NOBODY
     there = book.used_right - book.saved
     assert (book.used_left + there <= size).all(), "a slot has two owners"
-    assert (there >= 0).all() and (book.saved >= 0).all()
-    assert not book.used_left[~left].any() and not book.used_right[~right].any()
+    assert (there >= 0).all()
+    assert (book.saved >= 0).all()
+    assert not book.used_left[~left].any()
+    assert not book.used_right[~right].any()
     stack = book.empty[: book.counts[EMPTY]]
     assert sorted(stack.tolist()) == np.flatnonzero(~left & ~right).tolist(), "the stack of empty blocks"
     for row in range(book.kind.size):
@@ -269,11 +289,15 @@ def _check_row(book: Book, row: int, size: int) -> None:
     assert len(set(blocks.tolist())) == blocks.size, "a row has a block twice"
     mine = np.minimum(tokens - np.arange(blocks.size) * size, size)
     if book.kind[row] == REAL_TIME:
-        assert (book.left[blocks] == row).all() and (book.used_left[blocks] == mine).all()
+        assert (book.left[blocks] == row).all()
+        assert (book.used_left[blocks] == mine).all()
         assert book.host[row] == book.away[row]
     elif book.kind[row] == BEST_EFFORT:
-        assert (book.right[blocks] == row).all() and (book.used_right[blocks] == mine).all()
+        assert (book.right[blocks] == row).all()
+        assert (book.used_right[blocks] == mine).all()
         assert (book.place[blocks] == np.arange(blocks.size)).all()
         assert book.host[row] == book.saved[blocks].sum() + book.away[row]
     else:
-        assert not tokens and not book.host[row] and not book.away[row]
+        assert not tokens
+        assert not book.host[row]
+        assert not book.away[row]

@@ -1,12 +1,13 @@
 """Which requests run together, so that real-time ones are in time and best-effort ones do most?
 
-BROS, Algorithm 1 (4.2): real-time requests by the time they have left, then best-effort ones by ascending swap
-cost, first into places that are free and then in place of the least urgent real-time ones, as long as the
-forecast of the iteration, max(t_exec, t_swap), keeps within the smallest time left. Batch size: `sizing.py`.
+BROS, Algorithm 1 (4.2): real-time requests by the time they have left, then best-effort ones by ascending
+swap cost, first into places that are free and then in place of the least urgent real-time ones, as long as
+the forecast of the iteration, max(t_exec, t_swap), keeps within the smallest time left. Batch size:
+`sizing.py`.
 
 Assumed where the paper is silent:
-- The time left is T_SLO - t_i - (k_i - 1) T_avg with the T_SLO of the phase: ttft for the first token, k_i tpots
-  for the k_i-th after it. That is `Jobs.due` less now: tokens made early count.
+- The time left is T_SLO - t_i - (k_i - 1) T_avg with the T_SLO of the phase: ttft for the first token, k_i
+  tpots for the k_i-th after it. That is `Jobs.due` less now: tokens made early count.
 - What an answer has gained lets it wait (be replaced), but does not make iterations longer: it bounds them by
   at most its tpot. Who is late already bounds nothing by its first token, since that cannot be kept any more.
 - A real-time request is replaced when its time left is `spare` iterations like this one or more.
@@ -37,8 +38,8 @@ from headway.types import Bools, Floats, Ints, Jobs, Step
 Rows = NDArray[np.void]
 # Places in the sum of an iteration: its shape, tokens to copy, the bound on its time, tokens left to give.
 DECODES, CONTEXT, PREFILL, PAIRS, SWAP, BOUND, LEFT = range(7)
-# Places in the room: blocks that can be had, blocks that are empty (below 0: to be made so), slots for rows that
-# come in, rows chosen, rows to save.
+# Places in the room: blocks that can be had, blocks that are empty (below 0: to be made so), slots for rows
+# that come in, rows chosen, rows to save.
 AVAIL, EMPTY, SEATS, CHOSEN, SAVED = range(5)
 _LOST = 1e9  # seconds
 _NOBODY = np.empty(0, np.int64)
@@ -151,13 +152,13 @@ VARIANTS: dict[str, tuple[str, Callable[[int, int, OnlinePace], Bros]]] = {
 
 @compiled
 def algorithm_1(t: Terms, jobs: Rows, rows: Ints, moves: Ints, now: float, theta: Floats) -> Batch:
-    """Return the batch of the next iteration. rows: all that may run; moves: of `TwoEndedLedger`, or empty."""
+    """Return the batch of the next iteration. rows: all that may run; moves: `TwoEndedLedger`'s, or empty."""
     promised = np.zeros(rows.size, np.bool_)
     for i in range(rows.size):
         promised[i] = np.isfinite(due_of(jobs, rows[i]))
     real, other = rows[promised], rows[~promised]
     urgent, left = polled(jobs, real, now, 2 * t.places, t.lost_last)
-    batch = _empty(t, jobs, rows, real, other)
+    batch = _empty(t, jobs, rows, other)
     _pack_real_time(t, jobs, batch, urgent, left, theta)
     if t.shared:  # what is missing now comes from blocks that are shared
         batch.room[EMPTY] = max(batch.room[EMPTY], 0)
@@ -172,8 +173,8 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tu
     """Return real-time rows by the seconds they have left, and these, ascending.
 
     Two queues, those that hold KV and those that wait, are polled in turn; of each only the `most` least are
-    sorted, which is as far as the batch can go into it. lost_last: first tokens that are late already go behind
-    all others.
+    sorted, which is as far as the batch can go into it. lost_last: first tokens that are late already go
+    behind all others.
     """
     left = np.empty(rows.size)
     for i in range(rows.size):
@@ -216,13 +217,16 @@ def by_swap_cost(jobs: Rows, rows: Ints, most: int) -> Ints:
 
 
 @compiled
-def _empty(t: Terms, jobs: Rows, rows: Ints, real: Ints, other: Ints) -> Batch:
+def _empty(t: Terms, jobs: Rows, rows: Ints, other: Ints) -> Batch:
     """Return a batch of nobody. What best-effort rows hold can be had: none of them runs yet."""
     sums, room = np.zeros(7), np.zeros(5, np.int64)
     sums[BOUND], sums[LEFT] = np.inf, t.budget
     room[EMPTY], room[SEATS] = t.free, t.slots - np.count_nonzero(jobs["running"] & jobs["live"])
     if t.shared:
-        room[AVAIL] = t.total - jobs["blocks"][real].sum()
+        room[AVAIL] = t.total
+        for row in range(jobs.size):  # those that control holds too
+            if jobs["live"][row] and np.isfinite(due_of(jobs, row)):
+                room[AVAIL] -= jobs["blocks"][row]
     else:
         room[AVAIL] = t.free + jobs["blocks"][other].sum()
     return Batch(
@@ -235,9 +239,7 @@ def _empty(t: Terms, jobs: Rows, rows: Ints, real: Ints, other: Ints) -> Batch:
 
 
 @compiled
-def _pack_real_time(
-    t: Terms, jobs: Rows, batch: Batch, urgent: Ints, left: Floats, theta: Floats
-) -> None:
+def _pack_real_time(t: Terms, jobs: Rows, batch: Batch, urgent: Ints, left: Floats, theta: Floats) -> None:
     """Add real-time rows, least time left first, as far as places, blocks, tokens and time go."""
     room, spare, last = batch.room, int(t.watermark * t.total), urgent.size
     for i in range(urgent.size):
@@ -280,9 +282,7 @@ def _copies(t: Terms, jobs: Rows, batch: Batch, row: int, need: int) -> int:
 
 
 @compiled
-def _in_time(
-    t: Terms, jobs: Rows, batch: Batch, row: int, want: int, left: float, theta: Floats
-) -> bool:
+def _in_time(t: Terms, jobs: Rows, batch: Batch, row: int, want: int, left: float, theta: Floats) -> bool:
     """Tell whether the iteration with this row still keeps the bound; the most urgent row always may run."""
     if batch.room[CHOSEN] == 0:
         return True
@@ -292,9 +292,7 @@ def _in_time(
 
 
 @compiled
-def _tighten(
-    jobs: Rows, batch: Batch, row: int, left: float, t: Terms, want: int, theta: Floats
-) -> None:
+def _tighten(jobs: Rows, batch: Batch, row: int, left: float, t: Terms, want: int, theta: Floats) -> None:
     """Let the time that a row has left bound the iteration, if it can be kept at all."""
     alone = with_row(jobs, batch, row, want, 0, theta, t.copy)
     bound = left
@@ -308,9 +306,7 @@ def _tighten(
 
 
 @compiled
-def _pack_best_effort(
-    t: Terms, jobs: Rows, batch: Batch, cheap: Ints, moves: Ints, theta: Floats
-) -> None:
+def _pack_best_effort(t: Terms, jobs: Rows, batch: Batch, cheap: Ints, moves: Ints, theta: Floats) -> None:
     """Add best-effort rows by swap cost, then put them in place of the least urgent real-time ones."""
     victim = batch.room[CHOSEN] - 1
     for row in cheap:
@@ -365,9 +361,7 @@ def _replace(
 
 
 @compiled
-def with_row(
-    jobs: Rows, batch: Batch, row: int, want: int, copies: int, theta: Floats, copy: float
-) -> float:
+def with_row(jobs: Rows, batch: Batch, row: int, want: int, copies: int, theta: Floats, copy: float) -> float:
     """Return the forecast seconds of the iteration with one more row: max(t_exec, t_swap)."""
     _count(jobs, batch, row, want, 1)
     batch.sums[SWAP] += copies
@@ -397,9 +391,7 @@ def _count(jobs: Rows, batch: Batch, row: int, tokens: int, sign: int) -> None:
 
 
 @compiled
-def _take(
-    jobs: Rows, batch: Batch, row: int, want: int, left: float, blocks: int, copies: int
-) -> None:
+def _take(jobs: Rows, batch: Batch, row: int, want: int, left: float, blocks: int, copies: int) -> None:
     at = batch.room[CHOSEN]
     batch.rows[at], batch.tokens[at], batch.left[at] = row, want, left
     _count(jobs, batch, row, want, 1)

@@ -1,7 +1,8 @@
 """How many requests should one iteration hold?
 
-A larger batch does more at once and makes every token slower. As TCP finds its window: begin with a base, double
-while every real-time request is well within its promise, fall back to the base when one is not (BROS 4.2).
+A larger batch does more at once and makes every token slower. As TCP finds its window: begin with a base,
+double while every real-time request is well within its promise, fall back to the base when one is not
+(BROS 4.2).
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ from headway.types import Floats, Ints, Slo
 
 @dataclass(slots=True)
 class Run:
-    """What became of each request, by index; NaN = it did not come. busy: seconds, copied, dropped: tokens."""
+    """What became of each request, by index; NaN = it did not come.
+
+    busy: seconds of all iterations; waited: those of them that only copied. copied, dropped: tokens. batch:
+    rows in each iteration.
+    """
 
     first: Floats
     end: Floats

@@ -1,0 +1,255 @@
+"""Does BROS's Algorithm 1 do what it says, on tables made by hand?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from headway.forecast.pace import OnlinePace
+from headway.memory.ledger import Ledger
+from headway.memory.two_ended import TwoEndedLedger
+from headway.pack import bros
+from headway.pack.bros import Bros
+from headway.pack.sizing import BatchSize
+from headway.recipes import find
+from headway.types import Ints, Jobs, Step
+
+NOW, SIZE = 100.0, 16
+
+
+def steady() -> OnlinePace:
+    """Iterations of 10 ms, and 1 ms per prompt token or answer: made up, so that times can be said."""
+    pace = OnlinePace()
+    pace.theta[:] = [0.010, 0.016, 0.0, 0.512, 0.0]
+    return pace
+
+
+def packer(places: int = 4, **options: object) -> Bros:
+    made = Bros(places, 2048, steady(), sizing=BatchSize(base=places), **options)  # type: ignore[arg-type]
+    assert made.sizing.size == places
+    return made
+
+
+def account(jobs: Jobs, total: int = 100, *, shared: bool = True, copy: float = 0.0) -> TwoEndedLedger:
+    free = total - int(jobs.blocks.sum())
+    moves: Ints = np.zeros(len(jobs.keys), np.int64)
+    return TwoEndedLedger(total, free, SIZE, 64, copy, moves, shared)
+
+
+def answering(jobs: Jobs, id: str, left: float, *, made: int = 10, prompt: int = 30) -> None:
+    """Add a real-time answer in progress that has `left` seconds: the first token came accordingly."""
+    first = NOW + left - made * 0.2
+    tokens = prompt + made - 1
+    jobs.add(
+        id, arrival=first - 0.1, first=first, ttft=0.4, tpot=0.2, e2e=math.inf, prompt=prompt,
+        computed=tokens, made=made, blocks=-(-tokens // SIZE), running=True, serial=len(jobs),
+    )  # fmt: skip
+
+
+def asking(jobs: Jobs, id: str, left: float, prompt: int = 20) -> None:
+    """Add a real-time request whose first token is due in `left` seconds."""
+    jobs.add(id, arrival=NOW + left - 0.4, ttft=0.4, tpot=0.2, e2e=math.inf, prompt=prompt, serial=len(jobs))
+
+
+def batch_job(jobs: Jobs, id: str, *, saved: int = 0, prompt: int = 40, inside: bool = True) -> None:
+    """Add a best-effort request that answers, `saved` of its tokens on the host; or one that waits."""
+    state = {"computed": prompt, "made": 1, "blocks": -(-prompt // SIZE), "running": True, "saved": saved}
+    never = {"ttft": math.inf, "tpot": math.inf, "e2e": math.inf}
+    jobs.add(id, prompt=prompt, arrival=1.0, serial=len(jobs), **never, **(state if inside else {}))
+
+
+def order(jobs: Jobs, step: Step) -> list[str]:
+    return jobs.names(step.order)
+
+
+def test_real_time_goes_by_time_left_whatever_its_phase() -> None:
+    jobs = Jobs()
+    answering(jobs, "ahead", 2.0)
+    asking(jobs, "new", 0.3)
+    answering(jobs, "close", 0.15)
+    asking(jobs, "older", 0.2)
+    step = packer().pack(jobs, account(jobs), NOW)
+    assert order(jobs, step) == ["close", "older", "new", "ahead"]
+    assert step.tokens is not None
+    assert step.tokens.tolist() == [1, 20, 20, 1]
+
+
+def test_time_left_of_an_answer_counts_all_its_tokens() -> None:
+    jobs = Jobs()
+    answering(jobs, "a", 0.7, made=3)
+    rows, left = bros.polled(jobs.data, jobs.rows(), NOW, 4, False)
+    assert left == pytest.approx(0.7) == jobs.due(rows)[0] - NOW
+
+
+def test_best_effort_follows_by_ascending_swap_cost() -> None:
+    jobs = Jobs()
+    for id, saved in (("far", 30), ("near", 5), ("here", 0)):
+        batch_job(jobs, id, saved=saved)
+    answering(jobs, "rt", 1.0)
+    assert order(jobs, packer().pack(jobs, account(jobs), NOW)) == ["rt", "here", "near", "far"]
+
+
+def test_nothing_joins_that_makes_the_iteration_longer_than_the_smallest_time_left() -> None:
+    jobs = Jobs()
+    asking(jobs, "urgent", 0.10, prompt=40)
+    asking(jobs, "long", 0.30, prompt=60)
+    asking(jobs, "short", 0.35, prompt=10)
+    batch_job(jobs, "prompt", prompt=100, inside=False)
+    step = packer().pack(jobs, account(jobs), NOW)
+    assert order(jobs, step) == ["urgent", "short"], "40 + 60 ms and 10 more would be too long for 100 ms"
+
+
+def test_an_iteration_is_never_longer_than_a_token_may_take() -> None:
+    jobs = Jobs()
+    answering(jobs, "ahead", 5.0)
+    batch_job(jobs, "prompt", prompt=250, inside=False)
+    batch_job(jobs, "small", prompt=100, inside=False)
+    assert order(jobs, packer().pack(jobs, account(jobs), NOW)) == ["ahead", "small"]
+
+
+def test_a_late_request_bounds_nothing_by_what_is_lost() -> None:
+    jobs = Jobs()
+    asking(jobs, "lost", -0.5)
+    batch_job(jobs, "prompt", prompt=300, inside=False)
+    assert order(jobs, packer().pack(jobs, account(jobs), NOW)) == ["lost", "prompt"]
+
+
+def test_copies_count_as_time_when_they_take_longer_than_the_computation() -> None:
+    jobs = Jobs()
+    answering(jobs, "rt", 0.1)
+    batch_job(jobs, "cheap", saved=5)
+    batch_job(jobs, "dear", saved=30)
+    step = packer().pack(jobs, account(jobs, copy=0.01), NOW)
+    assert order(jobs, step) == ["rt", "cheap"], "5 x 10 ms fits into 100 ms, 30 more do not"
+
+
+def test_when_the_batch_is_full_the_least_urgent_that_can_wait_is_replaced() -> None:
+    jobs = Jobs()
+    answering(jobs, "close", 0.15)
+    answering(jobs, "can wait", 3.0)
+    batch_job(jobs, "be")
+    assert order(jobs, packer(2).pack(jobs, account(jobs), NOW)) == ["close", "be"]
+    assert order(jobs, packer(2, replaces=False).pack(jobs, account(jobs), NOW)) == ["close", "can wait"]
+
+
+def test_nobody_is_replaced_who_would_be_late_then() -> None:
+    jobs = Jobs()
+    answering(jobs, "a", 0.010)
+    answering(jobs, "b", 0.022)
+    batch_job(jobs, "be")
+    assert order(jobs, packer(2).pack(jobs, account(jobs), NOW)) == ["a", "b"], "two iterations are 24 ms"
+
+
+def test_nothing_takes_a_place_that_makes_it_longer_than_the_smallest_time_left() -> None:
+    jobs = Jobs()
+    answering(jobs, "close", 0.05)
+    answering(jobs, "can wait", 3.0)
+    batch_job(jobs, "prompt", prompt=60, inside=False)
+    assert order(jobs, packer(2).pack(jobs, account(jobs), NOW)) == ["close", "can wait"]
+
+
+def test_lost_first_tokens_go_last_only_when_told() -> None:
+    jobs = Jobs()
+    asking(jobs, "lost", -0.1)
+    asking(jobs, "fresh", 0.4)
+    assert order(jobs, packer().pack(jobs, account(jobs), NOW)) == ["lost", "fresh"]
+    assert order(jobs, packer(lost_last=True).pack(jobs, account(jobs), NOW)) == ["fresh", "lost"]
+
+
+# ---- memory
+
+
+def test_with_two_ended_blocks_a_real_time_request_comes_in_without_anybody_leaving() -> None:
+    jobs = Jobs()
+    batch_job(jobs, "be", prompt=160)
+    asking(jobs, "rt", 0.3, prompt=40)
+    step = packer().pack(jobs, account(jobs, total=12), NOW)
+    assert order(jobs, step) == ["rt"]
+    assert not step.save.size
+    assert not step.evict.size
+
+
+def test_with_plain_blocks_the_last_best_effort_request_is_swapped_out_for_it() -> None:
+    jobs = Jobs()
+    batch_job(jobs, "first", prompt=80)
+    batch_job(jobs, "last", prompt=80)
+    asking(jobs, "rt", 0.3, prompt=40)
+    step = packer(two_ended=False).pack(jobs, account(jobs, total=11), NOW)
+    assert order(jobs, step)[0] == "rt"
+    assert jobs.names(step.save) == ["last"]
+
+
+def test_without_a_host_it_is_evicted_instead() -> None:
+    jobs = Jobs()
+    batch_job(jobs, "be", prompt=160)
+    asking(jobs, "rt", 0.3, prompt=40)
+    step = packer().pack(jobs, Ledger(11, 1, SIZE, 64), NOW)
+    assert order(jobs, step) == ["rt"]
+    assert jobs.names(step.evict) == ["be"]
+    assert not step.save.size
+
+
+def test_when_real_time_alone_is_too_much_the_least_urgent_goes_to_the_host() -> None:
+    jobs = Jobs()
+    answering(jobs, "close", 0.1, prompt=39)  # 48 tokens are in 3 full blocks
+    answering(jobs, "ahead", 3.0, prompt=30)
+    step = packer().pack(jobs, account(jobs, total=6), NOW)
+    assert order(jobs, step) == ["close"]
+    assert jobs.names(step.save) == ["ahead"]
+
+
+def test_rows_that_control_holds_are_left_alone() -> None:
+    jobs = Jobs()
+    answering(jobs, "held", 0.1)
+    answering(jobs, "free", 0.5)
+    jobs.held[jobs.row_of["held"]] = True
+    assert order(jobs, packer().pack(jobs, account(jobs), NOW)) == ["free"]
+
+
+# ---- the batch size
+
+
+def test_the_batch_doubles_while_it_is_full_and_nobody_is_near_a_limit() -> None:
+    size = BatchSize(base=128, most=400)
+    size.learn(full=False, near=False)
+    assert size.size == 128
+    size.learn(full=True, near=False)
+    assert size.size == 256
+    size.learn(full=True, near=False)
+    assert size.size == 400
+    size.learn(full=True, near=True)
+    assert size.size == 128
+    fixed = BatchSize(base=128, most=400, adapts=False)
+    fixed.learn(full=True, near=False)
+    assert fixed.size == 128
+
+
+def test_a_request_near_its_limit_resets_the_batch() -> None:
+    jobs = Jobs()
+    for i in range(2):
+        answering(jobs, f"r{i}", 1.0)
+    made = Bros(8, 2048, steady(), sizing=BatchSize(base=2))
+    made.pack(jobs, account(jobs), NOW)
+    assert made.sizing.size == 4
+    answering(jobs, "close", 0.04)
+    made.pack(jobs, account(jobs), NOW)
+    assert made.sizing.size == 2
+
+
+@pytest.mark.parametrize(("name", "field", "value"), [
+    ("bros", "two_ended", True), ("bros-plain-blocks", "two_ended", False),
+    ("bros-no-replacement", "replaces", False), ("bros-lost-last", "lost_last", True),
+])  # fmt: skip
+def test_recipes(name: str, field: str, value: bool) -> None:
+    made = find(name).packer(256, 2048, OnlinePace())
+    assert isinstance(made, Bros)
+    assert getattr(made, field) is value
+    assert made.sizing.size == 128
+
+
+def test_without_sizing_the_batch_stays_at_the_base() -> None:
+    made = find("bros-no-sizing").packer(256, 2048, OnlinePace())
+    assert isinstance(made, Bros)
+    assert not made.sizing.adapts
