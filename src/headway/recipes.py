@@ -20,13 +20,19 @@ from headway.pack.slack import Slack
 from headway.plan import classic as planners
 from headway.ports import Packer, Planner, Recipe
 
-__all__ = ["RECIPES", "Recipe", "find", "names"]
+__all__ = ["ABLATIONS", "RECIPES", "Recipe", "find", "names"]
 
 
 def _recipe(
     name: str, about: str, planner: Planner, packer: Callable[[int, int, OnlinePace], Packer]
 ) -> Recipe:
     return Recipe(name, about, lambda: planner, packer)
+
+
+def _inside(name: str) -> Recipe:
+    """Return BROS or an ablation of it. Its queue is the engine's own: it chooses among all that wait."""
+    about, packer = bros.VARIANTS[name]
+    return Recipe(name, about, lambda: planners.Ordered(planners.by_due), packer, pull=False)
 
 
 RECIPES = {
@@ -56,22 +62,20 @@ RECIPES = {
             planners.Ordered(planners.by_hope),
             lambda running, budget, pace: Slack(running, budget, pace),
         ),
-        *(
-            Recipe(name, about, lambda: planners.Ordered(planners.by_due), variant, pull=False)
-            for name, (about, variant) in bros.VARIANTS.items()
-        ),
+        _inside("bros"),
     )
 }
+ABLATIONS = {name: _inside(name) for name in bros.VARIANTS if name != "bros"}
 
 
 def names() -> list[str]:
     """Return the names of all built-in recipes, the papers' baselines last."""
-    return [*RECIPES, *ECOSERVE, *BASELINES, *ROUTERS]
+    return [*RECIPES, *ABLATIONS, *ECOSERVE, *BASELINES, *ROUTERS]
 
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    known = RECIPES | ECOSERVE | BASELINES | ROUTERS
+    known = RECIPES | ABLATIONS | ECOSERVE | BASELINES | ROUTERS
     if name in known:
         return known[name]
     if ":" in name:

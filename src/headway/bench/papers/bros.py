@@ -118,10 +118,10 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
 
 def sweep(
     rates: Mapping[str, tuple[float, ...]], duration: float, seed: int, *, bar: bool,
-    systems: Sequence[str] = tuple(SYSTEMS),
+    systems: Sequence[str] | None = None,
 ) -> list[Point]:  # fmt: skip
-    """Run every system at every rate, each once shortly before so that nothing compiles while it is timed."""
-    points = []
+    """Run `systems` (all) at every rate, each once shortly before so that nothing compiles in timing."""
+    points, systems = [], systems or tuple(SYSTEMS)
     jobs = [(lengths, rate) for lengths, some in rates.items() for rate in some]
     with Progress(disable=not bar) as progress:
         task = progress.add_task("simulating", total=len(systems) * (len(jobs) + 1))

@@ -1,0 +1,96 @@
+"""Do the papers' tables say what was simulated, and only that?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from headway.bench.cli import bench_app
+from headway.bench.papers import PAPERS, bros
+from headway.bench.papers.bros import Point, judge
+from headway.errors import ConfigError
+from headway.recipes import find
+from headway.sim.alone import Run
+from headway.sim.workload import concat, single
+
+
+def outcome(first: list[float], end: list[float]) -> Run:
+    return Run(np.array(first), np.array(end), np.zeros(len(first), np.int64), iterations=10, busy=2.0)
+
+
+def test_figures_by_hand() -> None:
+    """Real-time: in time, late first token, slow answer, never ended; and two best-effort requests."""
+    chat = single(np.zeros(4), 10, 11, slo=bros.PROMISE, tier="rt")
+    work = concat(chat, single(np.zeros(2), 10, 11, tier="be"))
+    run = outcome([0.3, 1.0, 0.4, np.nan, 3.0, 3.0], [1.3, 2.0, 4.4, np.nan, 9.0, 11.0])
+    found = judge(work, run, 10.0, [0.001, 0.002, 0.003])
+    assert found == pytest.approx({
+        "rt.normalized_latency": (1.3 + 2.0 + 4.4) / 33, "rt.ttft_attainment": 50.0,
+        "rt.tpot_attainment": 50.0, "be.req_per_s": 0.1, "sched.share_pct": 100 * 0.002 * 10 / 2.0,
+    })  # fmt: skip
+
+
+def point(system: str, rate: float, latency: float | None, ttft: float, batch: float) -> Point:
+    return Point(system, "sharegpt", rate, {
+        "rt.normalized_latency": latency, "rt.ttft_attainment": ttft, "rt.tpot_attainment": 100.0,
+        "be.req_per_s": batch, "sched.share_pct": 1.0,
+    })  # fmt: skip
+
+
+def test_claims_are_taken_where_they_show_most() -> None:
+    points = [
+        point("bros", 1, 0.1, 100, 0.9), point("vllm-v0", 1, 0.2, 50, 1.0),
+        point("bros", 2, 0.1, 80, 0.5), point("vllm-v0", 2, 0.4, 20, 1.0),
+        point("bros", 3, None, 9, 0.1), point("vllm-v0", 3, 0.4, 0, 1.0),
+    ]  # fmt: skip
+    found = {(row.id, row.system): (row.ours, row.paper, row.setting[-7:]) for row in bros.claims(points)}
+    against = "bros vs vllm-v0"
+    assert found["rt.normalized_latency.change", against] == (pytest.approx(-75.0), -74.2, "2 req/s")
+    assert found["rt.ttft_attainment.times", against] == (4.0, 36.38, "2 req/s")
+    assert found["be.req_per_s.change", against] == (pytest.approx(-50.0), -11.3, "2 req/s")
+    assert ("rt.ttft_attainment.times", "bros vs bros-plain-blocks") not in found
+
+
+def test_every_system_has_a_recipe_and_a_line() -> None:
+    assert {find(recipe).name for recipe, _ in bros.SYSTEMS.values()} >= {"bros", "vllm-v0", "rr", "priority"}
+    assert list(bros._STYLE) == list(bros.SYSTEMS)
+
+
+def test_the_workload_is_the_papers() -> None:
+    work = bros.traffic("sharegpt", 6.0, 300.0, 0)
+    promised = np.isfinite(work.ttft)
+    assert promised.sum() / 300 == pytest.approx(6.0, rel=0.1)
+    assert (~promised).sum() / 300 == pytest.approx(3.0, rel=0.15)
+    assert set(work.ttft[promised]) == {0.4}
+    assert set(work.tpot[promised]) == {0.2}
+    assert work.prompt[~promised].min() >= 512
+    assert work.output[~promised].max() <= 128
+
+
+def test_the_command_prints_one_object_and_writes_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    two = {name: bros.SYSTEMS[name] for name in ("bros", "vllm-v0")}
+    monkeypatch.setattr(bros, "SYSTEMS", two)
+    monkeypatch.setattr(bros, "QUICK", {"sharegpt": (2.0,)})
+    ended = CliRunner().invoke(bench_app, ["papers", "bros", "--quick", "--json", "--out", str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.stdout)
+    assert (found["bench"], found["host"]) == ("papers bros", "sim")
+    rows = {(row["id"], row["system"]): row for row in found["rows"]}
+    assert rows["rt.ttft_attainment", "bros"]["ours"] > 99
+    assert rows["sched.share_pct", "bros"]["paper"] == 9.0
+    assert rows["rt.ttft_attainment.times", "bros vs vllm-v0"]["paper"] == 36.38
+    assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.html", "bros-sharegpt.png"}
+    assert "SIMULATED" in (tmp_path / "report.html").read_text()
+
+
+def test_an_unknown_paper_is_told_which_there_are() -> None:
+    error = CliRunner().invoke(bench_app, ["papers", "boss"]).exception
+    assert isinstance(error, ConfigError)
+    assert "bros, ecoserve" in error.fix
+    assert set(PAPERS) == {"bros", "ecoserve"}
