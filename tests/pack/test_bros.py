@@ -134,6 +134,16 @@ def test_when_the_batch_is_full_the_least_urgent_that_can_wait_is_replaced() -> 
     assert order(jobs, packer(2, replaces=False).pack(jobs, account(jobs), NOW)) == ["close", "can wait"]
 
 
+def test_nobody_is_replaced_while_a_real_time_request_is_kept_waiting() -> None:
+    jobs = Jobs()
+    answering(jobs, "close", 0.15)
+    answering(jobs, "can wait", 3.0)
+    batch_job(jobs, "be")
+    asking(jobs, "too big", 0.1, prompt=200)
+    full = account(jobs, total=int(jobs.blocks.sum()) + 1)
+    assert order(jobs, packer(2).pack(jobs, full, NOW)) == ["close", "can wait"]
+
+
 def test_nobody_is_replaced_who_would_be_late_then() -> None:
     jobs = Jobs()
     answering(jobs, "a", 0.010)

@@ -10,7 +10,8 @@ Assumed where the paper is silent:
   tpots for the k_i-th after it. That is `Jobs.due` less now: tokens made early count.
 - What an answer has gained lets it wait (be replaced), but does not make iterations longer: it bounds them by
   at most its tpot. Who is late already bounds nothing by its first token, since that cannot be kept any more.
-- A real-time request is replaced when its time left is `spare` iterations like this one or more.
+- A real-time request is replaced when its time left is `spare` iterations like this one or more, and only
+  while none is kept waiting: one that pauses keeps its KV, which those that wait need.
 - Prompts are whole (no chunked prefill), unless one alone exceeds the token budget.
 - On plain blocks memory comes from swapping whole best-effort requests out, the last come first; with
   two-ended ones it is there already (`memory/two_ended.py`). When real-time requests alone do not fit, the
@@ -39,8 +40,8 @@ Rows = NDArray[np.void]
 # Places in the sum of an iteration: its shape, tokens to copy, the bound on its time, tokens left to give.
 DECODES, CONTEXT, PREFILL, PAIRS, SWAP, BOUND, LEFT = range(7)
 # Places in the room: blocks that can be had, blocks that are empty (below 0: to be made so), slots for rows
-# that come in, rows chosen, rows to save.
-AVAIL, EMPTY, SEATS, CHOSEN, SAVED = range(5)
+# that come in, rows chosen, rows to save, real-time rows that could not come in.
+AVAIL, EMPTY, SEATS, CHOSEN, SAVED, REFUSED = range(6)
 _LOST = 1e9  # seconds
 _NOBODY = np.empty(0, np.int64)
 
@@ -219,7 +220,7 @@ def by_swap_cost(jobs: Rows, rows: Ints, most: int) -> Ints:
 @compiled
 def _empty(t: Terms, jobs: Rows, rows: Ints, other: Ints) -> Batch:
     """Return a batch of nobody. What best-effort rows hold can be had: none of them runs yet."""
-    sums, room = np.zeros(7), np.zeros(5, np.int64)
+    sums, room = np.zeros(7), np.zeros(6, np.int64)
     sums[BOUND], sums[LEFT] = np.inf, t.budget
     room[EMPTY], room[SEATS] = t.free, t.slots - np.count_nonzero(jobs["running"] & jobs["live"])
     if t.shared:
@@ -254,6 +255,7 @@ def _pack_real_time(t: Terms, jobs: Rows, batch: Batch, urgent: Ints, left: Floa
         short = need > room[AVAIL] - (0 if inside or room[CHOSEN] == 0 else spare)
         out = not inside and room[SEATS] <= 0
         if want <= 0 or short or out or not _in_time(t, jobs, batch, row, want, left[i], theta):
+            room[REFUSED] += not inside
             continue
         _tighten(jobs, batch, row, left[i], t, want, theta)
         _take(jobs, batch, row, want, left[i], need, _copies(t, jobs, batch, row, need))
@@ -320,7 +322,7 @@ def _pack_best_effort(t: Terms, jobs: Rows, batch: Batch, cheap: Ints, moves: In
             if with_row(jobs, batch, row, want, copies, theta, t.copy) <= batch.sums[BOUND]:
                 _take(jobs, batch, row, want, np.inf, need, copies)
                 batch.room[AVAIL] -= claim - need
-        elif t.replaces and victim >= 0:
+        elif t.replaces and victim >= 0 and batch.room[REFUSED] == 0:
             victim = _replace(t, jobs, batch, victim, row, want, need, claim, copies, theta)
 
 
