@@ -144,6 +144,17 @@ def test_nobody_is_replaced_while_a_real_time_request_is_kept_waiting() -> None:
     assert order(jobs, packer(2).pack(jobs, full, NOW)) == ["close", "can wait"]
 
 
+def test_nobody_is_replaced_when_real_time_requests_hold_most_of_the_memory() -> None:
+    jobs = Jobs()
+    answering(jobs, "close", 0.15, prompt=300)
+    answering(jobs, "can wait", 3.0, prompt=300)
+    batch_job(jobs, "be")
+    held = int(jobs.blocks.sum())
+    for total, second in ((3 * held, "be"), (int(1.5 * held), "can wait")):
+        step = packer(2).pack(jobs, account(jobs, total=total), NOW)
+        assert order(jobs, step) == ["close", second]
+
+
 def test_nobody_is_replaced_who_would_be_late_then() -> None:
     jobs = Jobs()
     answering(jobs, "a", 0.010)

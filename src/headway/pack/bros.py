@@ -11,7 +11,8 @@ Assumed where the paper is silent:
 - What an answer has gained lets it wait (be replaced), but does not make iterations longer: it bounds them by
   at most its tpot. Who is late already bounds nothing by its first token, since that cannot be kept any more.
 - A real-time request is replaced when its time left is `spare` iterations like this one or more, and only
-  while none is kept waiting: one that pauses keeps its KV, which those that wait need.
+  while none is kept waiting and they all hold less than a `crowded` share of the KV: one that pauses stays
+  longer and keeps its KV, and without that bound answers at just the promised pace fill the memory.
 - Prompts are whole (no chunked prefill), unless one alone exceeds the token budget.
 - On plain blocks memory comes from swapping whole best-effort requests out, the last come first; with
   two-ended ones it is there already (`memory/two_ended.py`). When real-time requests alone do not fit, the
@@ -40,8 +41,8 @@ Rows = NDArray[np.void]
 # Places in the sum of an iteration: its shape, tokens to copy, the bound on its time, tokens left to give.
 DECODES, CONTEXT, PREFILL, PAIRS, SWAP, BOUND, LEFT = range(7)
 # Places in the room: blocks that can be had, blocks that are empty (below 0: to be made so), slots for rows
-# that come in, rows chosen, rows to save, real-time rows that could not come in.
-AVAIL, EMPTY, SEATS, CHOSEN, SAVED, REFUSED = range(6)
+# that come in, rows chosen, rows to save, real-time rows kept out; 1 = real-time ones hold much.
+AVAIL, EMPTY, SEATS, CHOSEN, SAVED, REFUSED, CROWDED = range(7)
 _LOST = 1e9  # seconds
 _NOBODY = np.empty(0, np.int64)
 
@@ -61,6 +62,7 @@ class Terms(NamedTuple):
     spare: float
     watermark: float
     lost_last: bool
+    crowded: float
 
 
 class Batch(NamedTuple):
@@ -80,7 +82,8 @@ class Bros:
 
     two_ended: use two-ended blocks where the engine has them (its ledger is shared). replaces: best-effort
     requests may take the place of real-time ones. near: a request is near its limit when less than this
-    share of its promise is left after the iteration. lost_last: not in the paper; first tokens that are late
+    share of its promise is left after the iteration. spare, crowded: see above. watermark: share of blocks
+    that newcomers leave free of real-time KV. lost_last: not in the paper; first tokens that are late
     already go behind those that can still be in time.
     """
 
@@ -93,6 +96,7 @@ class Bros:
     near: float = 0.25
     watermark: float = 0.01
     lost_last: bool = False
+    crowded: float = 0.5
     sizing: BatchSize = field(default_factory=BatchSize)
 
     def __post_init__(self) -> None:
@@ -121,6 +125,7 @@ class Bros:
         terms = Terms(
             places, self.budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy, shared,
             self.replaces, self.spare, self.watermark, self.lost_last,
+            self.crowded,
         )  # fmt: skip
         return terms, moves
 
@@ -156,7 +161,7 @@ def algorithm_1(t: Terms, jobs: Rows, rows: Ints, moves: Ints, now: float, theta
     """Return the batch of the next iteration. rows: all that may run; moves: `TwoEndedLedger`'s, or empty."""
     promised = np.zeros(rows.size, np.bool_)
     for i in range(rows.size):
-        promised[i] = np.isfinite(due_of(jobs, rows[i]))
+        promised[i] = real_time(jobs, rows[i])
     real, other = rows[promised], rows[~promised]
     urgent, left = polled(jobs, real, now, 2 * t.places, t.lost_last)
     batch = _empty(t, jobs, rows, other)
@@ -167,6 +172,12 @@ def algorithm_1(t: Terms, jobs: Rows, rows: Ints, moves: Ints, now: float, theta
     _pack_best_effort(t, jobs, batch, cheap, moves, theta)
     _make_room(jobs, batch, other)
     return batch
+
+
+@compiled
+def real_time(jobs: Rows, row: int) -> bool:
+    """Tell whether a row was promised anything; then it is real-time to its end."""
+    return bool(min(jobs["ttft"][row], jobs["tpot"][row], jobs["e2e"][row]) < np.inf)
 
 
 @compiled
@@ -213,23 +224,22 @@ def _least(jobs: Rows, rows: Ints, keys: Floats, most: int) -> tuple[Ints, Float
 
 @compiled
 def by_swap_cost(jobs: Rows, rows: Ints, most: int) -> Ints:
-    """Return the `most` best-effort rows with the fewest tokens to copy back, of equals the first come."""
-    return _least(jobs, rows, jobs["saved"][rows].astype(np.float64), most)[0]
+    """Return the `most` best-effort rows with the fewest tokens to copy back, of equals those inside."""
+    return _least(jobs, rows, jobs["saved"][rows] + 0.5 * ~jobs["running"][rows], most)[0]
 
 
 @compiled
 def _empty(t: Terms, jobs: Rows, rows: Ints, other: Ints) -> Batch:
     """Return a batch of nobody. What best-effort rows hold can be had: none of them runs yet."""
-    sums, room = np.zeros(7), np.zeros(6, np.int64)
+    sums, room = np.zeros(7), np.zeros(7, np.int64)
     sums[BOUND], sums[LEFT] = np.inf, t.budget
     room[EMPTY], room[SEATS] = t.free, t.slots - np.count_nonzero(jobs["running"] & jobs["live"])
-    if t.shared:
-        room[AVAIL] = t.total
-        for row in range(jobs.size):  # those that control holds too
-            if jobs["live"][row] and np.isfinite(due_of(jobs, row)):
-                room[AVAIL] -= jobs["blocks"][row]
-    else:
-        room[AVAIL] = t.free + jobs["blocks"][other].sum()
+    promised = 0
+    for row in range(jobs.size):  # those that control holds too
+        if jobs["live"][row] and real_time(jobs, row):
+            promised += jobs["blocks"][row]
+    room[CROWDED] = promised > t.crowded * t.total
+    room[AVAIL] = t.total - promised if t.shared else t.free + jobs["blocks"][other].sum()
     return Batch(
         np.empty(t.places, np.int64), np.empty(t.places, np.int64), np.empty(t.places),
         np.empty(rows.size, np.int64), sums, room,
@@ -248,7 +258,7 @@ def _pack_real_time(t: Terms, jobs: Rows, batch: Batch, urgent: Ints, left: Floa
             break
         row = urgent[i]
         want, inside = _want(t, jobs, batch, row), jobs["running"][row]
-        need = _need(t, jobs, row, want)
+        need = _need(t, jobs, row)
         while inside and need > room[AVAIL] and last - 1 > i:
             last -= 1  # its own kind is all there is: the least urgent makes room
             _save(jobs, batch, urgent[last])
@@ -271,9 +281,9 @@ def _want(t: Terms, jobs: Rows, batch: Batch, row: int) -> int:
 
 
 @compiled
-def _need(t: Terms, jobs: Rows, row: int, want: int) -> int:
-    """Return the blocks a row needs beyond those it holds."""
-    return int(-(-(jobs["computed"][row] + want) // t.size) - jobs["blocks"][row])
+def _need(t: Terms, jobs: Rows, row: int) -> int:
+    """Return the blocks a row needs beyond those it holds until its next token, a prompt in parts for all."""
+    return int(-(-(jobs["computed"][row] + missing_of(jobs, row)) // t.size) - jobs["blocks"][row])
 
 
 @compiled
@@ -288,7 +298,7 @@ def _in_time(t: Terms, jobs: Rows, batch: Batch, row: int, want: int, left: floa
     """Tell whether the iteration with this row still keeps the bound; the most urgent row always may run."""
     if batch.room[CHOSEN] == 0:
         return True
-    need = _need(t, jobs, row, want)
+    need = _need(t, jobs, row)
     seconds = with_row(jobs, batch, row, want, _copies(t, jobs, batch, row, need), theta, t.copy)
     return bool(seconds <= batch.sums[BOUND])
 
@@ -322,14 +332,14 @@ def _pack_best_effort(t: Terms, jobs: Rows, batch: Batch, cheap: Ints, moves: In
             if with_row(jobs, batch, row, want, copies, theta, t.copy) <= batch.sums[BOUND]:
                 _take(jobs, batch, row, want, np.inf, need, copies)
                 batch.room[AVAIL] -= claim - need
-        elif t.replaces and victim >= 0 and batch.room[REFUSED] == 0:
+        elif t.replaces and victim >= 0 and batch.room[REFUSED] == 0 and not batch.room[CROWDED]:
             victim = _replace(t, jobs, batch, victim, row, want, need, claim, copies, theta)
 
 
 @compiled
 def _claims(t: Terms, jobs: Rows, row: int, want: int, moves: Ints) -> tuple[int, int]:
     """Return the empty blocks a best-effort row needs, and the blocks that nobody else can have then."""
-    need = _need(t, jobs, row, want)
+    need = _need(t, jobs, row)
     if moves.size:
         need += moves[row]
     return int(need), int(need + jobs["blocks"][row])
