@@ -21,7 +21,8 @@ from headway.types import Slo
 from tests.sim.machines import at, machine, random_traffic, together
 
 EVERY = [*RECIPES, *ROUTERS]
-PULLING = [name for name in EVERY if name not in ("round-robin", "least-loaded", "shepherd")]
+_ROUTED = ("round-robin", "least-loaded", "shepherd")
+PULLING = [name for name in EVERY if find(name).pull and name not in _ROUTED]
 
 
 def test_what_is_sent_is_sent_when_the_planner_has_thought() -> None:
