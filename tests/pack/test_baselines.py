@@ -18,7 +18,7 @@ from headway.ecoserve import ECOSERVE
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
 from headway.ports import Packer
-from headway.recipes import RECIPES, find, names
+from headway.recipes import ABLATIONS, RECIPES, find, names
 from headway.serve.main import preflight
 from headway.sim.run import Node, Simulation
 from headway.sim.workload import Workload, single
@@ -37,7 +37,7 @@ def packer(name: str, limits: Limits) -> Packer:
 
 def test_names() -> None:
     assert tuple(BASELINES) == NAMES
-    assert names() == [*RECIPES, *ECOSERVE, *NAMES, *ROUTERS]
+    assert names() == [*RECIPES, *ABLATIONS, *ECOSERVE, *NAMES, *ROUTERS]
     for name, recipe in BASELINES.items():
         assert find(name) is recipe
         assert recipe.name == name
