@@ -38,6 +38,11 @@ BASELINES = {
     recipe.name: recipe
     for recipe in (
         _baseline(
+            "vllm-priority",
+            "vLLM V1 with its own priority policy, which displaces nobody",
+            lambda running, budget, pace: packers.StockPriority(running),
+        ),
+        _baseline(
             "vllm-v0",
             "vLLM as the papers knew it: prompts first, in iterations of their own; recompute on overflow",
             lambda running, budget, pace: VllmV0(running, budget),

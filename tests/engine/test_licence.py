@@ -47,6 +47,14 @@ def test_bigger_workloads_too(recipe: str, host: str) -> None:
     assert tally.identical == tally.steps > 100
 
 
+@given(cases)
+@settings(max_examples=60, deadline=None)
+def test_stock_priority_is_vllms_own(case: Case) -> None:
+    """With tokens for everybody: a short budget stock shares by the order of coming in (see the packer)."""
+    tally = compare(dataclasses.replace(case, budget=case.max_running * LONGEST), "vllm-priority", STOCK)
+    assert tally.difference is None
+
+
 def test_drawn_workloads_follow_from_the_generator_and_meet_scarce_memory() -> None:
     one, two = (draw(np.random.default_rng(5)) for _ in range(2))
     assert one == two

@@ -26,6 +26,7 @@ from headway.types import Batch, Instance
 from tests.pack.driven import Ask, Driven, Limits, limits, loads
 
 NAMES = (
+    "vllm-priority",
     "vllm-v0", "vllm-v0-swap", "orca", "fastserve", "srtf", "sjf", "fastgen", "sarathi", "multires", "rr",
 )  # fmt: skip
 every = pytest.mark.parametrize("name", NAMES)

@@ -138,7 +138,9 @@ class _Both:
         self.case, self.pace = case, OnlinePace()
         self.budget = max(case.budget, case.max_running)
         self.slots = case.max_running if host == STOCK else 2 * case.max_running
-        self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe)
+        # Stock serves those inside in the order in which they came in, whatever their priority.
+        self.ordered = host == HOOK or recipe == "vllm"
+        self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
         packer = find(recipe).packer(case.max_running, self.budget, self.pace)
         self.lean = SimulatedEngine(
             packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
@@ -190,7 +192,9 @@ class _Both:
         ours = list(zip(jobs.names(ran.rows), ran.tokens.tolist(), strict=True))
         lost = {id: int(jobs.evictions[row]) for id, row in jobs.row_of.items()}
         pairs = {
-            "runs": (list(output.num_scheduled_tokens.items()), ours),
+            "runs": (list(output.num_scheduled_tokens.items()), ours)
+            if self.ordered
+            else (output.num_scheduled_tokens, dict(ours)),
             "preempted": ({id: scheduler.requests[id].num_preemptions for id in lost}, lost),
             "has free": (scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.lean.free),
         }
@@ -200,20 +204,21 @@ class _Both:
         return None
 
 
-def _real(case: Case, budget: int, slots: int, recipe: str | None) -> Clockwork:
+def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) -> Clockwork:
     from headway.engines.vllm.hook import HeadwayScheduler
 
-    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe)
+    policy = "priority" if name == "vllm-priority" else "fcfs"
+    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy)
     hook = None if recipe is None else HeadwayScheduler
     return Clockwork(clockwork.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 
 @cache
-def _config(running: int, budget: int, longest: int, slots: int, recipe: str | None) -> Any:
+def _config(running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str) -> Any:
     """Configurations are read only by what is made of them, and slow to make."""
     return clockwork.config(
         max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
-        recipe=recipe, slots=slots,
+        recipe=recipe, slots=slots, policy=policy if recipe is None else "fcfs",
     )  # fmt: skip
 
 

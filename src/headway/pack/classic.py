@@ -52,6 +52,26 @@ class Fcfs:
 
 
 @dataclass(frozen=True, slots=True)
+class StockPriority:
+    """vLLM's own priority policy: who is more urgent comes in first, who is least urgent loses memory first.
+
+    Nobody is displaced when the batch is full. Those inside share a token budget that is short by priority
+    too; stock gives it to them in the order in which they came in.
+    """
+
+    max_running: int
+
+    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+        """Return running rows, then enough waiting ones to fill the batch, both by priority and arrival."""
+        rows = free_to_run(jobs)
+        waiting = ~jobs.running[rows]
+        columns = np.array([waiting, jobs.priority[rows], jobs.arrival[rows]], float)
+        order = rows[kernels.ordered(columns, jobs.serial[rows])]
+        most = rows.size - int(np.count_nonzero(waiting)) + self.max_running
+        return Step(order[:most], max_running=self.max_running)
+
+
+@dataclass(frozen=True, slots=True)
 class Ranked:
     """The most urgent `max_running` jobs run, wherever they stand; urgency set from outside goes first."""
 

@@ -50,7 +50,8 @@ SYSTEMS = {
     "vllm-v0-swap": ("vllm-v0-swap", "before"),
     "rr": ("rr", "before"),
     "vllm": ("vllm", "before"),
-    "vllm-priority": ("priority", "before"),
+    "vllm-priority": ("vllm-priority", "before"),
+    "priority": ("priority", "before"),
     "edf": ("edf", "before"),
     "slack": ("slack", "before"),
 }
@@ -255,7 +256,8 @@ _STYLE: dict[str, tuple[str, str]] = {
     "bros": ("#D55E00", "-"), "bros-plain-blocks": ("#D55E00", ":"), "bros-no-replacement": ("#E69F00", "--"),
     "bros-no-sizing": ("#E69F00", ":"), "bros-lost-last": ("#D55E00", "--"), "vllm-v0": ("#0072B2", "-"),
     "vllm-v0-swap": ("#0072B2", ":"), "rr": ("#999999", "-"), "vllm": ("#56B4E9", "-"),
-    "vllm-priority": ("#56B4E9", "--"), "edf": ("#CC79A7", "-"), "slack": ("#009E73", "-"),
+    "vllm-priority": ("#56B4E9", "--"), "priority": ("#56B4E9", ":"), "edf": ("#CC79A7", "-"),
+    "slack": ("#009E73", "-"),
 }  # fmt: skip
 _DRAWN = ("rt.normalized_latency", "rt.ttft_attainment", "rt.tpot_attainment", "be.req_per_s")
 
