@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from headway.engines.simulated import Ran, SimulatedEngine
+from headway.pack.classic import StockPriority
 from headway.ports import Packer
 from headway.types import Ints, Slo
 
@@ -119,7 +120,8 @@ class Driven:
         engine, jobs = self.engine, self.engine.jobs
         rows = jobs.rows()
         assert ran.rows.size, "the engine stands still with work in it"
-        assert ran.preempted == 0, "the engine had to help itself"
+        # vLLM V1 leaves it to the engine to take memory back; the others never let it come to that.
+        assert ran.preempted == 0 or isinstance(engine.packer, StockPriority), "the engine had to help itself"
         assert int(ran.tokens.sum()) <= self.limits.budget
         assert ran.rows.size <= self.limits.running
         assert int(np.count_nonzero(jobs.running & jobs.live)) <= self.limits.slots

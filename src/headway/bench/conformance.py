@@ -163,7 +163,8 @@ class _Both:
         while self.todo and self.todo[0][1].at <= self.real.now:
             i, task = self.todo.pop(0)
             id = f"r{i}"
-            self.real.add(id, task.prompt, task.output, priority=task.priority, facts=_facts(id, task))
+            facts = _facts(id, task)
+            self.real.add(id, task.prompt, task.output, priority=task.priority, facts=facts, arrival=task.at)
             self.lean.add(id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority)
 
     def _step(self, seconds: float) -> str | None:
@@ -175,6 +176,8 @@ class _Both:
         self._complete(output, seconds)
         ends = self.lean.complete(ran, now + seconds).ids
         wanted = self.real.finished[before:]
+        if not self.ordered:
+            ends, wanted = sorted(ends), sorted(wanted)
         return difference or (None if ends == wanted else f"at {now:.3f}: vLLM ended {wanted}, we {ends}")
 
     def _alone(self, seconds: float) -> str:

@@ -55,8 +55,8 @@ class Fcfs:
 class StockPriority:
     """vLLM's own priority policy: who is more urgent comes in first, who is least urgent loses memory first.
 
-    Nobody is displaced when the batch is full. Those inside share a token budget that is short by priority
-    too; stock gives it to them in the order in which they came in.
+    Nobody is displaced when the batch is full. Those inside are served by priority, stock serves them in the
+    order in which they came in: with a short token budget or short memory single steps differ from it.
     """
 
     max_running: int
