@@ -17,7 +17,7 @@ from headway.types import Slo
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
-PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names() if not find(name).saves)]
+PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names() if not find(name).reserves)]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
 tasks = st.builds(Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3))
 cases = st.builds(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.engines.vllm.process import host_pool
 from headway.model import resolve
 
 _TOKEN = 7  # what every made-up answer consists of
@@ -21,8 +22,12 @@ _HEADS, _HEAD_SIZE = 1, 64
 def config(
     *, max_running: int, max_batched_tokens: int, max_model_len: int, block_size: int,
     policy: str = "fcfs", recipe: str | None = None, slots: int | None = None, model: str = "smollm2",
+    host_gib: float = 0.0,
 ) -> Any:  # fmt: skip
-    """Return vLLM's own configuration object, prefix caching and overlapped scheduling off."""
+    """Return vLLM's own configuration object, prefix caching and overlapped scheduling off.
+
+    host_gib: host memory for saved KV (`engines/vllm/connector.py`), 0 = none.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
 
@@ -32,6 +37,7 @@ def config(
         max_model_len=max_model_len, block_size=block_size, enable_prefix_caching=False,
         async_scheduling=False, scheduling_policy=policy, additional_config=options,
         skip_tokenizer_init=True, enforce_eager=True,
+        kv_transfer_config=host_pool(host_gib) if host_gib else None,
     ).create_engine_config()  # fmt: skip
 
 
