@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -50,11 +47,3 @@ def show(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def png(figure: Figure) -> bytes:
-    """Return a figure's bytes."""
-    FigureCanvasAgg(figure)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()

@@ -8,7 +8,6 @@ by turns: what the gateway adds to each, and how many requests and tokens one co
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import re
@@ -28,7 +27,6 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import tomli_w
 import uvloop
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +35,7 @@ from headway.bench import prompts
 from headway.bench.instant import NAME, WORD
 from headway.bench.measures import Row
 from headway.bench.page import About, Page, contract, save
+from headway.bench.plots import png
 from headway.engines.vllm.process import Child, free_port
 from headway.errors import EngineError
 from headway.types import Floats
@@ -353,7 +352,6 @@ def write(folder: Path, measured: Measured, about: About) -> list[Path]:
 def plot(measured: Measured) -> bytes:
     """Return a PNG: how much is added to single requests, and what a core carries."""
     figure = Figure(figsize=(10, 3.6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     left, *right = figure.subplots(1, 4, width_ratios=(2, 1, 1, 1))
     for setting, seen in measured.times.items():
         added = np.sort(seen[HEADWAY] - seen[DIRECT])
@@ -371,6 +369,4 @@ def plot(measured: Measured) -> bytes:
         axes.set_title(
             "\n".join([rows[0].unit, *setting.split(", ")]).replace(NAME, "FAKE engine"), fontsize=7
         )
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return png(figure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import shlex
 import sys
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +19,7 @@ from rich.table import Table
 from headway.bench import profile
 from headway.bench.measures import Row
 from headway.bench.page import About, Page, contract, save
+from headway.bench.plots import png
 from headway.bench.profile import Measured, Target
 from headway.config import Engine
 from headway.forecast.forms import KINDS, Shapes
@@ -154,7 +153,6 @@ def write(folder: Path, found: Found, seconds: float, about: About) -> list[Path
 def draw(found: Found) -> bytes:
     """Return a PNG: what the best form says against what was measured, by kind of batch."""
     figure = Figure(figsize=(5, 4.4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes, used = figure.subplots(), found.fits.samples
     x = Shapes.of(used.batches)
     told, seen = found.fits.forms[found.fits.best].seconds(x) * 1000, used.seconds * 1000
@@ -164,6 +162,4 @@ def draw(found: Found) -> bytes:
     axes.loglog(edges, edges, color="#444444", linewidth=1)
     axes.set(xlabel="measured, ms", ylabel=f"{found.fits.best}, ms", title="iterations")
     axes.legend(frameon=False)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return png(figure)

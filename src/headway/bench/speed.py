@@ -16,8 +16,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.deliver import deliver, png
+from headway.bench.deliver import deliver
 from headway.bench.measures import Row
+from headway.bench.plots import png
 from headway.bench.simulate import Fleet
 from headway.forecast.pace import OnlinePace
 from headway.memory.ledger import Ledger

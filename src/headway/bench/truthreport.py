@@ -7,14 +7,12 @@ in percentage points: a ratio of shares near 0 would say nothing.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -22,6 +20,7 @@ from headway.bench import conformance, measures
 from headway.bench.conformance import Tally
 from headway.bench.measures import Row
 from headway.bench.page import About, Page, contract, save
+from headway.bench.plots import png
 from headway.bench.records import Record
 from headway.bench.truth import Pair, Run
 
@@ -223,7 +222,6 @@ def write(folder: Path, found: Findings, seconds: float, about: About) -> list[P
 def draw(pair: Pair) -> bytes:
     """Return a PNG of three distributions by class, ttft, tpot and e2e: real, and SIMULATED dashed."""
     figure = Figure(figsize=(11, 3.6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (name, metric) in zip(figure.subplots(1, 3), _METRICS.items(), strict=True):
         _cdfs(axes, pair, metric)
         axes.set(title=name, xlabel="ms", ylabel="requests, %", ylim=(0, 102))
@@ -231,9 +229,7 @@ def draw(pair: Pair) -> bytes:
     figure.suptitle(f"{replay.system}, {replay.setting} saturation ({replay.rate:.2f} req/s)", fontsize=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return png(figure)
 
 
 def _cdfs(axes: Axes, pair: Pair, metric: str) -> None:

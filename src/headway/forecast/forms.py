@@ -7,6 +7,7 @@ fitted so that every measured iteration counts by its relative error.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
@@ -88,7 +89,7 @@ class Shapes:
         return {"prefill": prompts & ~answers, "decode": answers & ~prompts, "mixed": prompts & answers}[name]
 
 
-class Form:
+class Form(ABC):
     """A law with its coefficients, which are the fields: seconds, or seconds per unit. CODE: see `law`."""
 
     __slots__ = ()
@@ -105,9 +106,9 @@ class Form:
         return _laws(self.CODE, self.array(), columns)
 
     @classmethod
+    @abstractmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
         """Return the form that is nearest to measured durations."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.deliver import deliver, png
+from headway.bench.deliver import deliver
 from headway.bench.measures import Row
+from headway.bench.plots import png
 from headway.engines.simulated import SimulatedEngine
 from headway.engines.two_ended import Swapping, TwoEnded
 from headway.forecast import pacefile

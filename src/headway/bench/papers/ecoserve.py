@@ -16,9 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.deliver import deliver, png
+from headway.bench.deliver import deliver
 from headway.bench.measures import Row
 from headway.bench.papers.trial import SLO_SCALE, TFS, Data, Trial, forecasts, trial, workload
+from headway.bench.plots import png
 from headway.ecoserve import VARIANTS
 from headway.pack.decoupled import Options
 from headway.recipes import find
