@@ -7,12 +7,14 @@ randomness: `now` and generators are arguments wherever they are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headway.tables import Table
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -108,77 +110,6 @@ class Forecast:
         return rng.choice(self.samples, n)
 
 
-class Table:
-    """Rows of numpy columns with a key each: the shape of everything that decisions read many of.
-
-    A subclass names its columns in `COLUMNS` (name -> dtype). Freed rows are reused; `rows()` lists the
-    live ones. Adding and removing is O(1), reading a column is no copy.
-    """
-
-    COLUMNS: ClassVar[dict[str, type]] = {}
-    DTYPE: ClassVar[np.dtype[np.void]]
-
-    def __init_subclass__(cls) -> None:
-        cls.DTYPE = np.dtype([*cls.COLUMNS.items(), ("live", np.bool_)], align=True)
-
-    def __init__(self, capacity: int = 64) -> None:
-        self._hold(np.zeros(capacity, self.DTYPE))
-        self.keys: list[str | None] = [None] * capacity
-        self.row_of: dict[str, int] = {}
-        self._free = list(range(capacity - 1, -1, -1))
-
-    def _hold(self, data: NDArray[np.void]) -> None:
-        """Keep the rows as one array, which compiled loops take whole; columns are views of it."""
-        self.data = data
-        self._cols: dict[str, NDArray[Any]] = {name: data[name] for name in self.COLUMNS}
-        self.live: Bools = data["live"]
-
-    def __len__(self) -> int:
-        return len(self.row_of)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.row_of
-
-    def __getattr__(self, name: str) -> NDArray[Any]:
-        try:
-            return self.__dict__["_cols"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def add(self, key: str, **values: float | bool) -> int:
-        """Add a row; columns not given are zero. Return its index. A key twice is our own mistake."""
-        assert key not in self.row_of, f"row {key} exists"
-        if not self._free:
-            self._grow()
-        row = self._free.pop()
-        for name, column in self._cols.items():
-            column[row] = values.pop(name, 0)
-        assert not values, f"no such columns: {sorted(values)}"
-        self.live[row], self.keys[row], self.row_of[key] = True, key, row
-        return row
-
-    def remove(self, key: str) -> None:
-        """Free the row of `key`; unknown keys are ignored (a request may end twice)."""
-        row = self.row_of.pop(key, None)
-        if row is not None:
-            self.live[row], self.keys[row] = False, None
-            self._free.append(row)
-
-    def rows(self) -> Ints:
-        """Return the indices of the live rows, ascending."""
-        return np.flatnonzero(self.live)
-
-    def names(self, rows: Iterable[int]) -> list[str]:
-        """Return the keys of rows, in their order."""
-        return [key for row in rows if (key := self.keys[row]) is not None]
-
-    def _grow(self) -> None:
-        size = len(self.keys)
-        self._hold(np.concatenate([self.data, np.zeros_like(self.data)]))
-        self.keys += [None] * size
-        self._free += range(2 * size - 1, size - 1, -1)
-
-
 class Jobs(Table):
     """The jobs inside one engine. The engine's adapter keeps it current; packers only read it.
 
@@ -198,27 +129,6 @@ class Jobs(Table):
         "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
         "host": int, "start": int, "span": int, "lent": int,
     }  # fmt: skip
-
-    def due(self, rows: Ints) -> Floats:
-        """Return the instants at which each row owes its next visible token, inf = never.
-
-        Before the first token that is arrival + ttft; afterwards first + made * tpot (BROS 4.2's remaining
-        time, cumulative so that tokens made early count). An e2e promise is due as a whole.
-        """
-        first, made = self.first[rows], self.made[rows]
-        fresh = made == 0
-        token = np.where(
-            fresh, self.arrival[rows] + self.ttft[rows], first + np.maximum(made, 1) * self.tpot[rows]
-        )
-        return np.asarray(np.minimum(token, self.arrival[rows] + self.e2e[rows]), float)
-
-    def batch(self, rows: Ints, tokens: Ints) -> Batch:
-        """Return the shape of the iteration that computes `tokens` (aligned with rows) from here."""
-        context = self.computed[rows]
-        decode = tokens == 1
-        prompt, before = tokens[~decode], context[~decode]
-        pairs = int((prompt * before + prompt * prompt // 2).sum())
-        return Batch(int(decode.sum()), int(context[decode].sum()), int(prompt.sum()), pairs)
 
 
 class Backlog(Table):

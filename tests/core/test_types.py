@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from headway.types import Forecast, Instance, Jobs, Slo, Table
+from headway.pack.kernels import due_of as due
+from headway.tables import Table
+from headway.types import Forecast, Instance, Jobs, Slo
 
 SECONDS = st.floats(0.001, 1e6)
 COUNT = st.integers(-99, 99)
@@ -173,14 +175,14 @@ def test_an_slo_is_met_at_its_very_limit() -> None:
     assert Slo(1.0, 0.1, 5.0).met(1.0, 0.1, 5.0)
 
 
-# ---- Jobs.due
+# ---- when a row's next token is due
 
 
 def due_of(**values: Any) -> float:
     jobs = Jobs()
     promises = {"ttft": math.inf, "tpot": math.inf, "e2e": math.inf, "arrival": 100.0}
     row = jobs.add("a", **{**promises, **values})
-    return float(jobs.due(np.array([row]))[0])
+    return due(jobs.data, row)
 
 
 def test_the_first_token_is_due_ttft_after_arrival() -> None:

@@ -10,8 +10,9 @@ import pytest
 from headway.forecast.pace import OnlinePace
 from headway.memory.ledger import Ledger
 from headway.memory.two_ended import TwoEndedLedger
-from headway.pack import bros
+from headway.pack import algorithm_1
 from headway.pack.bros import Bros
+from headway.pack.kernels import due_of
 from headway.pack.sizing import BatchSize
 from headway.recipes import find
 from headway.types import Ints, Jobs, Step
@@ -79,8 +80,8 @@ def test_real_time_goes_by_time_left_whatever_its_phase() -> None:
 def test_time_left_of_an_answer_counts_all_its_tokens() -> None:
     jobs = Jobs()
     answering(jobs, "a", 0.7, made=3)
-    rows, left = bros.polled(jobs.data, jobs.rows(), NOW, 4, False)
-    assert left == pytest.approx(0.7) == jobs.due(rows)[0] - NOW
+    rows, left = algorithm_1.polled(jobs.data, jobs.rows(), NOW, 4, False)
+    assert left == pytest.approx(0.7) == due_of(jobs.data, rows[0]) - NOW
 
 
 def test_best_effort_follows_by_ascending_swap_cost() -> None:

@@ -200,16 +200,3 @@ def complete(jobs: Rows, balance: Ints, target: Ints, rows: Ints, tokens: Ints, 
             done[size] = row
             size += 1
     return done[:size]
-
-
-@compiled
-def shape(jobs: Rows, rows: Ints, tokens: Ints) -> tuple[int, int, int, int]:
-    """Return the fields of the `Batch` of an iteration that computes `tokens` of `rows` from here."""
-    decodes, context, prefill, pairs = 0, 0, 0, 0
-    for i in range(rows.size):
-        there, new = jobs["computed"][rows[i]], tokens[i]
-        if new == 1:
-            decodes, context = decodes + 1, context + there
-        else:
-            prefill, pairs = prefill + new, pairs + new * there + new * new // 2
-    return decodes, context, prefill, pairs

@@ -13,6 +13,7 @@ import numpy as np
 
 from headway.engines import kernels
 from headway.engines.kernels import FREE, Limits
+from headway.forecast.pace import batch_of
 from headway.memory import lending
 from headway.memory.ledger import Ledger
 from headway.pack.kernels import NO_CAP
@@ -130,7 +131,7 @@ class SimulatedEngine:
 
     def batch(self, ran: Ran) -> Batch:
         """Return the shape of an iteration that was scheduled and is not complete."""
-        return Batch(*kernels.shape(self.jobs.data, ran.rows, ran.tokens))
+        return batch_of(self.jobs, ran.rows, ran.tokens)
 
     def _paused(self, order: Ints) -> Ints:
         """Return the rows that hold a slot and are not in `order`."""

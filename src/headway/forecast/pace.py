@@ -8,9 +8,10 @@ learned while serving by recursive least squares with forgetting.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.types import Batch, Floats
+from headway.types import Batch, Floats, Ints, Jobs
 
 # Typical magnitudes: features are divided by these so that one step size suits all of them.
 _SCALE = np.array([1.0, 16.0, 16_000.0, 512.0, 512.0 * 512.0])
@@ -48,6 +49,24 @@ class OnlinePace:
         """Move the fit towards one measured iteration."""
         shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
         learn(self.theta, self.cov, self.cap, *shape, seconds, self.forget, self.surprise)
+
+
+def batch_of(jobs: Jobs, rows: Ints, tokens: Ints) -> Batch:
+    """Return the shape of the iteration that computes `tokens` (aligned with `rows`) from here."""
+    return Batch(*shape(jobs.data, rows, tokens))
+
+
+@compiled
+def shape(jobs: NDArray[np.void], rows: Ints, tokens: Ints) -> tuple[int, int, int, int]:
+    """Return the fields of the `Batch` of an iteration that computes `tokens` of `rows` from here."""
+    decodes, context, prefill, pairs = 0, 0, 0, 0
+    for i in range(rows.size):
+        there, new = jobs["computed"][rows[i]], tokens[i]
+        if new == 1:
+            decodes, context = decodes + 1, context + there
+        else:
+            prefill, pairs = prefill + new, pairs + new * there + new * new // 2
+    return decodes, context, prefill, pairs
 
 
 @compiled

@@ -99,7 +99,11 @@ def missing_of(jobs: Rows, row: int) -> int:
 
 @compiled
 def due_of(jobs: Rows, row: int) -> float:
-    """Return the instant at which a row owes its next visible token, inf = never (`Jobs.due`)."""
+    """Return the instant at which a row owes its next visible token, inf = never.
+
+    Before the first token that is arrival + ttft; afterwards first + made * tpot (BROS 4.2's remaining
+    time, cumulative so that tokens made early count). An e2e promise is due as a whole.
+    """
     arrival, made = jobs["arrival"][row], jobs["made"][row]
     token = arrival + jobs["ttft"][row] if made == 0 else jobs["first"][row] + made * jobs["tpot"][row]
     return float(min(token, arrival + jobs["e2e"][row]))

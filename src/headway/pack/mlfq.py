@@ -12,10 +12,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from headway.forecast.pace import OnlinePace
+from headway.forecast.pace import OnlinePace, batch_of
 from headway.memory.ledger import Ledger
 from headway.pack.room import arrange, missing
-from headway.types import Batch, Floats, Ints, Jobs, Step, Table
+from headway.tables import Table
+from headway.types import Batch, Floats, Ints, Jobs, Step
 
 
 class Ladder(Table):
@@ -109,7 +110,7 @@ class SkipJoin:
         """Count the coming iteration for those it computes."""
         tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
         ran = step.order[tokens > 0]
-        self.ladder.used[ran] += self.pace.seconds(jobs.batch(ran, tokens[tokens > 0]))
+        self.ladder.used[ran] += self.pace.seconds(batch_of(jobs, ran, tokens[tokens > 0]))
         self.ladder.since[ran] = now
 
     def _surplus(self, jobs: Jobs, ledger: Ledger, ranked: Ints, step: Step) -> Ints:

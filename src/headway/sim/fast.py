@@ -17,7 +17,7 @@ from headway.engines import kernels as engine
 from headway.engines.kernels import FREE, HOLDING, Limits
 from headway.forecast.forms import law
 from headway.forecast.lengths import TaskLengths
-from headway.forecast.pace import OnlinePace, learn
+from headway.forecast.pace import OnlinePace, learn, shape
 from headway.forecast.pacefile import SHORTEST, FixedPace
 from headway.memory.ledger import Ledger
 from headway.pack.kernels import SLACK, Rule, pack
@@ -134,11 +134,11 @@ def _begin(w: World, now: float) -> None:
 @compiled
 def _seconds(w: World, rows: Ints, tokens: Ints) -> float:
     """Return how long an iteration takes, and teach the packer's pace."""
-    decodes, context, prefill, pairs = engine.shape(w.jobs, rows, tokens)
+    decodes, context, prefill, pairs = shape(w.jobs, rows, tokens)
     seconds = max(law(w.law_kind, w.law, decodes, context, prefill, pairs), SHORTEST)
     if w.rule.kind == SLACK:
-        shape = (float(decodes), float(context), float(prefill), float(pairs))
-        learn(w.theta, w.cov, w.cap, *shape, seconds, w.forget, w.surprise)
+        parts = (float(decodes), float(context), float(prefill), float(pairs))
+        learn(w.theta, w.cov, w.cap, *parts, seconds, w.forget, w.surprise)
     return float(seconds)
 
 

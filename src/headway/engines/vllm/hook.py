@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from headway.engines.vllm.diary import Diary, Row
 from headway.engines.vllm.facts import Facts, read_facts
-from headway.forecast.pace import OnlinePace
+from headway.forecast.pace import OnlinePace, batch_of
 from headway.memory.ledger import Ledger
 from headway.recipes import find
 from headway.types import Batch, Jobs, Step
@@ -234,7 +234,7 @@ class HeadwayMixin:
     def _shape(self, ran: dict[str, int]) -> Batch:
         rows = np.fromiter((self.jobs.row_of[id] for id in ran), np.int64, len(ran))
         tokens = np.fromiter(ran.values(), np.int64, len(ran))
-        return self.jobs.batch(rows, tokens)
+        return batch_of(self.jobs, rows, tokens)
 
     # ---- control: called between steps on the engine's own thread (control.py)
 

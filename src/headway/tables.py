@@ -1,0 +1,80 @@
+"""How are many rows kept so that decisions read them without a Python loop? As an array of named columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Table:
+    """Rows of numpy columns with a key each: the shape of everything that decisions read many of.
+
+    A subclass names its columns in `COLUMNS` (name -> dtype). Freed rows are reused; `rows()` lists the
+    live ones. Adding and removing is O(1), reading a column is no copy.
+    """
+
+    COLUMNS: ClassVar[dict[str, type]] = {}
+    DTYPE: ClassVar[np.dtype[np.void]]
+
+    def __init_subclass__(cls) -> None:
+        cls.DTYPE = np.dtype([*cls.COLUMNS.items(), ("live", np.bool_)], align=True)
+
+    def __init__(self, capacity: int = 64) -> None:
+        self._hold(np.zeros(capacity, self.DTYPE))
+        self.keys: list[str | None] = [None] * capacity
+        self.row_of: dict[str, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def _hold(self, data: NDArray[np.void]) -> None:
+        """Keep the rows as one array, which compiled loops take whole; columns are views of it."""
+        self.data = data
+        self._cols: dict[str, NDArray[Any]] = {name: data[name] for name in self.COLUMNS}
+        self.live: NDArray[np.bool_] = data["live"]
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.row_of
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        try:
+            return self.__dict__["_cols"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def add(self, key: str, **values: float | bool) -> int:
+        """Add a row; columns not given are zero. Return its index. A key twice is our own mistake."""
+        assert key not in self.row_of, f"row {key} exists"
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        for name, column in self._cols.items():
+            column[row] = values.pop(name, 0)
+        assert not values, f"no such columns: {sorted(values)}"
+        self.live[row], self.keys[row], self.row_of[key] = True, key, row
+        return row
+
+    def remove(self, key: str) -> None:
+        """Free the row of `key`; unknown keys are ignored (a request may end twice)."""
+        row = self.row_of.pop(key, None)
+        if row is not None:
+            self.live[row], self.keys[row] = False, None
+            self._free.append(row)
+
+    def rows(self) -> NDArray[np.int64]:
+        """Return the indices of the live rows, ascending."""
+        return np.flatnonzero(self.live)
+
+    def names(self, rows: Iterable[int]) -> list[str]:
+        """Return the keys of rows, in their order."""
+        return [key for row in rows if (key := self.keys[row]) is not None]
+
+    def _grow(self) -> None:
+        size = len(self.keys)
+        self._hold(np.concatenate([self.data, np.zeros_like(self.data)]))
+        self.keys += [None] * size
+        self._free += range(2 * size - 1, size - 1, -1)
