@@ -29,6 +29,10 @@ MixName = Annotated[str, typer.Option("--mix", help="chat-batch, or a TOML file:
 Slos = Annotated[
     list[str] | None, typer.Option("--slo", help='A class\'s promise in ms: "chat ttft:1500 tpot:150".')
 ]
+Rate = Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second.")]
+Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals (of each round or replay).")]
+Model = Annotated[str, typer.Option(help="Model name, directory or hub id.")]
+MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit of every engine.")]
 
 
 @bench_app.command()
@@ -37,8 +41,8 @@ def serve(
     model: Annotated[str, typer.Option(help="Its model name.")] = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second.")] = None,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 60.0,
+    rate: Rate = None,
+    duration: Duration = 60.0,
     burstiness: Annotated[float, typer.Option(min=0.01, help="1 = Poisson, lower is burstier.")] = 1.0,
     trace: Annotated[str | None, typer.Option(help="Arrival times from a trace (Azure, Mooncake).")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First N arrivals of the trace.")] = None,
@@ -62,10 +66,9 @@ def serve(
     calls = mixes.calls(setup, arrivals, rng)
 
     async def run() -> Any:
-        before = await load.scrape_preemptions(url)
+        before = await load.scrape(url)
         records = await load.run(url, model, calls, api_key=api_key, endpoint=endpoint, progress=not as_json)  # type: ignore[arg-type]
-        after = await load.scrape_preemptions(url)
-        return records, None if before is None or after is None else after - before
+        return records, load.gained(before, await load.scrape(url))
 
     began = time.perf_counter()
     results = {"endpoint": asyncio.run(run())}
@@ -75,18 +78,32 @@ def serve(
 
 @bench_app.command()
 def compare(
-    systems: Annotated[str, typer.Option(help="Comma separated: vllm-fcfs, vllm-priority, recipes.")] = (
-        "vllm-fcfs,vllm-priority,edf,slack"
-    ),
-    model: Annotated[str, typer.Option(help="Model name, directory or hub id.")] = "smollm2",
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma separated: vllm-fcfs, vllm-priority, recipes. Default: these two with edf and "
+            "slack, with --tight slack, bros and ecoserve.",
+        ),
+    ] = None,
+    model: Model = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
-    load: Annotated[float, typer.Option(min=0.05, help="Arrivals as a multiple of the capacity.")] = 1.3,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second instead.")] = None,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per round.")] = 300.0,
+    load: Annotated[
+        float, typer.Option(min=0.05, help="Arrivals as a multiple of the capacity (without --rate).")
+    ] = 1.3,
+    rate: Rate = None,
+    duration: Duration = 300.0,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
-    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of every engine.")] = 16,
-    blocks: Annotated[int | None, typer.Option(min=1, help="Fewer KV blocks, to fill memory.")] = None,
+    max_running: MaxRunning = 16,
+    tight: Annotated[
+        bool, typer.Option("--tight", help="KV for a third of a full batch: who does what without memory?")
+    ] = False,
+    kv_blocks: Annotated[
+        int | None, typer.Option("--kv-blocks", "--blocks", min=1, help="KV blocks of every engine.")
+    ] = None,
+    host_kv_gib: Annotated[
+        float, typer.Option("--host-kv-gib", min=0, help="Host memory for those that swap KV.")
+    ] = 1.0,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
@@ -95,13 +112,11 @@ def compare(
     """Start engines and run stock vLLM and Headway's recipes on the same trace, in turn."""
     from headway.bench import compare as comparing
     from headway.bench import report
-    from headway.bench.systems import standard_engine
+    from headway.bench.systems import STANDARD, TIGHT, standard_engine
 
-    names = tuple(name.strip() for name in systems.split(",") if name.strip())
-    setup = comparing.Setup(
-        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=blocks), names,
-        load, rate, duration, rounds, seed,
-    )  # fmt: skip
+    names = (TIGHT if tight else STANDARD) if systems is None else _names(systems)
+    engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
+    setup = comparing.Setup(_mix(mix, slo), engine, names, load, rate, duration, rounds, seed, tight=tight)
     if quick:
         setup = _quick(setup)
     began = time.perf_counter()
@@ -110,7 +125,7 @@ def compare(
     capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
     workload = (
         f"{mixes.describe(setup.mix)}; Poisson arrivals at {outcome.rate:.3f} req/s{capacity}, "
-        f"{setup.rounds} x {setup.duration:g} s, batch limit {max_running}"
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {max_running}{_pool(outcome.engine)}"
     )
     _report(report, outcome.results, "compare", seconds, as_json, out, _about(report, seed, workload))
 
@@ -118,14 +133,14 @@ def compare(
 @bench_app.command()
 def truth(
     systems: Annotated[str, typer.Option(help="Comma separated recipes.")] = "vllm,slack",
-    model: Annotated[str, typer.Option(help="Model name, directory or hub id.")] = "smollm2",
+    model: Model = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals of each replay.")] = 600.0,
+    duration: Duration = 600.0,
     below: Annotated[float, typer.Option(min=0.05, help="One load, as a multiple of the capacity.")] = 0.7,
     above: Annotated[float, typer.Option(min=0.05, help="The other.")] = 1.3,
     rates: Annotated[str | None, typer.Option(help="Both in requests/s instead, as 1.5,2.8.")] = None,
-    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of the engine.")] = 16,
+    max_running: MaxRunning = 16,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
@@ -135,9 +150,8 @@ def truth(
     from headway.bench import truth as telling
     from headway.bench.systems import standard_engine
 
-    names = tuple(name.strip() for name in systems.split(",") if name.strip())
     setup = telling.Setup(
-        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=None), names,
+        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=None), _names(systems),
         {"below": below, "above": above}, telling.fixed(rates), duration, seed,
     )  # fmt: skip
     telling.main(setup, quick=quick, as_json=as_json, out=out, command=shlex.join(["headway", *sys.argv[1:]]))
@@ -183,6 +197,22 @@ def _quick(setup: Any) -> Any:
     rate = setup.rate or 6.0
     return replace(
         setup, systems=names, rate=rate, duration=min(setup.duration, 4.0), rounds=1, together=True
+    )
+
+
+def _names(systems: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in systems.split(",") if name.strip())
+
+
+def _pool(engine: Any) -> str:
+    """Say what the engines' KV was when it was not all that fits."""
+    from headway.engines.vllm.process import block_size
+
+    if engine.blocks is None:
+        return ""
+    return (
+        f", {engine.blocks} KV blocks of {block_size(engine)} tokens (recipes that swap have "
+        f"{engine.host_kv_gib:g} GiB of host memory besides, stock vLLM has none)"
     )
 
 

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from headway.engines.vllm.counting import Counting, Recorder
 from headway.engines.vllm.diary import Diary, Row
 from headway.engines.vllm.facts import Facts, read_facts
 from headway.forecast.pace import OnlinePace, batch_of
@@ -38,6 +39,7 @@ class HeadwayMixin:
     requests: dict[str, Any]
     connector: Any
     kv_cache_manager: Any
+    recorder: Recorder
     # Both are virtual in clockwork.py: instants as clients count them, and what measures durations.
     clock: Callable[[], float] = staticmethod(time.time)
     timer: Callable[[], float] = staticmethod(time.perf_counter)
@@ -268,7 +270,7 @@ class HeadwayMixin:
             "blocks_total": self._total,
             "block_size": self._block_size,
             **self._limits,
-            "counters": dict(self.counters),
+            "counters": self.recorder.counters | self.counters,
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
         }
@@ -294,9 +296,9 @@ class HeadwayMixin:
         }
 
 
-class HeadwayScheduler(HeadwayMixin, Scheduler):
+class HeadwayScheduler(HeadwayMixin, Counting, Scheduler):
     """Headway inside vLLM's synchronous loop."""
 
 
-class HeadwayAsyncScheduler(HeadwayMixin, AsyncScheduler):
+class HeadwayAsyncScheduler(HeadwayMixin, Counting, AsyncScheduler):
     """Headway inside vLLM's overlapped loop (GPU)."""
