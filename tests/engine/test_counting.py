@@ -58,7 +58,8 @@ def test_it_takes_exactly_stocks_steps(seed: int, policy: str) -> None:
 
 SYSTEMS = [
     (CountingScheduler, None, "fcfs"), (CountingScheduler, None, "priority"),
-    (HeadwayScheduler, "vllm", "fcfs"), (HeadwayScheduler, "slack", "fcfs"), (HeadwayScheduler, "bros", "fcfs"),
+    (HeadwayScheduler, "vllm", "fcfs"), (HeadwayScheduler, "slack", "fcfs"),
+    (HeadwayScheduler, "bros", "fcfs"),
 ]  # fmt: skip
 
 
