@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.bench import mix, pool, systems
+from headway.bench import compare, mix, pool, systems
+from headway.bench.records import Record
 from headway.bench.systems import standard_engine
 from headway.engines.vllm.process import block_size, command
 from headway.errors import ConfigError
+from headway.types import Slo
+from tests.bench.fake import Fake, serving
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None, host_kv_gib=1.0)
 SHORT = mix.Mix("short", (mix.Tier("a", max_tokens=100, prompt_tokens=(200, 200)),))
@@ -61,6 +65,25 @@ def test_stock_vllm_is_counted_and_has_no_host_pool() -> None:
 def test_only_those_that_swap_have_a_host_pool() -> None:
     assert systems._usable("vllm-v0-swap", ENGINE).host_kv_gib == 1.0
     assert systems._usable("slack", ENGINE).host_kv_gib == 0.0
+
+
+async def test_stock_vllm_says_itself_what_it_counted_and_a_gateway_on_its_page() -> None:
+    async with serving(Fake(counters={"recomputed": 5.0})) as fake:
+        assert await systems.counted("vllm-fcfs", fake.url) == {"preemptions": 7.0, "recomputed": 5.0}
+        assert await systems.counted("slack", fake.url) == {"preemptions": 7.0}
+
+
+def test_rounds_add_up() -> None:
+    outcome = compare.Outcome({"a": ([], {})}, 1.0, None, ENGINE)
+    for counters in ({"preemptions": 2.0, "loans": 1.0}, {"preemptions": 3.0}):
+        compare._append(outcome, "a", [ended(at=1.0, last=5.0)], counters)
+    records, counted = outcome.results["a"]
+    assert counted == {"preemptions": 5.0}, "what one round did not know is not known of both"
+    assert [(record.at, record.last) for record in records] == [(1.0, 5.0), (5.0, 9.0)]
+
+
+def ended(at: float, last: float) -> Record:
+    return Record("a", at, at, last, last, 1, 2, np.empty(0, np.float32), 200, None, Slo())
 
 
 def test_what_cannot_be_served_is_refused_before_anything_starts() -> None:

@@ -143,7 +143,7 @@ def _panels(results: Results) -> dict[str, list[float | None]]:
     rows = {(row.id, row.system): row for row in measures.figures(results) if row.setting == measures.ALL}
     units = {id: row.unit for (id, _), row in rows.items()}
     return {
-        id if units[id] == "count" or id.endswith("_per_s") else f"{id}, {units[id]}": [
+        f"{id}, %" if units[id] == "%" else id: [
             rows[id, system].ours if (id, system) in rows else None for system in results
         ]
         for id in _MEMORY
