@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import shlex
 import sys
 import time
@@ -14,9 +13,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from headway.bench import mix as mixes
+from headway.bench.deliver import hand_over
 from headway.errors import ConfigError
 
 bench_app = typer.Typer(help="Measure: was it on time?", no_args_is_help=True)
@@ -246,8 +245,5 @@ def _report(
     """Print one JSON object or a table, and write the files when a folder was given."""
     if out is not None:
         report.write(out, results, bench=bench, host="vllm", seconds=seconds, about=about)
-        Console(stderr=True).print(f"written: {out}/report.html")
-    if as_json:
-        print(json.dumps(report.to_json(results, bench=bench, host="vllm", seconds=seconds), allow_nan=False))
-    else:
-        Console().print(report.table(results, about))
+    result = report.to_json(results, bench=bench, host="vllm", seconds=seconds)
+    hand_over(result, lambda: report.table(results, about), as_json=as_json, out=out)
