@@ -31,8 +31,8 @@ def check(engine: Engine) -> None:
     """Raise ConfigError when the blocks that were asked for cannot hold one request of max_model_len."""
     if engine.blocks is not None and engine.blocks < least(engine):
         raise ConfigError(
-            f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold one "
-            f"request of {engine.max_model_len} tokens.",
+            f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold "
+            f"one request of {engine.max_model_len} tokens.",
             f"Give {least(engine)} or more.",
             param="engines.blocks",
         )
