@@ -63,12 +63,24 @@ class _Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rows:
+    """Measured traits, their squared lengths, and codes of tasks."""
+
+    traits: Traits
+    sizes: NDArray[np.float32]
+    codes: Ints
+
+    @classmethod
+    def of(cls, traits: Traits, codes: Ints) -> _Rows:
+        return cls(traits, np.einsum("ij,ij->i", traits, traits), codes)
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A fitted forecast of lengths. Immutable: a host fits the next one aside and swaps it in."""
 
     scale: _Scale
-    rows: Traits
-    codes: Ints
+    rows: _Rows
     tasks: dict[str, int]
     weights: Floats
     middle: float
@@ -76,9 +88,9 @@ class Model:
     errors: Floats  # at each level `SAMPLES` errors, ascending
 
     def samples(self, traits: Traits, tasks: Sequence[str]) -> Floats:
-        """Return `SAMPLES` equally likely lengths per prompt (rows of traits), ascending, at least 1 token."""
+        """Return `SAMPLES` equally likely lengths per prompt (row of traits), ascending, at least 1 token."""
         codes = np.array([self.tasks.get(task, -1) for task in tasks], np.int64)
-        root = self.middle + _kernel(self.scale(traits), codes, self.rows, self.codes) @ self.weights
+        root = self.middle + _kernel(_Rows.of(self.scale(traits), codes), self.rows) @ self.weights
         level = np.clip(np.searchsorted(self.levels, root), 0, len(self.levels) - 1)
         return np.asarray(np.maximum(root[:, None] + self.errors[level], 1.0) ** 2, float)
 
@@ -89,11 +101,11 @@ def fit(history: History) -> Model:
     codes = np.array([tasks[task] for task in history.tasks], np.int64)
     meaning, ridge = _choose(history.last(_CHOSEN_ON), codes[-_CHOSEN_ON:])
     scale = _Scale.of(history.traits, meaning)
-    rows, root = scale(history.traits), np.sqrt(history.made)
+    rows, root = _Rows.of(scale(history.traits), codes), np.sqrt(history.made)
     middle = float(root.mean())
-    weights, off = _solve(_kernel(rows, codes, rows, codes), root - middle, ridge)
+    weights, off = _solve(_kernel(rows, rows), root - middle, ridge)
     levels, errors = _errors(root - off, off)
-    return Model(scale, rows, codes, tasks, weights, middle, levels, errors)
+    return Model(scale, rows, tasks, weights, middle, levels, errors)
 
 
 def _choose(history: History, codes: Ints) -> tuple[float, float]:
@@ -102,8 +114,8 @@ def _choose(history: History, codes: Ints) -> tuple[float, float]:
     has_meaning = history.traits.shape[1] > PLAIN
     best, least = (_MEANINGS[-1], _RIDGES[-1]), np.inf
     for meaning in _MEANINGS if has_meaning else _MEANINGS[-1:]:
-        rows = _Scale.of(history.traits, meaning)(history.traits)
-        kernel = _kernel(rows, codes, rows, codes)
+        rows = _Rows.of(_Scale.of(history.traits, meaning)(history.traits), codes)
+        kernel = _kernel(rows, rows)
         for ridge in _RIDGES:
             loss = float(np.square(_solve(kernel, root - root.mean(), ridge)[1]).mean())
             if loss < least:
@@ -111,11 +123,11 @@ def _choose(history: History, codes: Ints) -> tuple[float, float]:
     return best
 
 
-def _kernel(a: Traits, codes_a: Ints, b: Traits, codes_b: Ints) -> Floats:
+def _kernel(a: _Rows, b: _Rows) -> Floats:
     """Return exp(-squared distance) between rows; another task adds `_STRANGER` to the distance."""
-    apart = np.square(a).sum(1)[:, None] + np.square(b).sum(1)[None, :] - 2 * (a @ b.T)
-    apart = np.maximum(apart, 0) + _STRANGER * (codes_a[:, None] != codes_b[None, :])
-    return np.exp(-apart.astype(float))
+    apart = a.sizes[:, None] + b.sizes[None, :] - 2 * (a.traits @ b.traits.T)
+    apart = np.maximum(apart, 0) + _STRANGER * (a.codes[:, None] != b.codes[None, :])
+    return np.asarray(np.exp(-apart.astype(float)))
 
 
 def _solve(kernel: Floats, goal: Floats, ridge: float) -> tuple[Floats, Floats]:

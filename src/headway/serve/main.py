@@ -22,6 +22,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.model import resolve
 from headway.recipes import find
 from headway.serve.driver import Driver
+from headway.serve.embedding import locate
 from headway.serve.gateway import build
 from headway.serve.http import limited
 
@@ -31,6 +32,15 @@ _URL = re.compile(r"https?://[^/\s]+")
 
 def preflight(config: Config) -> None:
     """Raise ConfigError for everything that can be known before an engine is started."""
+    lengths = find(config.recipe).lengths
+    if lengths == "oracle":
+        raise ConfigError(
+            f"{config.recipe} plans with the true lengths of answers, which only a simulation knows.",
+            "Serve with another recipe, or try it with headway simulate.",
+            param="recipe",
+        )
+    if lengths == "padded":
+        locate(config.predictor.embedding)
     if find(config.recipe).reserves:
         raise ConfigError(
             f"{config.recipe} reserves and lends KV, which only the simulated engine can do so far.",
