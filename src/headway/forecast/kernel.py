@@ -23,7 +23,7 @@ _NEAR = 0.1 / PLAIN  # weight of a squared difference in a plain trait, in stand
 _MEANINGS = (0.25, 1.0)  # candidates for the weight of a squared distance between embeddings
 _RIDGES = (0.1, 0.3, 1.0)  # candidates for the noise, over the variance that traits explain
 _STRANGER = 1.0  # distance that another task adds
-_CHOSEN_ON = 512  # answers that the candidates are compared on
+_CHOSEN_ON = 256  # answers that the candidates are compared on
 _LEVELS = 32  # forecasts at which the errors are kept
 
 

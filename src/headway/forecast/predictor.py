@@ -42,7 +42,7 @@ class Predictor:
     """Forecasts from the prompt, for requests whose traits were told; from the task for all others.
 
     Pure: fitting is the host's, aside (`due`, `history`, `fit`, `adopt`). It is due at `least` answers and
-    then whenever their number has grown by an eighth, at most by 256. `window` bounds the history, `opened`
+    then whenever their number has grown by a quarter, at most by 256. `window` bounds the history, `opened`
     the requests on their way.
     """
 
@@ -91,7 +91,7 @@ class Predictor:
     @property
     def due(self) -> bool:
         """Tell whether the model should be fitted (again)."""
-        enough = self.least if self.model is None else min(max(32, len(self._seen) // 8), 256)
+        enough = self.least if self.model is None else min(max(32, len(self._seen) // 4), 256)
         return self._fresh >= enough
 
     def history(self) -> History:

@@ -6,7 +6,6 @@ which takes a GPU and 0.9 s.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +41,17 @@ def locate(name: str) -> Path | None:
     return path
 
 
+def one_thread() -> None:
+    """Keep linear algebra in this process to the calling thread.
+
+    The engine needs the cores; and on busy ones OpenBLAS's own threads wait for each other: an inverse of
+    256 rows takes 100 times as long.
+    """
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(1, user_api="blas")
+
+
 class Embedder:
     """Turns texts into unit vectors. Loading takes seconds and some 300 MB; all of it off the event loop."""
 
@@ -57,7 +67,7 @@ class Embedder:
             torch.set_num_threads(1)  # the engine needs the others, and one prompt gains little from more
             self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
             self._model = AutoModel.from_pretrained(str(path), local_files_only=True).eval()
-        except (ImportError, OSError, ValueError, json.JSONDecodeError) as error:
+        except Exception as error:  # the tokenizer raises nothing more special
             raise ConfigError(
                 f"The sentence encoder in {path} cannot be loaded: {str(error)[:300]}.", _FIX,
                 param="predictor.embedding",

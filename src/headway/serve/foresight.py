@@ -22,7 +22,7 @@ from headway.forecast.padded import Padded
 from headway.forecast.padding import Adaptive, SweetSpot
 from headway.forecast.predictor import Predictor, traits
 from headway.ports import Lengths, Recipe
-from headway.serve.embedding import Embedder, locate
+from headway.serve.embedding import Embedder, locate, one_thread
 from headway.serve.metrics import Metrics
 from headway.types import Request
 
@@ -76,6 +76,7 @@ class Foresight:
         """Load the encoder; ConfigError when it is not there."""
         if self.predictor is None:
             return
+        one_thread()
         path = locate(self._settings.embedding)
         if path is None:
             log.warning('lengths are forecast without the prompts\' meaning (predictor.embedding = "none")')

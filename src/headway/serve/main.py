@@ -39,8 +39,6 @@ def preflight(config: Config) -> None:
             "Serve with another recipe, or try it with headway simulate.",
             param="recipe",
         )
-    if lengths == "padded":
-        locate(config.predictor.embedding)
     if find(config.recipe).reserves:
         raise ConfigError(
             f"{config.recipe} reserves and lends KV, which only the simulated engine can do so far.",
@@ -53,6 +51,8 @@ def preflight(config: Config) -> None:
             "Give every [[engines]] a host_kv_gib, or serve with another recipe.",
             param="engines.host_kv_gib",
         )
+    if lengths == "padded":
+        locate(config.predictor.embedding)
     names = [engine.name for engine in config.engines]
     kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}
     if len(kinds) > len(set(names)):
