@@ -56,6 +56,7 @@ def test_the_figures_are_what_they_say() -> None:
     assert found["within_pct"] == 50
     assert found["covered_pct"] == 75
     assert found["unused_tokens_pct"] == pytest.approx(100 * (0 + 5 + 40) / 455)
+    assert found["missing_tokens_pct"] == pytest.approx(100 * 1 / 455)
     assert found["mae_tokens"] == pytest.approx((50 + 5 + 10 + 100) / 4)
 
 

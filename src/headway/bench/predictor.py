@@ -10,7 +10,7 @@ uses, fits included. "all": the data sets shuffled together, nobody tells the pr
   overpredicted_tokens_pct: tokens forecast so and never made, over all made.
 - within_pct: share of answers within 10 % of the expected length, both ways.
 - covered_pct, unused_tokens_pct: the same two with the length that is served, a quantile of the forecast:
-  77.5 % in the static split, the sweet spot online (`share`).
+  77.5 % in the static split, the sweet spot online (`share`). missing_tokens_pct: tokens beyond that length.
 - mae_tokens: mean absolute error of the expected length. ms_per_prediction: one prompt at a time, embedding
   included. fit_s: seconds of the static fit.
 """
@@ -272,6 +272,7 @@ def figures(seen: Seen) -> list[tuple[str, float | None, str]]:
         ("within_pct", 100 * float(within.mean()), "%"),
         ("covered_pct", _covered(seen.padded, made), "%"),
         ("unused_tokens_pct", _unused(seen.padded, made), "%"),
+        ("missing_tokens_pct", _unused(-seen.padded, -made), "%"),
         ("mae_tokens", float(np.abs(made - expected).mean()), "tokens"),
         ("share", seen.share, ""),
         ("ms_per_prediction", seen.ms, "ms"),
@@ -284,7 +285,7 @@ def _covered(length: Floats, made: Floats) -> float:
 
 
 def _unused(length: Floats, made: Floats) -> float:
-    return 100 * float(np.maximum(length - made, 0).sum() / made.sum())
+    return 100 * float(np.maximum(length - made, 0).sum() / np.abs(made).sum())
 
 
 def plot(setting: str, seen: dict[str, Seen]) -> bytes:
