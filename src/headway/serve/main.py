@@ -104,6 +104,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
         server = _Server(driver, config)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
+    gc.unfreeze()  # or libraries would complain of leaks at the end
     if server.failure is not None:
         raise server.failure
     return 1 if server.failed else 0
