@@ -173,6 +173,14 @@ def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out 
 
 
 @bench_app.command()
+def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """How well an answer's length is known from its prompt, and what knowing costs (EcoServe 2.3)."""
+    from headway.bench.predictor import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
 def papers(
     name: Annotated[str, typer.Argument(help="Which paper: bros, ecoserve.")],
     quick: Quick = False,

@@ -22,6 +22,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.model import resolve
 from headway.recipes import find
 from headway.serve.driver import Driver
+from headway.serve.embedding import locate
 from headway.serve.gateway import build
 from headway.serve.http import limited
 
@@ -31,6 +32,13 @@ _URL = re.compile(r"https?://[^/\s]+")
 
 def preflight(config: Config) -> None:
     """Raise ConfigError for everything that can be known before an engine is started."""
+    lengths = find(config.recipe).lengths
+    if lengths == "oracle":
+        raise ConfigError(
+            f"{config.recipe} plans with the true lengths of answers, which only a simulation knows.",
+            "Serve with another recipe, or try it with headway simulate.",
+            param="recipe",
+        )
     if find(config.recipe).reserves:
         raise ConfigError(
             f"{config.recipe} reserves and lends KV, which only the simulated engine can do so far.",
@@ -43,6 +51,8 @@ def preflight(config: Config) -> None:
             "Give every [[engines]] a host_kv_gib, or serve with another recipe.",
             param="engines.host_kv_gib",
         )
+    if lengths == "padded":
+        locate(config.predictor.embedding)
     names = [engine.name for engine in config.engines]
     kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}
     if len(kinds) > len(set(names)):
@@ -94,6 +104,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
         server = _Server(driver, config)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
+    gc.unfreeze()  # or libraries would complain of leaks at the end
     if server.failure is not None:
         raise server.failure
     return 1 if server.failed else 0
