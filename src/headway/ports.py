@@ -65,7 +65,8 @@ class Recipe:
     pull: as in `Cluster`. saves: the packer uses `Step.save`, which needs an engine that can copy KV to the
     host; reserves: `Step.reserve` and `Step.lend`, which only the simulated engine keeps so far. swaps: the
     planner loads other models where instances can. lengths: whose forecasts it is meant for: those that the
-    host has, those padded, or an oracle's, which only a simulation has.
+    host has, those padded, or an oracle's, which only a simulation has. kv: how a simulated engine with a
+    host pool keeps KV for it: in plain blocks, copies before or beside the computation, or in two-ended ones.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Recipe:
     swaps: bool = False
     reserves: bool = False
     lengths: Literal["host", "padded", "oracle"] = "host"
+    kv: Literal["before", "beside", "two-ended"] = "before"
 
 
 class Lengths(Protocol):
