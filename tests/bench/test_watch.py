@@ -37,9 +37,7 @@ def run(load: Workload, observer: Prompt | Gauges, clock: list[float], until: fl
     return simulation.run(observer=observer)
 
 
-@pytest.mark.parametrize(
-    ("tpot", "steady", "ahead"), [(1.0, 1, 0), (1.25, 1, 1), (1.5, 1, 2), (2.0, 2, 2)]
-)
+@pytest.mark.parametrize(("tpot", "steady", "ahead"), [(1.0, 1, 0), (1.25, 1, 1), (1.5, 1, 2), (2.0, 2, 2)])
 def test_tokens_are_judged_one_by_one(tpot: float, steady: int, ahead: int) -> None:
     """First token at 2 s, promised by 2.5; the second, beside another's prompt, at 4; the third at 5."""
     chat = single(np.array([0.0]), 10, 3, slo=Slo(ttft=2.5, tpot=tpot))

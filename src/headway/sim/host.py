@@ -250,7 +250,9 @@ def words(recipe: Recipe, node: Node) -> str:
     if recipe.kv != "before" or recipe.saves:
         kind = "two-ended" if there and recipe.kv == "two-ended" else "plain"
         unbounded = "unbounded" if recipe.saves else "no"
-        parts.append(f"{kind} KV blocks, {f'{node.host_tokens:,} tokens of' if there else unbounded} host room")
+        parts.append(
+            f"{kind} KV blocks, {f'{node.host_tokens:,} tokens of' if there else unbounded} host room"
+        )
     if recipe.lengths != "host":
         parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
     return ", ".join(parts)
