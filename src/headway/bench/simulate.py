@@ -170,9 +170,10 @@ def _check(recipes: Sequence[str], nodes: Sequence[Node]) -> None:
             if not math.isfinite(node.copy_seconds) and (recipe.saves or pools(recipe, node))
         ]
         if unknown:
+            other = "take another recipe" if recipe.saves else "say host_kv_gib=0 in --instance"
             raise ConfigError(
                 f"{name} copies KV to the host, and how fast {unknown[0]} does that is not known.",
-                "Add kv_copy_gb_s to a copy of its pace file, or take another recipe.",
+                f"Add kv_copy_gb_s to a copy of its pace file, or {other}.",
                 param="recipes",
             )
 

@@ -226,14 +226,15 @@ class Host:
 def engine(packer: Packer, node: Node, recipe: Recipe) -> SimulatedEngine:
     """Return the engine of a node: with a host pool where there is one and the recipe uses it."""
     instance = node.instance
+    host = node.host_tokens if pools(recipe, node) else None
     common: dict[str, Any] = {
         "blocks": instance.blocks_total, "size": instance.block_size, "slots": node.slots,
         "budget": node.budget, "max_model_len": instance.max_model_len, "copy_seconds": node.copy_seconds,
     }  # fmt: skip
-    if not pools(recipe, node):
+    if host is None:
         return SimulatedEngine(packer, **common)
     kind = TwoEnded if recipe.kv == "two-ended" else Swapping
-    return kind(packer, host=node.host_tokens, overlap=recipe.kv != "before", **common)
+    return kind(packer, host=host, overlap=recipe.kv != "before", **common)
 
 
 def pools(recipe: Recipe, node: Node) -> bool:
@@ -249,10 +250,9 @@ def words(recipe: Recipe, node: Node) -> str:
     parts, there = [], pools(recipe, node)
     if recipe.kv != "before" or recipe.saves:
         kind = "two-ended" if there and recipe.kv == "two-ended" else "plain"
-        unbounded = "unbounded" if recipe.saves else "no"
-        parts.append(
-            f"{kind} KV blocks, {f'{node.host_tokens:,} tokens of' if there else unbounded} host room"
-        )
+        room = "unbounded" if recipe.saves else "no"
+        room = f"{node.host_tokens:,} tokens of" if there else room
+        parts.append(f"{kind} KV blocks, {room} host room")
     if recipe.lengths != "host":
         parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
     return ", ".join(parts)

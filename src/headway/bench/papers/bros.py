@@ -35,8 +35,8 @@ BEST_EFFORT_SHARE = 0.5  # best-effort requests per real-time one
 RUNNING, SLOTS, BUDGET, LONGEST = 256, 1024, 2048, 2048
 HOST_TOKENS = 200_000  # 164 GB: 819,200 bytes a token
 RATES: Mapping[str, tuple[float, ...]] = {
-    "sharegpt": (3.0, 4.0, 4.25, 4.5, 5.0, 5.5, 6.0),
-    "lmsys": (6.0, 7.0, 7.5, 8.0, 10.0, 12.0, 13.0),
+    "sharegpt": (3.0, 4.0, 4.25, 5.0, 6.0),
+    "lmsys": (6.0, 7.0, 8.0, 10.0, 13.0),
 }
 QUICK: Mapping[str, tuple[float, ...]] = {"sharegpt": (5.0, 6.0)}
 SYSTEMS = (

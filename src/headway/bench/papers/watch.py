@@ -14,9 +14,9 @@ import numpy as np
 from headway.engines.simulated import Ran, SimulatedEngine
 from headway.forecast.pace import OnlinePace
 from headway.memory.ledger import Ledger
-from headway.ports import Packer, Recipe
+from headway.ports import Cluster, Packer, Recipe
 from headway.sim.workload import Workload
-from headway.types import Bools, Floats, Ints, Jobs, Step
+from headway.types import Bools, Floats, Ints, Jobs, Plan, Step
 
 _ROUNDING = 1e-9  # seconds
 
@@ -30,7 +30,15 @@ def inside(recipe: Recipe, clock: list[float]) -> Recipe:
     def packer(running: int, budget: int, pace: OnlinePace) -> Packer:
         return _Timed(recipe.packer(running, budget, pace), clock)
 
-    return replace(recipe, pull=False, lengths="host", packer=packer)
+    return replace(recipe, pull=False, lengths="host", packer=packer, planner=_AtOnce)
+
+
+class _AtOnce:
+    """All that comes goes in: there is nothing to order where everything is inside one engine."""
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        new = np.flatnonzero(cluster.backlog.live & ~cluster.backlog.sent)
+        return Plan(dict.fromkeys(cluster.instances, new))
 
 
 @dataclass(slots=True)
