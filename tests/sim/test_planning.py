@@ -85,7 +85,7 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
     workload = random_traffic(seed, ("m", "n")[: min(count, 2)], 40, span)
     checked = 0
 
-    class Watched(loop._Run):
+    class Watched(loop.Loop):
         def _drain(self, now: float) -> None:
             nonlocal checked
             super()._drain(now)
@@ -97,7 +97,7 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
                 checked += code in waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_Run", Watched)
+        patch.setattr(loop, "Loop", Watched)
         Simulation(find(recipe), nodes, workload, fast=False).run()
     assert checked or span > 1, "nobody ever waited"
 
