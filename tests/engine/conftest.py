@@ -44,15 +44,21 @@ class Engine:
         )
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
+    def step(self) -> dict[str, list[int]]:
+        """Do one iteration; return the tokens of each request that it has finished."""
+        return {
+            out.request_id: list(out.outputs[0].token_ids)
+            for out in self.llm.llm_engine.step()
+            if out.finished
+        }
+
     def run(self, steps: int = 100_000) -> dict[str, list[int]]:
         """Step until nothing is left; return the tokens of each finished request."""
         done: dict[str, list[int]] = {}
         for _ in range(steps):
             if not self.llm.llm_engine.has_unfinished_requests():
                 return done
-            for out in self.llm.llm_engine.step():
-                if out.finished:
-                    done[out.request_id] = list(out.outputs[0].token_ids)
+            done |= self.step()
         raise AssertionError(f"not finished after {steps} steps")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.memory import checkpoint, slots, two_ended
-from headway.memory.slots import BEST_EFFORT, LOAD, MOVE, NOBODY, ORDERS, REAL_TIME, SAVE, Book
+from headway.memory.slots import BEST_EFFORT, FREE, LOAD, MIRROR, MOVE, NOBODY, ORDERS, REAL_TIME, SAVE, Book
 
 Token = tuple[int, int, int]  # row, the row's life, token
 
@@ -21,13 +21,17 @@ class Pool:
     host_limit: int = 20
     rows: int = 6
     longest: int = 40
+    decode_only: bool = False
     book: Book = field(init=False)
     device: dict[tuple[int, int], Token] = field(default_factory=dict)
     host: dict[tuple[int, int], Token] = field(default_factory=dict)
     lives: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.book = slots.new(self.blocks, self.size, self.longest, self.host_limit, self.rows)
+        self.book = slots.new(
+            self.blocks, self.size, self.longest, self.host_limit, self.rows,
+            decode_only=self.decode_only,
+        )  # fmt: skip
         self.lives = [0] * self.rows
 
     # ---- what an engine does
@@ -58,7 +62,11 @@ class Pool:
             self.read(row, before)
             for token in range(before, before + tokens):
                 self.device[self.place(row, token)] = (row, self.lives[row], token)
-                self.host.pop((row, token), None)  # what was dropped is computed again
+                assert (row, token) not in self.host, "what was dropped is computed again"
+        if done and self.decode_only and book.kind[row] == BEST_EFFORT and tokens > 1:
+            last = int(book.table[row, book.held[row] - 1])
+            assert book.left[last] == NOBODY
+            assert not book.mirrored[last] or book.stored[row] % self.size == 0
         return done
 
     def away(self, row: int) -> bool:
@@ -74,36 +82,53 @@ class Pool:
     # ---- the machine
 
     def place(self, row: int, token: int) -> tuple[int, int]:
-        block, at = int(self.book.table[row, token // self.size]), token % self.size
-        return block, at if self.book.kind[row] == REAL_TIME else self.size - 1 - at
+        block = int(self.book.table[row, token // self.size])
+        return self.slot(row, token, block, int(self.book.mirrored[block]))
 
-    def slot(self, row: int, token: int, block: int) -> tuple[int, int]:
+    def slot(self, row: int, token: int, block: int, mirrored: int) -> tuple[int, int]:
         at = token % self.size
-        return block, at if self.book.kind[row] == REAL_TIME else self.size - 1 - at
+        return block, at if self.book.kind[row] == REAL_TIME or not mirrored else self.size - 1 - at
 
     def carry_out(self) -> None:
-        """Do the copies that were ordered, in their order."""
-        for entry in self.book.orders[: self.book.counts[ORDERS]].tolist():
-            kind, row, first, count, block, source = entry
+        """Do the copies that were ordered, in their order. The tokens of a full block may lie in any order."""
+        for kind, row, first, count, block, source, mirrored in self.book.orders[
+            : self.book.counts[ORDERS]
+        ].tolist():
             assert count > 0
-            for token in range(first, first + count):
-                mine = (row, self.lives[row], token)
-                here = self.slot(row, token, block)
-                if kind == SAVE:
-                    assert self.device[here] == mine, "saved is what will be overwritten"
-                    self.host[row, token] = mine
-                elif kind == LOAD:
-                    self.device[here] = self.host.pop((row, token))
-                    assert self.device[here] == mine
-                else:
-                    assert kind == MOVE
-                    self.device[here] = self.device[self.slot(row, token, source)]
+            tokens = range(first, first + count)
+            here = [self.slot(row, token, block, mirrored) for token in tokens]
+            if kind == SAVE:
+                for token, slot in zip(tokens, here, strict=True):
+                    assert self.device[slot][:2] == (row, self.lives[row]), "saved is what will be overwritten"
+                    self.host[row, token] = self.device[slot]
+            elif kind == LOAD:
+                for token, slot in zip(tokens, here, strict=True):
+                    self.device[slot] = self.host.pop((row, token))
+            elif kind == FREE:
+                for token in tokens:
+                    self.host.pop((row, token), None)
+            else:
+                turned = mirrored ^ (kind == MIRROR)
+                assert kind in (MIRROR, MOVE)
+                there = [self.device[self.slot(row, token, source, turned)] for token in tokens]
+                self.device.update(zip(here, there, strict=True))
         self.book.counts[ORDERS] = 0
 
-    def read(self, row: int, tokens: int) -> None:
-        """Attend: all the row's tokens must be where its table says, and be its own."""
-        for token in range(tokens):
-            assert self.device[self.place(row, token)] == (row, self.lives[row], token)
+    def read(self, row: int, tokens: int, saved: int = 0) -> None:
+        """Attend: the row's tokens but the `saved` must be where its table says, and be its own."""
+        for first in range(0, tokens, self.size):
+            mine = range(first, min(first + self.size, tokens))
+            held = [self.device.get(self.place(row, token)) for token in mine]
+            there = [
+                value if (row, token) not in self.host else self.host[row, token]
+                for token, value in zip(mine, held, strict=True)
+            ]
+            assert saved or not any((row, token) in self.host for token in mine)
+            wanted = [(row, self.lives[row], token) for token in mine]
+            if len(mine) == self.size:
+                assert sorted(there, key=str) == sorted(wanted, key=str)
+            else:
+                assert there == wanted
 
     def check(self) -> None:
         """Everything is whole, and what a row does not have on the device is on the host."""
@@ -111,17 +136,16 @@ class Pool:
         book = self.book
         for row in range(self.rows):
             tokens = int(book.stored[row])
-            there = [token for r, token in self.host if r == row and token < tokens + int(book.away[row])]
+            there = [token for r, token in self.host if r == row]
             assert len(there) == book.host[row]
-            for token in range(tokens):
-                if (row, token) not in self.host:
-                    assert self.device[self.place(row, token)] == (row, self.lives[row], token)
+            self.read(row, tokens, saved=1)
 
 
 def random_program(seed: int, steps: int = 14) -> Pool:
     """Run a random program on a small pool, checking as it goes; all have left at the end."""
     rng = np.random.default_rng(seed)
-    pool = Pool(int(rng.integers(1, 9)), int(rng.integers(2, 6)), int(rng.integers(0, 30)))
+    size = int(rng.integers(1, 9)), int(rng.integers(2, 6)), int(rng.integers(0, 30))
+    pool = Pool(*size, decode_only=bool(rng.integers(2)))
     for _ in range(steps):
         inside = np.flatnonzero(pool.book.kind)
         pool.begin([int(row) for row in inside if rng.random() < 0.4])

@@ -104,7 +104,7 @@ def test_in_extremity_a_row_is_dropped_from_its_end() -> None:
     assert pool.grow(1, 6), "the block that is free now, then the next from the end"
     assert pool.book.stored[0] == 4
     assert pool.book.host[0] == 1
-    pool.read(0, 3)
+    assert list(pool.host) == [(0, 3)]
     pool.check()
 
 

@@ -22,11 +22,11 @@ _HEADS, _HEAD_SIZE = 1, 64
 def config(
     *, max_running: int, max_batched_tokens: int, max_model_len: int, block_size: int,
     policy: str = "fcfs", recipe: str | None = None, slots: int | None = None, model: str = "smollm2",
-    host_gib: float = 0.0,
+    host_gib: float = 0.0, pool: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Return vLLM's own configuration object, prefix caching and overlapped scheduling off.
 
-    host_gib: host memory for saved KV (`engines/vllm/connector.py`), 0 = none.
+    host_gib: host memory for saved KV (`engines/vllm/connector.py`), 0 = none. pool: the connector itself.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
@@ -37,7 +37,7 @@ def config(
         max_model_len=max_model_len, block_size=block_size, enable_prefix_caching=False,
         async_scheduling=False, scheduling_policy=policy, additional_config=options,
         skip_tokenizer_init=True, enforce_eager=True,
-        kv_transfer_config=host_pool(host_gib) if host_gib else None,
+        kv_transfer_config=pool or (host_pool(host_gib) if host_gib else None),
     ).create_engine_config()  # fmt: skip
 
 

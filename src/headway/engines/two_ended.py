@@ -19,7 +19,7 @@ from headway.engines.simulated import Done, Ran, SimulatedEngine
 from headway.memory import checkpoint, two_ended
 from headway.memory import slots as slots_of
 from headway.memory.ledger import Ledger
-from headway.memory.slots import BEST_EFFORT, COPIED, DROPPED, EMPTY, REAL_TIME, Book
+from headway.memory.slots import BEST_EFFORT, COPIED, DROPPED, EMPTY, FREE, REAL_TIME, SIZE, Book
 from headway.memory.two_ended import TwoEndedLedger
 from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
@@ -91,17 +91,19 @@ class TwoEnded(Swapping):
 
     `Jobs.saved` counts a row's tokens on the host: its swap cost. A row whose KV is partly there still runs
     or pauses; one that is there as a whole waits. dropped: tokens that the last iteration dropped.
+    decode_only: as inside vLLM (`engines/vllm/two_ended.py`), the right end of a shared block only decodes.
     """
 
     def __init__(
         self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
-        host: int, copy_seconds: float, overlap: bool = True,
+        host: int, copy_seconds: float, overlap: bool = True, decode_only: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
             host=host, copy_seconds=copy_seconds, overlap=overlap,
         )  # fmt: skip
-        self.book = slots_of.new(blocks, size, max_model_len, host, self.target.size)
+        rows = self.target.size
+        self.book = slots_of.new(blocks, size, max_model_len, host, rows, decode_only=decode_only)
         self.dropped = 0
 
     @property
@@ -237,6 +239,8 @@ def _hold(book: Book, row: int, tokens: int) -> bool:
 @compiled
 def _leave(jobs: Rows, book: Book, balance: Ints, row: int) -> None:
     """Take all of a row's KV."""
+    if book.host[row] > 0:
+        slots_of.order(book, FREE, row, 0, book.table.shape[1] * book.counts[SIZE], 0, 0)
     checkpoint.forget(book, row)
     balance[HOLDING] -= jobs["running"][row]
     jobs["running"][row] = False

@@ -13,6 +13,7 @@ from headway.compiled import compiled
 from headway.memory.slots import (
     BEST_EFFORT,
     DROPPED,
+    FREE,
     HOST,
     HOST_LIMIT,
     LOAD,
@@ -53,7 +54,10 @@ def drop_tail(book: Book, row: int) -> None:
     """Take the last block of a best-effort row, on the host too; its tokens are computed again."""
     k, size = book.held[row] - 1, book.counts[SIZE]
     block = book.table[row, k]
-    _host(book, row, -book.saved[block])
+    saved = book.saved[block]
+    if saved > 0:
+        order(book, FREE, row, k * size + book.used_right[block] - saved, saved, block, block)
+    _host(book, row, -saved)
     book.counts[DROPPED] += book.stored[row] - k * size
     book.held[row], book.stored[row] = k, k * size
     clear_right(book, block)

@@ -19,10 +19,12 @@ from headway.memory import checkpoint, slots
 from headway.memory.ledger import Ledger
 from headway.memory.slots import (
     BEST_EFFORT,
+    DECODE_ONLY,
     DROPPED,
     EMPTY,
     HOST,
     HOST_LIMIT,
+    MIRROR,
     NOBODY,
     ORDERS,
     REAL_TIME,
@@ -34,7 +36,9 @@ from headway.memory.slots import (
     Book,
     clear_left,
     clear_right,
+    mirror,
     move_right,
+    order,
     pop_empty,
     put_right,
     resident,
@@ -168,6 +172,7 @@ def _grow_left(book: Book, row: int, tokens: int) -> bool:
                 return False
             book.left[block], book.used_left[block] = row, 0
             book.table[row, k], book.held[row] = block, k + 1
+            mirror(book, block)
         block, upto = book.table[row, k], min(end, (k + 1) * size)
         vacate(book, block, upto - k * size)
         book.used_left[block], book.stored[row], at = upto - k * size, upto, upto
@@ -193,11 +198,14 @@ def vacate(book: Book, block: int, used: int) -> None:
 @compiled
 def _grow_right(book: Book, row: int, tokens: int) -> bool:
     size, at, end = book.counts[SIZE], book.stored[row], book.stored[row] + tokens
+    alone = tokens > 1 and book.counts[DECODE_ONLY] == 1
+    if alone and not _straighten(book, row):
+        return False
     while at < end:
         k = at // size
         upto = min(end, (k + 1) * size)
         if k >= book.held[row]:
-            block = find_shared_block(book, upto - at)
+            block = pop_empty(book) if alone else find_shared_block(book, upto - at)
             if block == NOBODY:
                 return False
             put_right(book, row, k, block)
@@ -210,6 +218,26 @@ def _grow_right(book: Book, row: int, tokens: int) -> bool:
             move_right(book, block, to)
             block = to
         book.used_right[block], book.stored[row], at = upto - k * size, upto, upto
+    return True
+
+
+@compiled
+def _straighten(book: Book, row: int) -> bool:
+    """Let a best-effort row have its last block alone, filled from the left; False when there is no memory."""
+    k, size = book.held[row] - 1, book.counts[SIZE]
+    if k < 0:
+        return True
+    block = book.table[row, k]
+    if not book.mirrored[block] or book.used_right[block] == size:
+        return True
+    if book.left[block] != NOBODY:
+        to = pop_empty(book)
+        if to == NOBODY:
+            return False
+        move_right(book, block, to)
+        block = to
+    book.mirrored[block] = 0
+    order(book, MIRROR, row, k * size, book.used_right[block], block, block)
     return True
 
 
@@ -270,6 +298,8 @@ def check_integrity(book: Book) -> None:
     there = book.used_right - book.saved
     assert (book.used_left + there <= size).all(), "a slot has two owners"
     assert (there >= 0).all()
+    astray = left & right & (book.mirrored == 0) & (book.used_right < size)
+    assert not astray.any(), "two rows fill a block from the same side"
     assert (book.saved >= 0).all()
     assert not book.used_left[~left].any()
     assert not book.used_right[~right].any()

@@ -6,10 +6,13 @@ work. `Plain` adds nothing to it.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
 from headway.memory.ledger import Ledger
 from headway.types import Ints, Step
+
+_log = logging.getLogger(__name__)
 
 
 class Holding(Protocol):
@@ -44,9 +47,15 @@ class Holding(Protocol):
     def counters(self) -> dict[str, int]:
         """Return what it has done so far, for the hook's counters."""
 
+    def state(self) -> dict[str, Any]:
+        """Return what the hook's state says about it."""
+
 
 class Plain:
-    """vLLM's blocks as they are."""
+    """vLLM's blocks as they are; `why` they are not otherwise, where the recipe would have it."""
+
+    def __init__(self, why: str | None = None) -> None:
+        self.why = why
 
     def leave(self, row: int) -> None:
         """Nothing is shared."""
@@ -72,7 +81,23 @@ class Plain:
         """Return nothing."""
         return {}
 
+    def state(self) -> dict[str, Any]:
+        """Return why blocks have no second end, where a recipe wants them to."""
+        return {} if self.why is None else {"two_ended": False, "two_ended_why": self.why}
+
 
 def holding_of(scheduler: Any) -> Holding:
     """Return how a scheduler's KV is held; asked once, when all else of the hook is there."""
+    if getattr(scheduler.packer, "two_ended", False):
+        return _two_ended(scheduler)
     return Plain()
+
+
+def _two_ended(scheduler: Any) -> Holding:
+    from headway.engines.vllm import two_ended
+
+    why = two_ended.why_not(scheduler)
+    if why is None:
+        return two_ended.TwoEnds(scheduler)
+    _log.warning("%s runs without two-ended blocks here: %s.", scheduler.recipe.name, why)
+    return Plain(why)

@@ -67,6 +67,7 @@ class HeadwayMixin:
         self._serial = 0
         self._saved = (0, 0)
         self._batch: Batch | None = None
+        self._ran: list[str] = []
         self._began = 0.0
         self.holding: Holding = holding_of(self)
         from headway.engines.vllm.control import install
@@ -111,7 +112,12 @@ class HeadwayMixin:
             self.diary.output(seconds)
             self.counters["step_seconds"] += seconds
             self._batch = None
-        return super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        output = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        for id in self._ran:  # rows are freed in the order in which they ran, as the simulated engine does
+            if id not in self.requests:
+                self._leave(id, self.clock())
+        self._ran = []
+        return output
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Stock asks here, for running and waiting alike, how many tokens of a request may run."""
@@ -191,7 +197,7 @@ class HeadwayMixin:
     def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:
         """Let stock code see only what the step names. Returns what `_restore` needs."""
         names = [str(self.jobs.keys[row]) for row in step.order]
-        live = self.jobs.running[step.order]
+        live = [self.requests[name].status == RequestStatus.RUNNING for name in names]
         chosen = [self.requests[name] for name, runs in zip(names, live, strict=True) if runs]
         candidates = [self.requests[name] for name, runs in zip(names, live, strict=True) if not runs]
         kept = set(map(id, chosen))
@@ -199,12 +205,14 @@ class HeadwayMixin:
         self._caps = {} if step.tokens is None else dict(zip(names, step.tokens.tolist(), strict=True))
         backlog, self.waiting = self.waiting, FCFSRequestQueue(candidates)
         self.running = chosen
-        self._limit(step, len(paused))
+        self._limit(step)
         return paused, candidates, backlog
 
-    def _limit(self, step: Step, paused: int) -> None:
+    def _limit(self, step: Step) -> None:
         """Set stock's limits for this step; paused requests keep their slots in the model runner."""
         stock: Any = self
+        running = self.jobs.running
+        paused = int(np.count_nonzero(running) - np.count_nonzero(running[step.order]))
         self._saved = (stock.max_num_active_reqs, stock.max_num_scheduled_tokens)
         active = step.max_running if step.max_running is not None else self._slots
         stock.max_num_active_reqs = min(active, self._slots - paused)
@@ -233,8 +241,9 @@ class HeadwayMixin:
     def _note(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Remember what ran, for the pace, the counters and the log."""
         ran: dict[str, int] = output.num_scheduled_tokens
+        self.holding.check(ran)
         if ran:
-            self.holding.check(ran)
+            self._ran = [name for name in self.jobs.names(step.order) if name in ran]
             self._batch = self._shape(ran)
             row = self.diary.begin(now, self._batch)
             self._began = self.timer()
@@ -281,6 +290,7 @@ class HeadwayMixin:
             "block_size": self._block_size,
             **self._limits,
             "counters": self.recorder.counters | self.counters | self.holding.counters(),
+            **self.holding.state(),
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
         }

