@@ -18,16 +18,23 @@ from headway.bench.measures import Row
 from headway.engines import clockwork
 from headway.engines.clockwork import Clockwork
 from headway.engines.simulated import Ran, SimulatedEngine
+from headway.engines.two_ended import TwoEnded
+from headway.engines.vllm.process import two_ended_pool
 from headway.forecast.pace import OnlinePace
+from headway.memory.slots import DROPPED, HOST, ORDERS, SHARED, Book
 from headway.recipes import find
 from headway.types import Slo
 
 BLOCK = 16
-STOCK, HOOK = "stock", "hook"
-PAIRS = (("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK))
+STOCK, HOOK, ENDS = "stock", "hook", "two-ended"
+PAIRS = (
+    ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("bros", ENDS),
+)  # fmt: skip
 _PROMISES = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 _LONGEST = 1024  # tokens of one request, prompt and answer
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
+_TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
+_COPY = 1e-5  # seconds to move a token's KV to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload and the engine it meets. blocks: usable ones. seed: of the iterations' durations."""
+    """One workload and the engine it meets. blocks: usable ones, of `BLOCK` tokens. seed: of the iterations'
+    durations, and of the host's size where blocks have two ends."""
 
     tasks: tuple[Task, ...]
     max_running: int
@@ -139,13 +147,17 @@ class _Both:
         self.budget = max(case.budget, case.max_running)
         self.slots = case.max_running if host == STOCK else 2 * case.max_running
         # Stock serves those inside in the order in which they came in, whatever their priority.
-        self.ordered = host == HOOK or recipe == "vllm"
-        self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
-        packer = find(recipe).packer(case.max_running, self.budget, self.pace)
-        self.lean = SimulatedEngine(
-            packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
-            max_model_len=case.max_model_len,
-        )  # fmt: skip
+        # What comes back from the host comes in first inside vLLM: the order within an iteration is its own.
+        self.ordered = host == HOOK or (host, recipe) == (STOCK, "vllm")
+        if host == ENDS:
+            self.real, self.lean = _two_ended(case, self.budget, self.slots, recipe, self.pace)
+        else:
+            self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
+            packer = find(recipe).packer(case.max_running, self.budget, self.pace)
+            self.lean = SimulatedEngine(
+                packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
+                max_model_len=case.max_model_len,
+            )  # fmt: skip
         self.todo = sorted(enumerate(case.tasks), key=lambda item: item[1].at)
 
     def steps(self) -> Iterator[str | None]:
@@ -198,13 +210,50 @@ class _Both:
             "runs": (list(output.num_scheduled_tokens.items()), ours)
             if self.ordered
             else (output.num_scheduled_tokens, dict(ours)),
-            "preempted": ({id: scheduler.requests[id].num_preemptions for id in lost}, lost),
+            "preempted": ({id: _lost(scheduler, id) for id in lost}, lost),
             "has free": (scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.lean.free),
         }
+        if isinstance(self.lean, TwoEnded):
+            pairs["shares and saves"] = (_account(scheduler.holding.book), _account(self.lean.book))
         for what, (theirs, mine) in pairs.items():
             if theirs != mine:
                 return f"at {self.real.now:.3f}: vLLM {what} {theirs}, we {mine}"
         return None
+
+
+def _lost(scheduler: Any, id: str) -> int:
+    """Return how often a request's KV was taken; vLLM does not see what goes to the host of two-ended blocks."""
+    jobs = getattr(scheduler, "jobs", None)
+    if jobs is None or not scheduler.holding.state().get("two_ended"):
+        return int(scheduler.requests[id].num_preemptions)
+    return int(jobs.evictions[jobs.row_of[id]])
+
+
+def _account(book: Book) -> tuple[int, ...]:
+    """Return what a book adds up to: tokens on the host, dropped and here, blocks shared, and the copies."""
+    orders = book.orders[: book.counts[ORDERS]].sum(axis=0)
+    return *book.counts[[HOST, DROPPED, SHARED]].tolist(), int(book.stored.sum()), *orders[[0, 2, 3]].tolist()
+
+
+def _two_ended(
+    case: Case, budget: int, slots: int, recipe: str, pace: OnlinePace
+) -> tuple[Clockwork, SimulatedEngine]:
+    """Return both hosts with two-ended blocks, and a host memory that is scarce in most cases."""
+    from headway.engines.vllm.hook import HeadwayScheduler
+
+    scarce = case.blocks * BLOCK // (3 * _TWO_ENDED)  # so that there is something to share
+    blocks = max(scarce, -(-case.max_model_len // _TWO_ENDED))
+    host = int(np.random.default_rng(case.seed).choice((0, 40, 400, 100_000)))
+    setup = clockwork.config(
+        max_running=case.max_running, max_batched_tokens=budget, max_model_len=case.max_model_len,
+        block_size=_TWO_ENDED, recipe=recipe, slots=slots,
+        pool=two_ended_pool(0, host_tokens=host, copy_seconds=_COPY),
+    )  # fmt: skip
+    engine = TwoEnded(
+        find(recipe).packer(case.max_running, budget, pace), blocks=blocks, size=_TWO_ENDED, slots=slots,
+        budget=budget, max_model_len=case.max_model_len, host=host, copy_seconds=_COPY, decode_only=True,
+    )  # fmt: skip
+    return Clockwork(clockwork.scheduler(setup, blocks + 1, _TWO_ENDED, HeadwayScheduler)), engine
 
 
 def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) -> Clockwork:
