@@ -17,12 +17,18 @@ CHAT = Slo(ttft=0.4, tpot=0.2)
 _NONE = Slo()
 
 
-def build(blocks: int, host: int, *, two_ended: bool = True, places: int = 8) -> Swapping:
+def build(
+    blocks: int, host: int, *, two_ended: bool = True, places: int = 8, decode_only: bool = False
+) -> Swapping:
     packer = Bros(places, 64, OnlinePace(), two_ended=two_ended, sizing=BatchSize(base=4))
-    kind = TwoEnded if two_ended else Swapping
-    return kind(
-        packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4
-    )
+    if not two_ended:
+        return Swapping(
+            packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4
+        )
+    return TwoEnded(
+        packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4,
+        decode_only=decode_only,
+    )  # fmt: skip
 
 
 def drive(engine: Swapping, asks: list[tuple[int, int, bool, int]]) -> dict[str, int]:
@@ -52,7 +58,7 @@ def drive(engine: Swapping, asks: list[tuple[int, int, bool, int]]) -> dict[str,
     return made
 
 
-@pytest.mark.parametrize("two_ended", [True, False])
+@pytest.mark.parametrize(("two_ended", "decode_only"), [(True, False), (True, True), (False, False)])
 @given(
     asks=st.lists(
         st.tuples(st.integers(1, 24), st.integers(1, 20), st.booleans(), st.integers(0, 30)), min_size=1,
@@ -63,9 +69,9 @@ def drive(engine: Swapping, asks: list[tuple[int, int, bool, int]]) -> dict[str,
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_every_request_ends_with_its_tokens(
-    two_ended: bool, asks: list[tuple[int, int, bool, int]], blocks: int, host: int
+    two_ended: bool, decode_only: bool, asks: list[tuple[int, int, bool, int]], blocks: int, host: int
 ) -> None:
-    engine = build(blocks, host, two_ended=two_ended)
+    engine = build(blocks, host, two_ended=two_ended, decode_only=decode_only)
     made = drive(engine, asks)
     assert made == {f"r{i}": output for i, (_, output, _, _) in enumerate(asks)}
     assert engine.free == blocks, "everything is free at the end"

@@ -90,7 +90,7 @@ class Pool:
         return block, at if self.book.kind[row] == REAL_TIME or not mirrored else self.size - 1 - at
 
     def carry_out(self) -> None:
-        """Do the copies that were ordered, in their order. The tokens of a full block may lie in any order."""
+        """Do the copies that were ordered, one by one. The tokens of a full block may lie in any order."""
         for kind, row, first, count, block, source, mirrored in self.book.orders[
             : self.book.counts[ORDERS]
         ].tolist():
@@ -99,7 +99,7 @@ class Pool:
             here = [self.slot(row, token, block, mirrored) for token in tokens]
             if kind == SAVE:
                 for token, slot in zip(tokens, here, strict=True):
-                    assert self.device[slot][:2] == (row, self.lives[row]), "saved is what will be overwritten"
+                    assert self.device[slot][:2] == (row, self.lives[row]), "not its own"
                     self.host[row, token] = self.device[slot]
             elif kind == LOAD:
                 for token, slot in zip(tokens, here, strict=True):
@@ -119,10 +119,7 @@ class Pool:
         for first in range(0, tokens, self.size):
             mine = range(first, min(first + self.size, tokens))
             held = [self.device.get(self.place(row, token)) for token in mine]
-            there = [
-                value if (row, token) not in self.host else self.host[row, token]
-                for token, value in zip(mine, held, strict=True)
-            ]
+            there = [self.host.get((row, token), value) for token, value in zip(mine, held, strict=True)]
             assert saved or not any((row, token) in self.host for token in mine)
             wanted = [(row, self.lives[row], token) for token in mine]
             if len(mine) == self.size:

@@ -206,7 +206,7 @@ class _Both:
         jobs, scheduler = self.lean.jobs, self.real.scheduler
         ours = list(zip(jobs.names(ran.rows), ran.tokens.tolist(), strict=True))
         lost = {id: int(jobs.evictions[row]) for id, row in jobs.row_of.items()}
-        pairs = {
+        pairs: dict[str, tuple[Any, Any]] = {
             "runs": (list(output.num_scheduled_tokens.items()), ours)
             if self.ordered
             else (output.num_scheduled_tokens, dict(ours)),
@@ -222,7 +222,7 @@ class _Both:
 
 
 def _lost(scheduler: Any, id: str) -> int:
-    """Return how often a request's KV was taken; vLLM does not see what goes to the host of two-ended blocks."""
+    """Return how often a request's KV was taken; of two-ended blocks vLLM does not see what is saved."""
     jobs = getattr(scheduler, "jobs", None)
     if jobs is None or not scheduler.holding.state().get("two_ended"):
         return int(scheduler.requests[id].num_preemptions)

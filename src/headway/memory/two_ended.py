@@ -223,7 +223,7 @@ def _grow_right(book: Book, row: int, tokens: int) -> bool:
 
 @compiled
 def _straighten(book: Book, row: int) -> bool:
-    """Let a best-effort row have its last block alone, filled from the left; False when there is no memory."""
+    """Give a best-effort row its last block alone, filled from the left; False when there is no memory."""
     k, size = book.held[row] - 1, book.counts[SIZE]
     if k < 0:
         return True

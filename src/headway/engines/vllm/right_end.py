@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_tails: list[tuple[int, int]] = []  # of the step under way: row of the batch, its block filled from the right
+_tails: list[tuple[int, int]] = []  # of the step under way: row of the batch, block it fills from the right
 
 
 class Call(NamedTuple):
@@ -155,7 +155,7 @@ def layout(cache: Any, size: int) -> Any:
     part = place // (size * dim)  # head by head: its keys, then its values
     order = torch.argsort(slot * (2 * heads * dim) + part * dim + high * 64 + low)
     where = order.view(size, 2 * heads * dim)
-    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), "a slot's KV is not its own"
+    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), "not one slot's"
     return where
 
 

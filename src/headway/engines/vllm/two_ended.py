@@ -31,7 +31,7 @@ _MULTIPLE = 32  # tokens: what the CPU attention's blocks consist of
 
 def why_not(scheduler: Any) -> str | None:
     """Return why this engine cannot have two-ended blocks, None = it can."""
-    config = scheduler.vllm_config
+    config, cache = scheduler.vllm_config, scheduler.vllm_config.cache_config
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec
     plain = type(spec).__name__ == "FullAttentionSpec" and getattr(spec, "sliding_window", None) is None
@@ -39,8 +39,8 @@ def why_not(scheduler: Any) -> str | None:
         "its connector was not given at start": not isinstance(scheduler.connector, TwoEndedPool),
         "it is not the CPU's attention": config.device_config.device_type != "cpu",
         "the model's layers differ in their KV, or have a window": len(groups) != 1 or not plain,
-        "prefix caching is on; start with --no-enable-prefix-caching": config.cache_config.enable_prefix_caching,
-        "KV is quantized": config.cache_config.cache_dtype != "auto",
+        "prefix caching is on; start with --no-enable-prefix-caching": cache.enable_prefix_caching,
+        "KV is quantized": cache.cache_dtype != "auto",
         "decoding is speculative": config.speculative_config is not None,
         "scheduling is asynchronous": config.scheduler_config.async_scheduling,
         "it is vLLM's model runner V2": scheduler.use_v2_model_runner,
@@ -72,7 +72,7 @@ class TwoEnds:
         self._known: dict[str, list[int]] = {}  # each running request's blocks, as the worker has them
         self.pool.begin()
         self._take_over()
-        run(self.jobs.data, self.book, np.zeros(2, np.int64), self.limits, *[_NOBODY] * 4, 0)  # compiles it
+        self._run(Step(_NOBODY, _NOBODY, _NOBODY, _NOBODY))  # compiles it
 
     def _take_over(self) -> None:
         manager = self.manager
@@ -115,21 +115,27 @@ class TwoEnds:
 
     def plan(self, step: Step) -> Step:
         """Account the step on the book. Returns what vLLM is to carry out: who runs, who has lost all KV."""
-        jobs, limits = self.jobs, self.limits
-        caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
-        most = limits.slots if step.max_running is None else step.max_running
-        budget = limits.budget if step.token_budget is None else min(step.token_budget, limits.budget)
-        balance, before = np.array([0, np.count_nonzero(self.inside)]), jobs.evictions.copy()
-        rows, tokens, _, _ = run(
-            jobs.data, self.book, balance, limits._replace(budget=budget), step.order, caps, step.evict,
-            step.save, most,
-        )  # fmt: skip
+        jobs, before = self.jobs, self.jobs.evictions.copy()
+        rows, tokens = self._run(step)
         self.inside[:] = jobs.running
         self.granted = dict(zip(jobs.names(rows), tokens.tolist(), strict=True))
         self._tell(rows)
         evict = self._lost(np.flatnonzero(jobs.evictions != before))
         jobs.evictions[evict] -= 1  # the hook counts those that vLLM preempts
         return Step(rows, tokens, evict, _NOBODY, max_running=rows.size, token_budget=int(tokens.sum()))
+
+    def _run(self, step: Step) -> tuple[Ints, Ints]:
+        """Return who computes how many tokens: as `engines.two_ended.TwoEnded.schedule`."""
+        limits = self.limits
+        caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
+        most = limits.slots if step.max_running is None else step.max_running
+        budget = limits.budget if step.token_budget is None else min(step.token_budget, limits.budget)
+        balance = np.array([0, np.count_nonzero(self.inside)])
+        rows, tokens, _, _ = run(
+            self.jobs.data, self.book, balance, limits._replace(budget=budget), step.order, caps, step.evict,
+            step.save, most,
+        )  # fmt: skip
+        return rows, tokens
 
     def _tell(self, rows: Ints) -> None:
         """Write down for the worker what to copy, and who writes to the right."""

@@ -22,7 +22,7 @@ _PROBE = 1 << 26  # bytes moved once to learn what a copy costs
 
 
 @dataclass
-class Ends(KVConnectorMetadata):
+class Ends(KVConnectorMetadata):  # type: ignore[misc]
     """One step of two-ended blocks.
 
     host: slots of the host pool. copies: in order. tables: requests whose blocks have changed otherwise than
@@ -48,7 +48,7 @@ class TwoEndedPool(HostPool):
         self.copy_seconds = float(options.get("copy_seconds") or 0.0)
         self.ends: Ends | None = None  # set by who decides; None = a HostPool
         self._slots: list[torch.Tensor] = []
-        if role == KVConnectorRole.WORKER:
+        if role == KVConnectorRole.WORKER and vllm_config.device_config.device_type == "cpu":
             right_end.install()
 
     # ---- the scheduler's side

@@ -1,0 +1,126 @@
+"""Does every copy touch the slots it means, and where does the CPU's attention keep a slot?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.engines.vllm.slotcopies import IN, OUT, WITHIN, HostSlots, copies_of
+from headway.memory import checkpoint, slots, two_ended
+from headway.memory.slots import BEST_EFFORT, HOST, REAL_TIME
+
+pytestmark = pytest.mark.filterwarnings("default")
+SIZE, BLOCKS, LONGEST = 4, 5, 24
+
+
+class Memory:
+    """A book whose copies are carried out on arrays, as by the worker. A token's KV is row * 100 + token."""
+
+    def __init__(self, host: int) -> None:
+        self.book = slots.new(BLOCKS, SIZE, LONGEST, host, 4, decode_only=True)
+        self.slots = HostSlots(LONGEST)
+        self.device = np.full((BLOCKS + 1) * SIZE, -1)
+        self.host = np.full(host, -1)
+
+    def carry_out(self) -> None:
+        for way, source, target in copies_of(self.book, self.slots):
+            taken = self.host[source] if way == IN else self.device[source]
+            (self.host if way == OUT else self.device)[target] = taken
+            assert way in (IN, OUT, WITHIN)
+        assert self.slots.held() == self.book.counts[HOST] <= self.host.size
+        self.book.counts[slots.ORDERS] = 0
+
+    def place(self, row: int, token: int) -> int:
+        block, at = int(self.book.table[row, token // SIZE]), token % SIZE
+        right = self.book.kind[row] == BEST_EFFORT and self.book.mirrored[block]
+        return (block + 1) * SIZE + (SIZE - 1 - at if right else at)
+
+    def grow(self, row: int, tokens: int) -> None:
+        book = self.book
+        here = two_ended.come_back(book, row) if book.away[row] else checkpoint.restore(book, row)
+        before = int(book.stored[row])
+        done = here and two_ended.grow(book, row, tokens)
+        self.carry_out()
+        if done:
+            self.attend(row, before)
+            for token in range(before, before + tokens):
+                self.device[self.place(row, token)] = row * 100 + token
+
+    def attend(self, row: int, tokens: int) -> None:
+        for first in range(0, tokens, SIZE):
+            mine = range(first, min(first + SIZE, tokens))
+            there = [int(self.device[self.place(row, token)]) for token in mine]
+            wanted = [row * 100 + token for token in mine]
+            assert (sorted(there) if len(mine) == SIZE else there) == wanted
+
+
+acts = st.tuples(st.integers(0, 3), st.sampled_from(["grow"] * 8 + ["away", "leave"]), st.integers(1, 6))
+
+
+@given(st.lists(acts, max_size=60), st.sampled_from([0, 3, 12, 60]))
+@settings(max_examples=200, deadline=None)
+def test_every_row_reads_what_it_wrote(acts: list[tuple[int, str, int]], host: int) -> None:
+    memory = Memory(host)
+    book = memory.book
+    for row, act, tokens in acts:
+        two_ended.begin(book)
+        if book.kind[row] == 0:
+            two_ended.enter(book, row, REAL_TIME if row % 2 else BEST_EFFORT)
+        book.pinned[row] = book.kind[row] == BEST_EFFORT
+        if act == "leave" or book.stored[row] + book.away[row] + tokens > LONGEST:
+            checkpoint.forget(book, row)
+            memory.slots.drop(row)
+            book.kind[row] = 0
+        elif act == "away" and book.stored[row]:
+            checkpoint.away(book, row)
+            memory.carry_out()
+        else:
+            memory.grow(row, 1 if tokens > 3 else tokens)
+        two_ended.check_integrity(book)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("size", "heads", "dim"), [(32, 3, 64), (128, 2, 128), (64, 1, 256)])
+def test_a_slot_copied_elsewhere_reads_as_before(kind: str, size: int, heads: int, dim: int) -> None:
+    """The attention's own operators: write, copy slots by `layout`, attend there."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from headway.engines.vllm.right_end import _halves, layout
+
+    current_platform.import_kernels()
+    torch.manual_seed(size)
+    dtype = getattr(torch, kind)
+    isa = _get_attn_isa(dtype, size, dim)
+    cache = torch.zeros(4, heads, size, 2 * dim, dtype=dtype)
+    keys, values = _halves(cache)
+    k, v, q = (torch.randn(n, heads, dim).to(dtype) for n in (size, size, 1))
+    ops.cpu_attn_reshape_and_cache(k, v, keys, values, size + torch.arange(size), isa)
+
+    def attend(block: int) -> Any:
+        out, starts = torch.empty_like(q), torch.tensor([0, 1], dtype=torch.int32)
+        lengths = torch.tensor([size], dtype=torch.int32)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            1, heads, heads, dim, lengths, dtype, starts, True, -1, isa, True
+        )
+        table = torch.tensor([[block]], dtype=torch.int32)
+        ops.cpu_attention_with_kv_cache(
+            q, keys, values, out, starts, lengths, dim**-0.5, True, None, -1, table, 0.0, plan, None
+        )
+        return out
+
+    where, flat = layout(cache, size), cache.view(4, -1)
+    assert where.shape == (size, 2 * heads * dim)
+    assert sorted(where.flatten().tolist()) == list(range(cache[0].numel()))
+    backwards = torch.arange(size).flip(0)
+    flat[2][where[backwards]] = flat[1][where]
+    near = 2e-2 if kind == "bfloat16" else 1e-5
+    assert torch.allclose(attend(2).float(), attend(1).float(), atol=near), "the same tokens, turned round"
+    flat[3][where[backwards]] = flat[2][where]
+    assert torch.equal(attend(3), attend(1)), "and back"
