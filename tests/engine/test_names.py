@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -90,6 +91,46 @@ def test_utility_calls_reach_methods_of_the_engine_core() -> None:
     from vllm.v1.engine import core
 
     assert "getattr(self, method_name)" in inspect.getsource(core)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "parameters"),
+    [
+        ("core.kv_cache_manager.KVCacheManager", "allocate_slots", ["self", "request", "num_new_tokens"]),
+        ("core.kv_cache_manager.KVCacheManager", "free", ["self", "request"]),
+        ("core.kv_cache_manager.KVCacheManager", "create_kv_cache_blocks", ["self", "blocks"]),
+        ("worker.gpu_model_runner.GPUModelRunner", "_update_states", ["self", "scheduler_output"]),
+        ("worker.block_table.MultiGroupBlockTable", "add_row", ["self", "block_ids", "row_idx"]),
+        ("worker.block_table.MultiGroupBlockTable", "clear_row", ["self", "row_idx"]),
+        (
+            "worker.block_table.MultiGroupBlockTable",
+            "compute_slot_mapping",
+            ["self", "num_reqs", "query_start_loc", "positions"],
+        ),
+        (
+            "attention.backends.cpu_attn.CPUAttentionMetadataBuilder",
+            "build",
+            ["self", "common_prefix_len", "common_attn_metadata"],
+        ),
+        (
+            "attention.backends.cpu_attn.CPUAttentionBackendImpl",
+            "forward",
+            ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"],
+        ),
+    ],
+)
+def test_what_two_ended_blocks_wrap(where: str, name: str, parameters: list[str]) -> None:
+    module, _, kind = where.rpartition(".")
+    method = getattr(getattr(importlib.import_module(f"vllm.v1.{module}"), kind), name)
+    stock = inspect.unwrap(getattr(method, "headway", method))
+    assert list(inspect.signature(stock).parameters)[: len(parameters)] == parameters
+
+
+def test_copies_come_before_the_batch_is_made_up() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(GPUModelRunner.execute_model)
+    assert source.index(".handle_preemptions(") < source.index("self._update_states(")
 
 
 def test_no_other_private_name_is_touched() -> None:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-_tails: list[tuple[int, int]] = []  # of the step under way: row of the batch, block it fills from the right
+_tails: list[tuple[int, int]] = []  # of this step: row in the batch, its block that fills from the right
 
 
 class Call(NamedTuple):
-    """One request's attention: its token in the batch, the rotated table, the pretended length, the window."""
+    """One request's attention: its token's place, its table turned round, the length to pretend, the window."""
 
     token: int
     table: Any
@@ -47,7 +47,7 @@ def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(stock, self, *args, **kwargs)
 
-    wrapped.headway = True  # type: ignore[attr-defined]
+    wrapped.headway = stock  # type: ignore[attr-defined]
     setattr(kind, name, wrapped)
 
 

@@ -1,0 +1,119 @@
+"""Two-ended blocks in vLLM's own scheduler, in virtual time: where they are on, and what stock leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.engines import clockwork
+from headway.engines.clockwork import Clockwork
+from headway.engines.vllm.hook import HeadwayScheduler
+from headway.engines.vllm.process import two_ended_pool
+from headway.memory import two_ended
+
+pytestmark = pytest.mark.filterwarnings("default")
+BLOCKS = 12
+
+
+def build(recipe: str = "bros", *, size: int = 32, pool: dict[str, Any] | None = None) -> Clockwork:
+    setup = clockwork.config(
+        max_running=8, max_batched_tokens=256, max_model_len=256, block_size=size, recipe=recipe, slots=16,
+        pool=pool if pool is not None else two_ended_pool(0, host_tokens=100, copy_seconds=1e-5),
+    )  # fmt: skip
+    return Clockwork(clockwork.scheduler(setup, BLOCKS + 1, size, HeadwayScheduler))
+
+
+def fill(clock: Clockwork, count: int = 6) -> None:
+    for i in range(count):
+        promise = {"headway_ttft": 5.0, "headway_tpot": 1.0} if i % 2 else {}
+        clock.add(
+            f"r{i}", 40 + 7 * i, 20 + i, facts={"headway_id": f"r{i}", "headway_arrival": 0.0, **promise}
+        )
+
+
+def check_empty(clock: Clockwork) -> None:
+    clock.schedule()
+    holding = clock.scheduler.holding
+    two_ended.check_integrity(holding.book)
+    assert not holding.book.kind.any()
+    assert not holding.host.held()
+    assert clock.scheduler._blocks.get_num_free_blocks() == BLOCKS
+
+
+def test_state_tells_that_blocks_have_two_ends() -> None:
+    state = build().scheduler.control({"op": "state"})
+    assert state["two_ended"] is True
+    assert state["counters"]["shared_blocks"] == 0
+    assert state["blocks_free"] == state["blocks_total"] == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("size", "pool", "why"), [(16, None, "multiples of 32"), (32, {}, "connector")], ids=["size", "connector"]
+)
+def test_where_they_cannot_be_it_says_why_and_runs(
+    size: int, pool: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = build(size=size, pool=pool)
+    state = clock.scheduler.control({"op": "state"})
+    assert state["two_ended"] is False
+    assert why in state["two_ended_why"]
+    assert why in caplog.text
+    fill(clock)
+    while clock.busy:
+        clock.step()
+    assert len(clock.finished) == 6
+
+
+def test_plain_blocks_say_nothing_of_ends() -> None:
+    assert "two_ended" not in build("bros-plain-blocks").scheduler.control({"op": "state"})
+
+
+def test_what_stock_leaves_out_gets_its_blocks_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a request whose grammar is being compiled: granted, but vLLM skips it."""
+    clock = build()
+    stock, calls = clock.scheduler._handle_blocked_waiting_request, iter(range(10**6))
+
+    def reluctant(request: Any) -> Any:
+        return next(calls) % 3 == 0 and stock(request)
+
+    monkeypatch.setattr(clock.scheduler, "_handle_blocked_waiting_request", reluctant)
+    fill(clock)
+    left_out = 0
+    while clock.busy:
+        ran = clock.step()
+        holding = clock.scheduler.holding
+        left_out += len(holding.granted.keys() - ran.keys())
+        two_ended.check_integrity(holding.book)
+    assert left_out > 0
+    assert len(clock.finished) == 6
+    check_empty(clock)
+
+
+def test_who_is_aborted_at_any_moment_leaves_nothing() -> None:
+    from vllm.v1.request import RequestStatus
+
+    clock = build()
+    fill(clock, 8)
+    for i in range(8):
+        for _ in range(4):
+            clock.step()
+        if i % 3 != 1:
+            clock.scheduler.finish_requests([f"r{i}"], RequestStatus.FINISHED_ABORTED)
+    while clock.busy:
+        clock.step()
+    check_empty(clock)
+    assert clock.scheduler.holding.counters()["shared_blocks"] > 0
+
+
+def test_a_preemption_from_outside_frees_and_computes_again() -> None:
+    clock = build()
+    fill(clock)
+    for _ in range(5):
+        clock.step()
+    assert clock.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert clock.scheduler._blocks.get_num_free_blocks() == BLOCKS
+    while clock.busy:
+        clock.step()
+    assert len(clock.finished) == 6
+    check_empty(clock)
