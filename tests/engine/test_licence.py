@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.bench import conformance
-from headway.bench.conformance import ENDS, HOOK, STOCK, Case, Task, compare, draw
+from headway.bench.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
 from headway.engines.simulated import SimulatedEngine
+from headway.pack import bros
 from headway.recipes import find, names
 from headway.types import Slo
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
 PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names() if not find(name).reserves)]
-PAIRS += [(name, ENDS) for name in names() if find(name).two_ended]
+PAIRS += [(name, POOL) for name in bros.VARIANTS]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
 tasks = st.builds(Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3))
 cases = st.builds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def engine() -> Iterator[Engine]:
     from headway.engines.vllm.hook import HeadwayScheduler
 
     llm = LLM(
-        str(model.fetch()), dtype="float32", max_model_len=320, max_num_seqs=16, enforce_eager=True,
+        str(model.fetch()), dtype="float32", max_model_len=320, max_num_seqs=24, enforce_eager=True,
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=320, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "bros", "max_running": 8}},
@@ -141,6 +142,58 @@ def test_without_the_window_tokens_would_be_wrong(
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(1, 12, 2)] == alone[1::2], "real-time ones lie as always"
     assert [done[f"r{i}"] for i in range(0, 12, 2)] != alone[::2]
+
+
+class Everybody:
+    """All run, as they came."""
+
+    two_ended = True
+
+    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+        rows = jobs.rows()
+        order = rows[np.argsort(jobs.serial[rows])]
+        return Step(order, np.full(order.size, 320), rows[:0], rows[:0])
+
+
+@pytest.mark.parametrize("shared", [0, 4, 8])
+def test_what_sharing_costs_an_iteration(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, shared: int
+) -> None:
+    """Eight of each kind decode; fillers leave so few empty blocks that so many real-time ones share."""
+    scheduler, attend = engine.scheduler, right_end._call
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    made: list[bool] = []
+    calls = True
+
+    def call(*one: Any) -> Any:
+        made.append(calls)
+        return attend(*one) if calls else None
+
+    scheduler.packer = Everybody()
+
+    for i in range(8):
+        engine.add(f"b{i}", ask(0)[:2], 40)
+    half = (7 + shared) // 2
+    for i, blocks in enumerate((half, 7 + shared - half)):
+        engine.add(f"filler{i}", (ask(5) + ask(2))[: 32 * blocks - 20], 18)
+    for _ in range(3):
+        engine.step()
+    for i in range(8):
+        engine.add(f"r{i}", ask(0)[:4], 13, ttft=1.0)
+    engine.step()
+    monkeypatch.setattr(right_end, "_call", call)
+    for i in range(8):
+        calls = i % 2 == 0  # every second iteration without them: wrong, but timed
+        began = time.perf_counter()
+        engine.step()
+        seconds[calls].append(time.perf_counter() - began)
+    assert made == [i % 2 == 0 for i in range(8) for _ in range(shared)]
+    with_, without = (1000 * min(seconds[kind]) for kind in (True, False))
+    print(
+        f"{shared} of 8 best-effort rows share: {with_:.1f} ms an iteration, without their calls {without:.1f}"
+    )
+    assert len(engine.run(200)) >= 18
+    whole(scheduler)
 
 
 def test_who_goes_away_midway_leaves_nothing_behind(engine: Engine, alone: list[list[int]]) -> None:

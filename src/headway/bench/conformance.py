@@ -18,7 +18,7 @@ from headway.bench.measures import Row
 from headway.engines import clockwork
 from headway.engines.clockwork import Clockwork
 from headway.engines.simulated import Ran, SimulatedEngine
-from headway.engines.two_ended import TwoEnded
+from headway.engines.two_ended import Swapping, TwoEnded
 from headway.engines.vllm.process import two_ended_pool
 from headway.forecast.pace import OnlinePace
 from headway.memory.slots import DROPPED, HOST, ORDERS, SHARED, Book
@@ -26,9 +26,10 @@ from headway.recipes import find
 from headway.types import Slo
 
 BLOCK = 16
-STOCK, HOOK, ENDS = "stock", "hook", "two-ended"
+STOCK, HOOK, POOL = "stock", "hook", "pool"
 PAIRS = (
-    ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("bros", ENDS),
+    ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("bros", POOL),
+    ("bros-plain-blocks", POOL),
 )  # fmt: skip
 _PROMISES = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 _LONGEST = 1024  # tokens of one request, prompt and answer
@@ -149,8 +150,8 @@ class _Both:
         # Stock serves those inside in the order in which they came in, whatever their priority.
         # What comes back from the host comes in first inside vLLM: the order within an iteration is its own.
         self.ordered = host == HOOK or (host, recipe) == (STOCK, "vllm")
-        if host == ENDS:
-            self.real, self.lean = _two_ended(case, self.budget, self.slots, recipe, self.pace)
+        if host == POOL:
+            self.real, self.lean = _pooled(case, self.budget, self.slots, recipe, self.pace)
         else:
             self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
             packer = find(recipe).packer(case.max_running, self.budget, self.pace)
@@ -235,24 +236,26 @@ def _account(book: Book) -> tuple[int, ...]:
     return *book.counts[[HOST, DROPPED, SHARED]].tolist(), int(book.stored.sum()), *orders[[0, 2, 3]].tolist()
 
 
-def _two_ended(
+def _pooled(
     case: Case, budget: int, slots: int, recipe: str, pace: OnlinePace
 ) -> tuple[Clockwork, SimulatedEngine]:
-    """Return both hosts with two-ended blocks, and a host memory that is scarce in most cases."""
+    """Return both hosts with BROS's host pool: scarce in most cases, but not behind plain blocks."""
     from headway.engines.vllm.hook import HeadwayScheduler
 
     scarce = case.blocks * BLOCK // (3 * _TWO_ENDED)  # so that there is something to share
     blocks = max(scarce, -(-case.max_model_len // _TWO_ENDED))
-    host = int(np.random.default_rng(case.seed).choice((0, 40, 400, 100_000)))
+    packer, ends = find(recipe).packer(case.max_running, budget, pace), find(recipe).two_ended
+    host = int(np.random.default_rng(case.seed).choice((0, 40, 400, 100_000))) if ends else 1 << 30
     setup = clockwork.config(
         max_running=case.max_running, max_batched_tokens=budget, max_model_len=case.max_model_len,
         block_size=_TWO_ENDED, recipe=recipe, slots=slots,
-        pool=two_ended_pool(0, host_tokens=host, copy_seconds=_COPY),
+        pool=two_ended_pool(1, host_tokens=host, copy_seconds=_COPY),
     )  # fmt: skip
-    engine = TwoEnded(
-        find(recipe).packer(case.max_running, budget, pace), blocks=blocks, size=_TWO_ENDED, slots=slots,
-        budget=budget, max_model_len=case.max_model_len, host=host, copy_seconds=_COPY, decode_only=True,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "blocks": blocks, "size": _TWO_ENDED, "slots": slots, "budget": budget, "host": host,
+        "max_model_len": case.max_model_len, "copy_seconds": _COPY,
+    }  # fmt: skip
+    engine = TwoEnded(packer, **settings, decode_only=True) if ends else Swapping(packer, **settings)
     return Clockwork(clockwork.scheduler(setup, blocks + 1, _TWO_ENDED, HeadwayScheduler)), engine
 
 

@@ -19,7 +19,7 @@ from headway.engines.simulated import Done, Ran, SimulatedEngine
 from headway.memory import checkpoint, two_ended
 from headway.memory import slots as slots_of
 from headway.memory.ledger import Ledger
-from headway.memory.slots import BEST_EFFORT, COPIED, DROPPED, EMPTY, FREE, REAL_TIME, SIZE, Book
+from headway.memory.slots import BEST_EFFORT, COPIED, DECODE_ONLY, DROPPED, EMPTY, FREE, REAL_TIME, SIZE, Book
 from headway.memory.two_ended import TwoEndedLedger
 from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
@@ -205,6 +205,8 @@ def run(
             jobs["running"][row] = True
             rows[size], tokens[size] = row, give
             size, left = size + 1, left - give
+            if kind == BEST_EFFORT and book.counts[DECODE_ONLY]:
+                two_ended.turn_back(book, row)
     lost = _settle(jobs, book, balance)
     return rows[:size], tokens[:size], lost, admitted
 

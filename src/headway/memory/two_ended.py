@@ -242,6 +242,20 @@ def _straighten(book: Book, row: int) -> bool:
 
 
 @compiled
+def turn_back(book: Book, row: int) -> None:
+    """Let a row that has its last block alone again, and decodes, fill it from the left: that is attended to
+    at once. Its newest token is not written yet."""
+    k, size = book.held[row] - 1, book.counts[SIZE]
+    block = book.table[row, k]
+    used = book.used_right[block]
+    if not book.mirrored[block] or book.left[block] != NOBODY or used == size:
+        return
+    book.mirrored[block] = 0
+    if used > 1:
+        order(book, MIRROR, row, k * size, used - 1, block, block)
+
+
+@compiled
 def trim(book: Book, row: int, tokens: int) -> None:
     """Take a row's tokens beyond the first `tokens`, which are not on the host, and the blocks they had."""
     size = book.counts[SIZE]

@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
+import numpy as np
+
 from headway.memory.ledger import Ledger
+from headway.memory.two_ended import TwoEndedLedger
 from headway.types import Ints, Step
 
 _log = logging.getLogger(__name__)
+_NOBODY = np.empty(0, np.int64)
 
 
 class Holding(Protocol):
@@ -86,11 +90,25 @@ class Plain:
         return {} if self.why is None else {"two_ended": False, "two_ended_why": self.why}
 
 
+class Hosted(Plain):
+    """Plain blocks with a host pool behind them: the packer swaps whole requests and knows what it costs."""
+
+    def __init__(self, copy_seconds: float) -> None:
+        super().__init__()
+        self.copy_seconds = copy_seconds
+
+    def ledger(self, plain: Ledger) -> Ledger:
+        """Return it with the seconds that moving a token's KV takes."""
+        return TwoEndedLedger(*plain, self.copy_seconds, _NOBODY, False)
+
+
 def holding_of(scheduler: Any) -> Holding:
     """Return how a scheduler's KV is held; asked once, when all else of the hook is there."""
-    if getattr(scheduler.packer, "two_ended", False):
+    wants = getattr(scheduler.packer, "two_ended", None)
+    if wants:
         return _two_ended(scheduler)
-    return Plain()
+    swaps = wants is not None and hasattr(scheduler.connector, "save")
+    return Hosted(scheduler.connector.copy_seconds) if swaps else Plain()
 
 
 def _two_ended(scheduler: Any) -> Holding:

@@ -17,7 +17,7 @@ _tails: list[tuple[int, int]] = []  # of this step: row in the batch, its block 
 
 
 class Call(NamedTuple):
-    """One request's attention: its token's place, its table turned round, the length to pretend, the window."""
+    """One request's attention: its token's place, its table turned round, the length to pretend, a window."""
 
     token: int
     table: Any

@@ -154,9 +154,12 @@ class TwoEnds:
         out = []
         for row in rows.tolist():
             request, computed = self._request(row), int(self.jobs.computed[row])
-            if request.num_computed_tokens > computed:
+            if request.num_computed_tokens <= computed:
+                continue
+            if computed == 0:
+                out.append(row)
+            else:
                 request.num_computed_tokens = computed
-                out += [row] * (computed == 0)
         return np.array(out, np.int64)
 
     def begin(self, step: Step) -> None:

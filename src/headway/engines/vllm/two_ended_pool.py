@@ -6,19 +6,15 @@ and is carried out before anything is computed (BROS 5.2). Without two-ended blo
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
 from headway.engines.vllm import right_end
 from headway.engines.vllm.connector import HostPool
 from headway.engines.vllm.slotcopies import IN, OUT, Copy
-
-_PROBE = 1 << 26  # bytes moved once to learn what a copy costs
 
 
 @dataclass
@@ -37,15 +33,13 @@ class Ends(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class TwoEndedPool(HostPool):
-    """Both sides. host_tokens: slots of the host pool; per_token: bytes of KV of one token, all layers."""
+    """Both sides. host_tokens: slots of the host pool."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        self.per_token = max(size // max(self.num_blocks * self.size, 1), 1)
         self.host_tokens = int(options.get("host_tokens", self.free * self.size))
-        self.copy_seconds = float(options.get("copy_seconds") or 0.0)
+        self.copy_seconds = float(options.get("copy_seconds", self.copy_seconds))
         self.ends: Ends | None = None  # set by who decides; None = a HostPool
         self._slots: list[torch.Tensor] = []
         if role == KVConnectorRole.WORKER and vllm_config.device_config.device_type == "cpu":
@@ -56,8 +50,6 @@ class TwoEndedPool(HostPool):
     def begin(self) -> None:
         """Two-ended blocks are on from now on."""
         self.ends = Ends(self.host_tokens)
-        if not self.copy_seconds:
-            self.copy_seconds = self.per_token * _seconds_per_byte()
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Hand the worker its step."""
@@ -103,11 +95,3 @@ class TwoEndedPool(HostPool):
     def _index(self, slots: Any) -> tuple[Any, Any]:
         """Return where in `_view` the KV of slots lies, one row each."""
         return slots[:, None] // self.size, self._where[slots % self.size]
-
-
-def _seconds_per_byte() -> float:
-    """Return what moving a byte in this machine's memory takes."""
-    data = np.ones(_PROBE, np.uint8)
-    began = time.perf_counter()
-    data.copy()
-    return (time.perf_counter() - began) / _PROBE
