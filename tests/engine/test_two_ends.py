@@ -65,8 +65,6 @@ def alone(engine: Engine) -> list[list[int]]:
 class Chaos:
     """Anybody runs, in random parts; now and then somebody goes to the host as a whole or loses all KV."""
 
-    two_ended = True
-
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
@@ -146,8 +144,6 @@ def test_without_the_window_tokens_would_be_wrong(
 
 class Everybody:
     """All run, as they came."""
-
-    two_ended = True
 
     def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
         rows = jobs.rows()

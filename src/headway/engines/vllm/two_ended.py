@@ -154,12 +154,12 @@ class TwoEnds:
         out = []
         for row in rows.tolist():
             request, computed = self._request(row), int(self.jobs.computed[row])
-            if request.num_computed_tokens <= computed:
-                continue
-            if computed == 0:
+            had = request.num_computed_tokens
+            if computed == 0 and had:
                 out.append(row)
-            else:
-                request.num_computed_tokens = computed
+                continue
+            self.scheduler.recorder.preempted(request.request_id, had)  # vLLM sees neither of these
+            request.num_computed_tokens = min(had, computed)
         return np.array(out, np.int64)
 
     def begin(self, step: Step) -> None:
