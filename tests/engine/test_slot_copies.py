@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.engines.vllm import right_end
 from headway.engines.vllm.slotcopies import IN, OUT, WITHIN, HostSlots, copies_of
 from headway.memory import checkpoint, slots, two_ended
 from headway.memory.slots import BEST_EFFORT, HOST, REAL_TIME
@@ -83,44 +82,42 @@ def test_every_row_reads_what_it_wrote(acts: list[tuple[int, str, int]], host: i
         two_ended.check_integrity(book)
 
 
+SHAPES = [(32, 3, 64), (128, 2, 128), (64, 1, 256)]  # slots of a block, heads, elements
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("size", "heads", "dim"), [(32, 3, 64), (128, 2, 128), (64, 1, 256)])
+@pytest.mark.parametrize(("size", "heads", "dim"), SHAPES)
 def test_a_slot_copied_elsewhere_reads_as_before(kind: str, size: int, heads: int, dim: int) -> None:
     """The attention's own operators: write, copy slots by `layout`, attend there."""
     import torch
-    from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    from headway.engines.vllm.right_end import _halves, layout
 
     current_platform.import_kernels()
     torch.manual_seed(size)
     dtype = getattr(torch, kind)
-    isa = _get_attn_isa(dtype, size, dim)
     cache = torch.zeros(4, heads, size, 2 * dim, dtype=dtype)
-    keys, values = _halves(cache)
-    k, v, q = (torch.randn(n, heads, dim).to(dtype) for n in (size, size, 1))
-    ops.cpu_attn_reshape_and_cache(k, v, keys, values, size + torch.arange(size), isa)
-
-    def attend(block: int) -> Any:
-        out, starts = torch.empty_like(q), torch.tensor([0, 1], dtype=torch.int32)
-        lengths = torch.tensor([size], dtype=torch.int32)
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            1, heads, heads, dim, lengths, dtype, starts, True, -1, isa, True
-        )
-        table = torch.tensor([[block]], dtype=torch.int32)
-        ops.cpu_attention_with_kv_cache(
-            q, keys, values, out, starts, lengths, dim**-0.5, True, None, -1, table, 0.0, plan, None
-        )
-        return out
-
-    where, flat = layout(cache, size), cache.view(4, -1)
-    assert where.shape == (size, 2 * heads * dim)
+    query = torch.randn(1, heads, dim).to(dtype)
+    right_end._write(cache, torch.randn(size, 2, heads, dim).to(dtype), size + torch.arange(size))
+    where, flat = right_end.layout(cache, size), cache.view(4, -1)
     assert sorted(where.flatten().tolist()) == list(range(cache[0].numel()))
     backwards = torch.arange(size).flip(0)
     flat[2][where[backwards]] = flat[1][where]
-    near = 2e-2 if kind == "bfloat16" else 1e-5
-    assert torch.allclose(attend(2).float(), attend(1).float(), atol=near), "the same tokens, turned round"
     flat[3][where[backwards]] = flat[2][where]
-    assert torch.equal(attend(3), attend(1)), "and back"
+    first, turned, back = (right_end.attend(cache, query, [block], size, -1) for block in (1, 2, 3))
+    assert first.abs().max() > 0
+    near = 2e-2 if kind == "bfloat16" else 1e-5
+    assert torch.allclose(turned.float(), first.float(), atol=near), "the same tokens, turned round"
+    assert torch.equal(back, first)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("size", "heads", "dim"), SHAPES)
+def test_the_attention_reads_from_the_right_only_through_the_window(
+    kind: str, size: int, heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    dtype, attend = getattr(torch, kind), right_end.attend
+    assert right_end.reads_from_the_right(size, heads, dim, dtype)
+    monkeypatch.setattr(right_end, "attend", lambda *args: attend(*args[:-1], -1))
+    assert not right_end.reads_from_the_right(size, heads, dim, dtype)

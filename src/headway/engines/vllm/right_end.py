@@ -139,6 +139,58 @@ def _halves(cache: Any) -> tuple[Any, Any]:
     return keys, values
 
 
+def reads_from_the_right(size: int, heads: int, dim: int, dtype: Any) -> bool:
+    """Tell whether this machine's attention does: tried once, before anybody depends on it.
+
+    The same tokens are attended to in blocks of their own and beside somebody else's.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    draw = torch.Generator().manual_seed(0)
+    tail = size // 4
+    keys, others = (torch.randn(n, 2, heads, dim, generator=draw).to(dtype) for n in (size + tail, size // 2))
+    cache = torch.zeros(4, heads, size, 2 * dim, dtype=dtype)
+    whole, last = size + torch.arange(size), torch.arange(tail)
+    _write(cache, keys[:size], whole)
+    _write(cache, keys[size:], 2 * size + last)
+    _write(cache, keys[size:], 3 * size + size - 1 - last)
+    _write(cache, others, 3 * size + torch.arange(size // 2))
+    alone = attend(cache, keys[-1:, 0], [1, 2], size + tail, -1)
+    beside = attend(cache, keys[-1:, 0], [3, 1], 2 * size, size + tail)
+    near = 1e-4 if dtype == torch.float32 else 4e-2
+    return torch.allclose(alone.float(), beside.float(), atol=near)
+
+
+def _write(cache: Any, data: Any, slots: Any) -> None:
+    """Write keys and values, (tokens, 2, heads, elements), into slots."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(cache.dtype, cache.shape[2], cache.shape[3] // 2)
+    parts = (part.contiguous() for part in data.unbind(1))
+    ops.cpu_attn_reshape_and_cache(*parts, *_halves(cache), slots, isa)
+
+
+def attend(cache: Any, query: Any, blocks: list[int], tokens: int, window: int) -> Any:
+    """Return what one token sees of `tokens` slots of these blocks, through a window (-1 = of all)."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    _, heads, size, width = cache.shape
+    isa, table = _get_attn_isa(cache.dtype, size, width // 2), torch.tensor([blocks], dtype=torch.int32)
+    lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([tokens], [0, 1]))
+    out, query = torch.empty_like(query), query.contiguous()
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        1, heads, heads, width // 2, lengths, cache.dtype, starts, True, window, isa, True
+    )
+    ops.cpu_attention_with_kv_cache(
+        query, *_halves(cache), out, starts, lengths, (width // 2) ** -0.5, True, None, window, table, 0.0,
+        plan, None,
+    )  # fmt: skip
+    return out
+
+
 def layout(cache: Any, size: int) -> Any:
     """Return where in a block (flat) each slot's KV lies: (slots, elements), asked of the backend itself.
 
@@ -161,13 +213,9 @@ def layout(cache: Any, size: int) -> Any:
 
 def _probe(cache: Any, size: int, numbers: Any) -> Any:
     """Write `numbers` (slots, elements) as keys and values of one block; return the block, flat."""
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     _, heads, _, width = cache.shape
     block = torch.zeros((1, *cache.shape[1:]), dtype=cache.dtype)
-    keys, values = _halves(block)
-    data = numbers[:, None, :].expand(size, heads, width // 2).to(cache.dtype).contiguous()
-    isa = _get_attn_isa(cache.dtype, size, width // 2)
-    ops.cpu_attn_reshape_and_cache(data, data, keys, values, torch.arange(size), isa)
+    _write(
+        block, numbers[:, None, None].expand(size, 2, heads, width // 2).to(cache.dtype), torch.arange(size)
+    )
     return block.flatten().long()

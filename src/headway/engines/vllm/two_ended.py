@@ -14,6 +14,7 @@ import numpy as np
 
 from headway.engines.kernels import Limits
 from headway.engines.two_ended import run
+from headway.engines.vllm.right_end import reads_from_the_right
 from headway.engines.vllm.slotcopies import HostSlots, copies_of
 from headway.engines.vllm.two_ended_pool import TwoEndedPool
 from headway.memory import checkpoint, slots, two_ended
@@ -46,7 +47,10 @@ def why_not(scheduler: Any) -> str | None:
         "it is vLLM's model runner V2": scheduler.use_v2_model_runner,
         f"blocks are not multiples of {_MULTIPLE} tokens": scheduler.block_size % _MULTIPLE != 0,
     }
-    return next((why for why, hinders in reasons.items() if hinders), None)
+    found = next((why for why, hinders in reasons.items() if hinders), None)
+    if found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype):
+        return found
+    return "this machine's attention does not read a block from the right"
 
 
 class TwoEnds:
