@@ -155,11 +155,11 @@ def reads_from_the_right(size: int, heads: int, dim: int, dtype: Any) -> bool:
     _write(cache, keys[:size], whole)
     _write(cache, keys[size:], 2 * size + last)
     _write(cache, keys[size:], 3 * size + size - 1 - last)
-    _write(cache, others, 3 * size + torch.arange(size // 2))
-    alone = attend(cache, keys[-1:, 0], [1, 2], size + tail, -1)
-    beside = attend(cache, keys[-1:, 0], [3, 1], 2 * size, size + tail)
+    _write(cache, 8 * others, 3 * size + torch.arange(size // 2))  # loud, so that it would be heard
+    alone = attend(cache, others[:1, 1], [1, 2], size + tail, -1)
+    beside = attend(cache, others[:1, 1], [3, 1], 2 * size, size + tail)
     near = 1e-4 if dtype == torch.float32 else 4e-2
-    return torch.allclose(alone.float(), beside.float(), atol=near)
+    return bool(torch.allclose(alone.float(), beside.float(), atol=near))
 
 
 def _write(cache: Any, data: Any, slots: Any) -> None:
@@ -215,7 +215,6 @@ def _probe(cache: Any, size: int, numbers: Any) -> Any:
     """Write `numbers` (slots, elements) as keys and values of one block; return the block, flat."""
     _, heads, _, width = cache.shape
     block = torch.zeros((1, *cache.shape[1:]), dtype=cache.dtype)
-    _write(
-        block, numbers[:, None, None].expand(size, 2, heads, width // 2).to(cache.dtype), torch.arange(size)
-    )
+    data = numbers[:, None, None].expand(size, 2, heads, width // 2).to(cache.dtype)
+    _write(block, data, torch.arange(size))
     return block.flatten().long()
