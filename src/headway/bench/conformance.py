@@ -244,7 +244,8 @@ def _pooled(
 
     scarce = case.blocks * BLOCK // (3 * _TWO_ENDED)  # so that there is something to share
     blocks = max(scarce, -(-case.max_model_len // _TWO_ENDED))
-    packer, ends = find(recipe).packer(case.max_running, budget, pace), find(recipe).two_ended
+    packer = find(recipe).packer(case.max_running, budget, pace)
+    ends = find(recipe).kv == "two-ended"
     host = int(np.random.default_rng(case.seed).choice((0, 40, 400, 100_000))) if ends else 1 << 30
     setup = clockwork.config(
         max_running=case.max_running, max_batched_tokens=budget, max_model_len=case.max_model_len,
