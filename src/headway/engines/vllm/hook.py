@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from headway.engines.vllm.diary import Diary, Row
 from headway.engines.vllm.facts import Facts, read_facts
+from headway.engines.vllm.holding import Holding, holding_of
 from headway.forecast.pace import OnlinePace, batch_of
 from headway.memory.ledger import Ledger
 from headway.recipes import find
@@ -65,6 +66,7 @@ class HeadwayMixin:
         self._saved = (0, 0)
         self._batch: Batch | None = None
         self._began = 0.0
+        self.holding: Holding = holding_of(self)
         from headway.engines.vllm.control import install
 
         install()
@@ -86,11 +88,12 @@ class HeadwayMixin:
         now = self.clock()
         self.diary.decide(now)
         self._refresh(now)
-        step = self.packer.pack(self.jobs, self._ledger(), now)
+        step = self.holding.plan(self.packer.pack(self.jobs, self._ledger(), now))
         for row in step.save:
             self._save(self.requests[str(self.jobs.keys[row])])
         for row in step.evict:
             self._evict(self.requests[str(self.jobs.keys[row])])
+        self.holding.begin(step)
         paused, candidates, backlog = self._show(step)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -149,15 +152,18 @@ class HeadwayMixin:
         jobs.blocks[rows] = -(-jobs.computed[rows] // self._block_size)
         for id, tokens in getattr(self.connector, "saved", {}).items():
             jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
+        self.holding.refresh(rows)
 
     def _leave(self, id: str, now: float) -> None:
         if id in self.jobs:
             self.diary.leave(id, self._ours[id], float(self.jobs.first[self.jobs.row_of[id]]), now)
+            self.holding.leave(self.jobs.row_of[id])
         self.jobs.remove(id)
         self._ours.pop(id, None)
 
     def _ledger(self) -> Ledger:
-        return Ledger(self._total, self._blocks.get_num_free_blocks(), self._block_size, self._slots)
+        free = self._blocks.get_num_free_blocks()
+        return self.holding.ledger(Ledger(self._total, free, self._block_size, self._slots))
 
     # ---- applying a step
 
@@ -167,6 +173,7 @@ class HeadwayMixin:
         stock: Any = self
         stock._preempt_request(request, time.monotonic())
         row = self.jobs.row_of[request.request_id]
+        self.holding.leave(row)
         self.jobs.running[row] = False
         self.jobs.evictions[row] += 1
         self.counters["evictions"] += 1
@@ -217,12 +224,15 @@ class HeadwayMixin:
         lost = [request for request in shown if id(request) not in known]
         backlog.extendleft(reversed(lost))
         for request in lost:
-            self.jobs.evictions[self.jobs.row_of[request.request_id]] += 1
+            row = self.jobs.row_of[request.request_id]
+            self.holding.leave(row)
+            self.jobs.evictions[row] += 1
 
     def _note(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Remember what ran, for the pace, the counters and the log."""
         ran: dict[str, int] = output.num_scheduled_tokens
         if ran:
+            self.holding.check(ran)
             self._batch = self._shape(ran)
             row = self.diary.begin(now, self._batch)
             self._began = self.timer()
@@ -268,7 +278,7 @@ class HeadwayMixin:
             "blocks_total": self._total,
             "block_size": self._block_size,
             **self._limits,
-            "counters": dict(self.counters),
+            "counters": self.counters | self.holding.counters(),
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
         }
