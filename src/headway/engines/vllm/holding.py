@@ -1,7 +1,7 @@
 """Whose KV blocks are whose? Plain vLLM's answer, and where an engine that shares blocks gives another.
 
-The hook asks its `Holding` at each point at which KV changes hands; vLLM's own block manager goes on doing the
-work. `Plain` adds nothing to it.
+The hook asks its `Holding` at each point at which KV changes hands; vLLM's own block manager goes on doing
+the work. `Plain` adds nothing to it.
 """
 
 from __future__ import annotations

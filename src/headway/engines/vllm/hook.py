@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from headway.engines.vllm.diary import Diary, Row
 from headway.engines.vllm.facts import Facts, read_facts
 from headway.engines.vllm.holding import Holding, holding_of
+from headway.engines.vllm.tally import Tally
 from headway.forecast.pace import OnlinePace, batch_of
 from headway.memory.ledger import Ledger
 from headway.recipes import find
@@ -67,6 +68,7 @@ class HeadwayMixin:
         self._batch: Batch | None = None
         self._began = 0.0
         self.holding: Holding = holding_of(self)
+        self.tally = Tally(stock.kv_cache_manager)
         from headway.engines.vllm.control import install
 
         install()
@@ -98,7 +100,8 @@ class HeadwayMixin:
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._restore(paused, candidates, backlog)
+            lost = self._restore(paused, candidates, backlog)
+        self.tally.ran(output.num_scheduled_tokens, self.requests, lost)
         self._note(output, now, paused, step)
         return output
 
@@ -158,6 +161,7 @@ class HeadwayMixin:
         if id in self.jobs:
             self.diary.leave(id, self._ours[id], float(self.jobs.first[self.jobs.row_of[id]]), now)
             self.holding.leave(self.jobs.row_of[id])
+            self.tally.leave(id)
         self.jobs.remove(id)
         self._ours.pop(id, None)
 
@@ -167,8 +171,10 @@ class HeadwayMixin:
 
     # ---- applying a step
 
-    def _evict(self, request: Any) -> None:
-        """Take a request's KV; it waits again and is recomputed (or found in the prefix cache) later."""
+    def _evict(self, request: Any, kept: bool = False) -> None:
+        """Take a request's KV; unless the host has `kept` it, it is computed again or found in the cache."""
+        if not kept:
+            self.tally.lose(request.request_id, request.num_computed_tokens)
         self.running.remove(request)
         stock: Any = self
         stock._preempt_request(request, time.monotonic())
@@ -180,11 +186,13 @@ class HeadwayMixin:
 
     def _save(self, request: Any) -> None:
         """Take a request's KV to the host; when there is no pool or no room in it, it is computed again."""
-        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        tokens = request.num_computed_tokens
+        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0][: -(-tokens // self._block_size)]
         save = getattr(self.connector, "save", None)
-        kept = save is not None and save(request.request_id, blocks, request.num_computed_tokens)
+        kept = save is not None and save(request.request_id, blocks, tokens)
         self.counters["saves"] += kept
-        self._evict(request)
+        self.tally.swap(tokens if kept else 0)
+        self._evict(request, kept)
 
     def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:
         """Let stock code see only what the step names. Returns what `_restore` needs."""
@@ -209,8 +217,11 @@ class HeadwayMixin:
         if step.token_budget is not None:
             stock.max_num_scheduled_tokens = min(step.token_budget, self._saved[1])
 
-    def _restore(self, paused: list[Any], candidates: list[Any], backlog: Any) -> None:
-        """Put back what was hidden: paused requests run on, those not admitted wait on."""
+    def _restore(self, paused: list[Any], candidates: list[Any], backlog: Any) -> int:
+        """Put back what was hidden: paused requests run on, those not admitted wait on.
+
+        Returns how many stock preempted itself.
+        """
         stock: Any = self
         stock.max_num_active_reqs, stock.max_num_scheduled_tokens = self._saved
         self._caps = {}
@@ -226,7 +237,9 @@ class HeadwayMixin:
         for request in lost:
             row = self.jobs.row_of[request.request_id]
             self.holding.leave(row)
+            self.tally.lose(request.request_id, int(self.jobs.computed[row]))
             self.jobs.evictions[row] += 1
+        return len(lost)
 
     def _note(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Remember what ran, for the pace, the counters and the log."""
@@ -278,7 +291,7 @@ class HeadwayMixin:
             "blocks_total": self._total,
             "block_size": self._block_size,
             **self._limits,
-            "counters": self.counters | self.holding.counters(),
+            "counters": self.counters | self.tally.counts | self.holding.counters(),
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
         }
