@@ -19,6 +19,8 @@ from headway.engines import clockwork
 from headway.engines.clockwork import Clockwork
 from headway.engines.simulated import Ran, SimulatedEngine
 from headway.forecast.pace import OnlinePace
+from headway.pack.decoupled import Decoupled
+from headway.ports import Packer
 from headway.recipes import find
 from headway.types import Slo
 
@@ -32,18 +34,22 @@ _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request: when, how long, and what it was promised."""
+    """One request: when, how long, and what it was promised. left: tokens predicted, None = the true ones."""
 
     at: float
     prompt: int
     output: int
     slo: Slo
     priority: int
+    left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload and the engine it meets. blocks: usable ones. seed: of the iterations' durations."""
+    """One workload and the engine it meets. blocks: usable ones. seed: of the iterations' durations.
+
+    copy_seconds: to copy one token's KV to the host, as packers that weigh that see it.
+    """
 
     tasks: tuple[Task, ...]
     max_running: int
@@ -51,6 +57,7 @@ class Case:
     blocks: int
     max_model_len: int
     seed: int
+    copy_seconds: float = 1e-5
 
 
 @dataclass(slots=True)
@@ -142,6 +149,7 @@ class _Both:
         self.ordered = host == HOOK or recipe == "vllm"
         self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
         packer = find(recipe).packer(case.max_running, self.budget, self.pace)
+        _tell(case, packer, getattr(self.real.scheduler, "packer", packer))
         self.lean = SimulatedEngine(
             packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
             max_model_len=case.max_model_len,
@@ -165,7 +173,10 @@ class _Both:
             id = f"r{i}"
             facts = _facts(id, task)
             self.real.add(id, task.prompt, task.output, priority=task.priority, facts=facts, arrival=task.at)
-            self.lean.add(id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority)
+            self.lean.add(
+                id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority,
+                left=task.left,
+            )  # fmt: skip
 
     def _step(self, seconds: float) -> str | None:
         now, before = self.real.now, len(self.real.finished)
@@ -216,6 +227,13 @@ def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) ->
     return Clockwork(clockwork.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 
+def _tell(case: Case, *packers: Packer) -> None:
+    """Let packers that weigh copies know what one costs, and how long a request may get."""
+    for packer in packers:
+        if isinstance(packer, Decoupled):
+            packer.copy_seconds, packer.longest = case.copy_seconds, case.max_model_len
+
+
 @cache
 def _config(running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str) -> Any:
     """Configurations are read only by what is made of them, and slow to make."""
@@ -229,4 +247,9 @@ def _config(running: int, budget: int, longest: int, slots: int, recipe: str | N
 def _facts(id: str, task: Task) -> dict[str, Any]:
     named = {"ttft": task.slo.ttft, "tpot": task.slo.tpot, "e2e": task.slo.e2e}
     kept = {f"headway_{name}": value for name, value in named.items() if value is not None}
-    return {"headway_id": id, "headway_arrival": task.at, "headway_left": float(task.output), **kept}
+    return {
+        "headway_id": id,
+        "headway_arrival": task.at,
+        "headway_left": float(task.left or task.output),
+        **kept,
+    }

@@ -62,8 +62,11 @@ Rows = NDArray[np.void]
 def decide(
     rule: Rule, jobs: Rows, mine: Rows, marks: Ints, rows: Ints, ledger: Ledger, now: float, theta: Floats
 ) -> Desk:
-    """Return the next iteration's decision; brings `mine` and `marks` up to date."""
-    seen = look(jobs, mine, rows, ledger.total * ledger.size, marks[GROUPS])
+    """Return the next iteration's decision; brings `mine` and `marks` up to date.
+
+    Nothing depends on the numbers of rows, which are each host's own affair: rows are met as they came.
+    """
+    seen = look(jobs, mine, by_arrival(jobs, rows), rule.longest, marks[GROUPS])
     desk = _desk(jobs, mine, seen, rows.size, ledger)
     goes = _go_on(rule, jobs, mine, marks, seen, ledger.size, theta, desk)
     if _is_due(rule, marks, seen, desk, ledger.total):
@@ -152,14 +155,14 @@ def _outgrow(
     made = jobs["prompt"][row] + jobs["made"][row]
     if jobs["span"][row]:
         marks[LATE] += 1
-        mine["goal"][row] = made + rule.extra
+        mine["goal"][row] = min(made + rule.extra, rule.longest)
         leave(rule, jobs, mine, row, theta, desk)
         return
-    more = min(blocks_of(rule.extra, size), desk.n[FREE])
-    mine["goal"][row] = made + rule.extra
+    more = min(blocks_of(rule.extra, size), blocks_of(rule.longest, size) - jobs["blocks"][row], desk.n[FREE])
+    mine["goal"][row] = min(made + rule.extra, rule.longest)
     if more > 0:
         marks[EXTENDED] += 1
-        mine["goal"][row] = (jobs["blocks"][row] + more) * size
+        mine["goal"][row] = min((jobs["blocks"][row] + more) * size, rule.longest)
         desk.n[FREE] -= more
     else:
         marks[STALLED] += 1

@@ -125,7 +125,7 @@ class Host:
         instance, self.learned = self.form.instance, OnlinePace()
         packer = self._recipe.packer(instance.max_running, self.form.budget, self.learned)
         if isinstance(packer, Decoupled):
-            packer.copy_seconds = self.form.copy_seconds
+            packer.copy_seconds, packer.longest = self.form.copy_seconds, instance.max_model_len
         self.engine = SimulatedEngine(
             packer, blocks=instance.blocks_total, size=instance.block_size, slots=self.form.slots,
             budget=self.form.budget, max_model_len=instance.max_model_len,

@@ -100,7 +100,7 @@ def trial(
     instance = place.instance
     packer = recipe.packer(instance.max_running, place.budget, pace)
     if isinstance(packer, Decoupled):
-        packer.copy_seconds = place.copy_seconds
+        packer.copy_seconds, packer.longest = place.copy_seconds, instance.max_model_len
         packer.options = options or packer.options
     engine = SimulatedEngine(
         packer, blocks=instance.blocks_total, size=instance.block_size, slots=place.slots,

@@ -75,4 +75,6 @@ class Plain:
 
 def holding_of(scheduler: Any) -> Holding:
     """Return how a scheduler's KV is held; asked once, when all else of the hook is there."""
-    return Plain()
+    from headway.engines.vllm.reserve import reservations_of  # it subclasses `Plain`
+
+    return reservations_of(scheduler) if scheduler.recipe.reserves else Plain()

@@ -244,8 +244,8 @@ class HeadwayMixin:
     def _note(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Remember what ran, for the pace, the counters and the log."""
         ran: dict[str, int] = output.num_scheduled_tokens
+        self.holding.check(ran)
         if ran:
-            self.holding.check(ran)
             self._batch = self._shape(ran)
             row = self.diary.begin(now, self._batch)
             self._began = self.timer()
