@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -12,14 +13,17 @@ from hypothesis import strategies as st
 from headway.bench import conformance
 from headway.bench.conformance import HOOK, STOCK, Case, Task, compare, draw
 from headway.engines.simulated import SimulatedEngine
-from headway.recipes import find, names
+from headway.recipes import names
 from headway.types import Slo
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
-PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names() if not find(name).reserves)]
+PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names())]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
-tasks = st.builds(Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3))
+tasks = st.builds(
+    Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3),
+    left=st.none() | st.integers(1, 120).map(float),
+)  # fmt: skip
 cases = st.builds(
     Case,
     tasks=st.lists(tasks, min_size=1, max_size=24).map(tuple),
@@ -28,6 +32,7 @@ cases = st.builds(
     blocks=st.integers(23, 89),
     max_model_len=st.just(LONGEST),
     seed=st.integers(0, 9),
+    copy_seconds=st.sampled_from([1e-5, 1e-4, math.inf]),
 )
 
 

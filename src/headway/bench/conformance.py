@@ -240,7 +240,7 @@ def _config(running: int, budget: int, longest: int, slots: int, recipe: str | N
     return clockwork.config(
         max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
         recipe=recipe, slots=slots, policy=policy if recipe is None else "fcfs",
-        host_gib=1.0 if recipe is not None and find(recipe).saves else 0.0,
+        host_gib=1.0 if recipe is not None and (find(recipe).saves or find(recipe).reserves) else 0.0,
     )  # fmt: skip
 
 

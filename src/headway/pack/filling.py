@@ -137,6 +137,8 @@ def _go_on(
 @compiled
 def _reach(rule: Rule, jobs: Rows, mine: Rows, marks: Ints, guest: int, theta: Floats, desk: Desk) -> bool:
     """A guest is late: its host waits, or it leaves, whichever is cheaper. True when the host goes on."""
+    if mine["state"][guest] == GONE:
+        return True  # it has just outgrown its loan
     marks[LATE] += 1
     costs = costs_of(
         theta, jobs["computed"][guest], left_of(jobs, mine, guest), desk.n[RUNS], rule.copy_seconds
@@ -347,6 +349,9 @@ def _rescue(
     """Let the oldest row run, whatever the pool says; the youngest make room for it, the cheaper way."""
     marks[RESCUED] += 1
     rows = by_arrival(jobs, np.concatenate((seen.active, seen.queued, seen.prompts, seen.waiting)))
+    rows = rows[mine["state"][rows] != GONE]
+    if rows.size == 0:
+        return
     first = rows[0]
     whole = jobs["prompt"][first] + jobs["made"][first]
     least = max(blocks_of(whole, size) + 1 - room_of(jobs, first), 1)

@@ -26,7 +26,8 @@ from headway.engines.vllm.client import EngineGone, VllmEngine
 from headway.engines.vllm.facts import write_facts
 from headway.errors import EngineError, RequestError
 from headway.forecast.lengths import TaskLengths
-from headway.ports import Broker, Cluster, Job
+from headway.forecast.padded import SHARE, Padded
+from headway.ports import Broker, Cluster, Job, Lengths, Recipe
 from headway.recipes import find
 from headway.serve.asking import PATHS, Asked, Kind
 from headway.serve.metrics import Metrics
@@ -112,8 +113,9 @@ class Driver:
         self.recipe = find(config.recipe)
         self.metrics = Metrics()
         self.controller = Controller(
-            self.recipe.planner(), TaskLengths(), config.server.max_queued, Cluster(pull=self.recipe.pull)
-        )
+            self.recipe.planner(), _lengths(self.recipe), config.server.max_queued,
+            Cluster(pull=self.recipe.pull),
+        )  # fmt: skip
         log_dir = log_dir or state_dir()
         self.engines = {
             f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir, self.tell)
@@ -349,6 +351,12 @@ class Driver:
             return False
         await self.fail(ticket, "cancelled", "cancelled")
         return True
+
+
+def _lengths(recipe: Recipe) -> Lengths:
+    """Return what forecasts answers for a recipe: learned as they end, padded if it plans memory by them."""
+    learned = TaskLengths()
+    return Padded(learned, SHARE) if recipe.lengths == "padded" else learned
 
 
 def _refused(what: str, refusal: Reject) -> RequestError:
