@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -61,6 +62,28 @@ def test_stock_priority_is_vllms_own(case: Case) -> None:
     ample = dataclasses.replace(case, tasks=apart, budget=size, blocks=2 * size // conformance.BLOCK)
     tally = compare(ample, "vllm-priority", STOCK)
     assert tally.difference is None
+
+
+@pytest.mark.parametrize("copy_seconds", [1e-5, math.inf])
+def test_loans_and_their_emergencies_are_licensed(copy_seconds: float) -> None:
+    """Guests are late and leave, answers outgrow their predictions: in memory so scarce that these happen."""
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        outputs = rng.choice((8, 20, 60, 150), 24)
+        lefts = np.ceil(outputs * np.exp(0.7 * rng.standard_normal(24)))
+        crowd = tuple(
+            Task(0.0, int(rng.integers(1, 120)), int(output), Slo(), 0, float(left))
+            for output, left in zip(outputs, lefts, strict=True)
+        )
+        both = conformance.Both(Case(crowd, 16, 256, 40, 512, seed, copy_seconds), "ecoserve", HOOK)
+        assert not any(both.steps())
+        seen.update(both.real.scheduler.control({"op": "state"})["counters"])
+        assert both.lean.free == 40
+    assert seen["loans"] > 10
+    assert seen["evictions"] > 0
+    assert (seen["swapped_tokens"] > 0) == math.isfinite(copy_seconds)
+    assert seen["alloc_failures"] == seen["preempted"] == 0
 
 
 def test_drawn_workloads_follow_from_the_generator_and_meet_scarce_memory() -> None:

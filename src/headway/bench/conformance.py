@@ -102,7 +102,7 @@ def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
 
     Once they differ they are in different states: what follows counts as not identical.
     """
-    both = _Both(case, recipe, host)
+    both = Both(case, recipe, host)
     tally = Tally(1)
     for difference in both.steps():
         tally.steps += 1
@@ -138,7 +138,7 @@ def rows(found: dict[tuple[str, str], Tally]) -> list[Row]:
     ]
 
 
-class _Both:
+class Both:
     """vLLM's scheduler and the simulated engine, given the same work at the same instants."""
 
     def __init__(self, case: Case, recipe: str, host: str) -> None:
