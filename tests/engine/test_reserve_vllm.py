@@ -152,6 +152,20 @@ def test_a_guest_that_stock_does_not_let_in_gives_its_loan_back(monkeypatch: pyt
     assert all_back(clock)
 
 
+def test_a_reset_of_the_engine_s_caches_ends_all_loans() -> None:
+    clock = clock_of("ecoserve", 40)
+    crowd(clock, 0)
+    jobs, resets = clock.scheduler.jobs, 0
+    while clock.busy:
+        clock.step()
+        if resets < 3 and jobs.lent[jobs.rows()].any() and not clock.scheduler.holding._coming:
+            clock.scheduler.reset_prefix_cache(reset_running_requests=True)
+            resets += 1
+    assert resets == 3
+    assert len(clock.finished) == 24
+    assert all_back(clock)
+
+
 def test_an_answer_is_held_for_before_it_is_made() -> None:
     clock = clock_of("ecoserve", 40)
     clock.add("a", 20, 60)

@@ -8,7 +8,7 @@ tokens, the same preemptions, free blocks and ends. `tests/engine/test_licence.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,9 +26,17 @@ from headway.types import Slo
 
 BLOCK = 16
 STOCK, HOOK = "stock", "hook"
-PAIRS = (("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK))
+PAIRS = (
+    ("vllm", HOOK),
+    ("vllm", STOCK),
+    ("priority", HOOK),
+    ("edf", HOOK),
+    ("slack", HOOK),
+    ("ecoserve", HOOK),
+)
 _PROMISES = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 _LONGEST = 1024  # tokens of one request, prompt and answer
+_NOISE = 0.5  # of predicted lengths, log-normal
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 
 
@@ -92,9 +100,15 @@ def draw(rng: np.random.Generator) -> Case:
     )  # fmt: skip
     least = _LONGEST // BLOCK
     blocks = int(rng.integers(least, least + running * (long + chatty) // BLOCK + 1))
-    return Case(
-        tasks, running, int(rng.choice((64, 200, 512, 2048))), blocks, _LONGEST, int(rng.integers(2**31))
-    )
+    budget, seed = int(rng.choice((64, 200, 512, 2048))), int(rng.integers(2**31))
+    return Case(_predicted(tasks, seed), running, budget, blocks, _LONGEST, seed)
+
+
+def _predicted(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
+    """Return tasks whose answers are predicted too long or too short, as predictors do."""
+    factors = np.exp(_NOISE * np.random.default_rng(seed).standard_normal(len(tasks)))
+    lefts = (float(np.ceil(task.output * factor)) for task, factor in zip(tasks, factors, strict=True))
+    return tuple(replace(task, left=left) for task, left in zip(tasks, lefts, strict=True))
 
 
 def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:

@@ -42,8 +42,13 @@ class Reservations(Plain):
             lending.settle(self._jobs.data, row)
 
     def refresh(self, rows: Ints) -> None:
-        """Rows hold the blocks of their lists; those that are borrowed are not their own."""
+        """Rows hold the blocks of their lists; those that are borrowed are not their own.
+
+        Loans end of rows that vLLM has preempted outside of a step (when its caches are reset).
+        """
         jobs = self._jobs
+        for row in np.flatnonzero(((jobs.span > 0) | (jobs.lent > 0)) & ~jobs.running & jobs.live).tolist():
+            self.leave(row)
         names = [str(jobs.keys[row]) for row in rows.tolist()]
         held = (len(self._lists[name]) + len(self._coming.get(name, ())) for name in names)
         jobs.blocks[rows] = np.fromiter(held, np.int64, rows.size) - jobs.span[rows]
