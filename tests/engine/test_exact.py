@@ -124,11 +124,12 @@ def plain(engine: Engine) -> list[list[int]]:
     return run_long(engine)
 
 
-@pytest.mark.parametrize("copy_seconds", [1e-6, np.inf])
+@pytest.mark.parametrize(("copy_seconds", "reserve"), [(1e-6, 0.03), (np.inf, 0.25)])
 def test_reserved_and_lent_kv_changes_no_token(
-    plain: list[list[int]], reserving: Engine, copy_seconds: float
+    plain: list[list[int]], reserving: Engine, copy_seconds: float, reserve: float
 ) -> None:
     scheduler = reserving.scheduler
+    scheduler.packer.options = scheduler.packer.options.but(reserve=reserve)
     before = reserving.counters()
     assert 0 < scheduler.packer.copy_seconds < 1e-3, "the host pool says what a copy costs"
     scheduler.packer.copy_seconds = copy_seconds

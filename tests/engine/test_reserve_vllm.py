@@ -110,6 +110,43 @@ def test_lending_and_its_emergencies_lose_nothing(host_gib: float) -> None:
     assert (seen["recomputed"] > 0) == (host_gib == 0)
 
 
+class Tables:
+    """The block tables that a worker makes of what the scheduler tells it, as vLLM's model runner does."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[int]] = {}
+        self.extended_by_loans = 0
+
+    def follow(self, output: Any, scheduler: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            self.of[new.req_id] = list(new.block_ids[0])
+        told = output.scheduled_cached_reqs
+        for id, more in zip(told.req_ids, told.new_block_ids, strict=True):
+            if id in told.resumed_req_ids:
+                self.of[id] = list(more[0])
+            elif more is not None:
+                self.of[id] += more[0]
+                self.extended_by_loans += any(scheduler._blocks.blocks[b].ref_cnt > 1 for b in more[0])
+        for id in output.num_scheduled_tokens:
+            assert self.of[id] == [block.block_id for block in scheduler.holding._lists[id]]
+
+
+def test_a_worker_s_block_tables_are_the_scheduler_s() -> None:
+    """Also when one that runs becomes a guest: its own new blocks come before its loan."""
+    seen = 0
+    for seed in range(6):
+        clock, tables = clock_of("ecoserve", 40), Tables()
+        packer = clock.scheduler.packer
+        packer.options = packer.options.but(reserve=0.3)  # many prompts run first and wait for KV then
+        crowd(clock, seed)
+        while clock.busy:
+            output = clock.schedule()
+            tables.follow(output, clock.scheduler)
+            clock.complete(output, 0.05)
+        seen += tables.extended_by_loans
+    assert seen > 3
+
+
 def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
     from vllm.v1.request import RequestStatus
 

@@ -24,6 +24,7 @@ class Reservations(Plain):
     """Exact allocation and loans on one scheduler's KV cache manager, which it wraps."""
 
     def __init__(self, manager: Any, jobs: Jobs) -> None:
+        super().__init__()
         self._manager, self._jobs = manager, jobs
         single = manager.coordinator.single_type_managers[0]
         self._lists, self._size = single.req_to_blocks, int(single.block_size)
