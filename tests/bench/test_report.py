@@ -43,7 +43,7 @@ def by_id(results, system="s"):
 
 
 def test_figures_against_a_sheet_of_paper():
-    seen = by_id({"s": (HAND, 3.0)})
+    seen = by_id({"s": (HAND, {"preemptions": 3.0})})
     assert seen["requests", "chat"] == 4
     assert seen["failed", "chat"] == 1
     assert seen["attainment.chat", "chat"] == 25.0
@@ -77,13 +77,41 @@ def test_one_token_keeps_any_tpot():
     assert record(out=1).met  # as in vllm bench serve
 
 
+COUNTED = {
+    "preemptions": 3.0, "preempted": 3.0, "alloc_failures": 9.0, "recomputed": 120.0, "busy_seconds": 8.0,
+    "kv_seconds": 6.0, "loans": 4.0, "step_seconds": 7.5,
+}  # fmt: skip
+
+
+def test_what_the_engine_counted():
+    seen = by_id({"s": (HAND, COUNTED)})
+    assert seen["preemptions", "all"] == 3.0
+    assert seen["recomputed_tokens", "all"] == 120.0
+    assert seen["kv.alloc_failures_pct", "all"] == pytest.approx(150)  # 9 times, 6 requests
+    assert seen["kv.utilization", "all"] == 75.0
+    assert seen["be.tokens_per_s", "all"] == pytest.approx((22 + 10) / 10)  # batch alone, over 10 s
+    assert {id: ours for (id, _), ours in seen.items() if id.startswith("engine.")} == {
+        "engine.loans": 4.0, "engine.step_seconds": 7.5
+    }  # fmt: skip
+
+
+def test_an_engine_that_does_not_count_has_no_figures_of_memory():
+    seen = by_id({"s": ([record()], {"preemptions": 1.0})})
+    assert not [id for id, _ in seen if id.startswith(("kv.", "recomputed", "engine.", "be."))]
+
+
+def test_memory_is_drawn_when_somebody_counted():
+    assert "memory" not in plots.draw({"a": (HAND, {}), "b": (HAND, {"preemptions": 1.0})})
+    assert plots.draw({"a": (HAND, {}), "b": (HAND, COUNTED)})["memory"].startswith(b"\x89PNG")
+
+
 def test_what_never_completed_has_no_figures():
-    seen = by_id({"s": ([record(1.0, None, 2.0, error="x", out=0)], None)})
+    seen = by_id({"s": ([record(1.0, None, 2.0, error="x", out=0)], {})})
     assert seen["attainment.chat", "chat"] == 0.0
     assert {seen[name, "all"] for name in ("goodput.req_per_s", "ttft.p50", "e2el.p99", "preemptions")} == {
         None
     }
-    empty = by_id({"s": ([], None)})
+    empty = by_id({"s": ([], {})})
     assert empty["attainment.all", "all"] is None
     assert empty["requests", "all"] == 0
 
@@ -94,7 +122,7 @@ def test_failures_are_counted_by_kind():
 
 def test_notes_say_what_one_must_know():
     late = [record(counted=True, sent=0.2)]
-    first, *rest = report.notes({"a": (HAND, None), "b": (late, None)})
+    first, *rest = report.notes({"a": (HAND, {}), "b": (late, {})})
     assert first == "a: not completed: 1 HTTP 429."
     assert [line.partition(": ")[2][:20] for line in rest] == [
         "the generator was la", "the generator was la", "1 answers came witho"
@@ -120,7 +148,7 @@ def printed(made) -> str:
 
 
 def test_one_system_is_a_column_per_class():
-    text = printed(report.table({"s": (HAND, None)}, report.About(workload="chat [and] batch")))
+    text = printed(report.table({"s": (HAND, {})}, report.About(workload="chat [and] batch")))
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
     assert [cell.strip() for cell in lines["attainment %"]] == ["25.0", "100.0", "50.0"]
     assert [cell.strip() for cell in lines["itl.p50 ms"]] == ["500.0", "-", "500.0"]
@@ -130,7 +158,12 @@ def test_one_system_is_a_column_per_class():
 
 def test_several_systems_have_ratios_to_the_first():
     faster = [record(10.0, 10.5, 11.5)]
-    text = printed(report.table({"fcfs": (HAND, 0.0), "head[way]": (faster, 2.0), "none": ([], None)}))
+    systems = {
+        "fcfs": (HAND, {"preemptions": 0.0}),
+        "head[way]": (faster, {"preemptions": 2.0}),
+        "none": ([], {}),
+    }
+    text = printed(report.table(systems))
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
     assert [cell.strip() for cell in lines["chat: attainment %"]] == ["25.0", "100.0 (×4.00)", "-"]
     assert [cell.strip() for cell in lines["chat: ttft.p50 ms"]] == ["1000", "500.0 (×0.50)", "-"]
@@ -143,7 +176,7 @@ def test_several_systems_have_ratios_to_the_first():
 
 
 def test_json_keeps_the_contract():
-    data = report.to_json({"s": (HAND, None)}, bench="serve", host="vllm", seconds=12.5)
+    data = report.to_json({"s": (HAND, {})}, bench="serve", host="vllm", seconds=12.5)
     assert list(data) == ["bench", "host", "rows", "seconds"]
     assert data["rows"][2] == {
         "id": "attainment.chat", "system": "s", "setting": "chat", "paper": None, "ours": 25.0, "unit": "%"
@@ -164,12 +197,15 @@ class Tags(HTMLParser):
 @pytest.mark.parametrize("systems", [["s"], ["fcfs", "a <b>"]])
 def test_everything_is_written(tmp_path, systems):
     about = report.About("headway bench --seed 7 <x>", 7, "chat & batch", {"vllm": "0.32"})
-    results = dict.fromkeys(systems, (HAND, 1.0))
+    results = dict.fromkeys(systems, (HAND, {"preemptions": 1.0}))
     files = report.write(tmp_path / "out", results, bench="serve", host="sim", seconds=3.0, about=about)
-    names = ["report.json", "attainment.png", "latency.png", "timeline.png", "report.html"]
+    names = ["report.json", "attainment.png", "latency.png", "timeline.png", "report.html", "report.md"]
     assert [file.name for file in files] == names
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:4])
     assert json.loads(files[0].read_text())["host"] == "sim"
+    table = [line for line in files[5].read_text().splitlines() if line.startswith("|")]
+    assert all(line.count(" | ") == table[0].count(" | ") for line in table)
+    assert any("attainment %" in line and "25.0" in line for line in table)
     page = files[4].read_text()
     for text in ("headway bench --seed 7 &lt;x&gt;", "<dd>7</dd>", "chat &amp; batch", "0.32", "HTTP 429"):
         assert text in page
@@ -192,7 +228,7 @@ def test_everything_is_written(tmp_path, systems):
     ],
 )
 def test_odd_records_can_be_drawn(tmp_path, records):
-    files = report.write(tmp_path, {"s": (records, None)}, bench="b", host="vllm", seconds=0)
+    files = report.write(tmp_path, {"s": (records, {})}, bench="b", host="vllm", seconds=0)
     assert files
 
 
@@ -221,10 +257,14 @@ def any_record(draw) -> Record:
     )  # fmt: skip
 
 
-@given(st.lists(any_record(), max_size=12), st.lists(any_record(), max_size=4), st.none() | st.floats(0, 1e6))
+NAMES = ["preemptions", "alloc_failures", "recomputed", "busy_seconds", "kv_seconds", "swapped_tokens"]
+counters = st.dictionaries(st.sampled_from(NAMES), st.just(0.0) | st.floats(1, 1e6))
+
+
+@given(st.lists(any_record(), max_size=12), st.lists(any_record(), max_size=4), counters)
 @settings(max_examples=100, deadline=None)
-def test_figures_are_always_sound(first, second, preemptions):
-    results = {"first": (first, preemptions), "second": (second, None)}
+def test_figures_are_always_sound(first, second, counted):
+    results = {"first": (first, counted), "second": (second, {})}
     text = json.dumps(report.to_json(results, bench="b", host="sim", seconds=1.0), allow_nan=False)
     for row in json.loads(text)["rows"]:
         assert row["ours"] is None or row["ours"] >= 0

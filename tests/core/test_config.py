@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.config import Broker, Config, Engine, Key, Server, Tier, load, parse, show, write
+from headway.config import Broker, Config, Engine, Key, Predictor, Server, Tier, load, parse, show, write
 from headway.errors import ConfigError
 from headway.recipes import RECIPES, find
 from headway.types import Slo
@@ -52,6 +52,11 @@ kind = "memory"
 path = "/tmp/q.sqlite"
 synchronous = "normal"
 keep_hours = 0.5
+
+[predictor]
+embedding = "none"
+share = 0.9
+window = 512
 
 [classes.gold]
 ttft_ms = 300
@@ -96,6 +101,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ),
     )  # fmt: skip
     assert config.broker == Broker("memory", "/tmp/q.sqlite", "normal", 0.5)
+    assert config.predictor == Predictor("none", 0.9, 512)
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3)
     assert config.keys == (Key(SECRET, "alice"),)
 
@@ -103,7 +109,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
 def test_the_example_above_names_every_field_there_is() -> None:
     data = tomllib.loads(EVERY_FIELD)
     tables = {Server: data["server"], Engine: data["engines"][0], Broker: data["broker"], Config: data}
-    tables |= {Tier: data["classes"]["gold"], Key: data["keys"][0]}
+    tables |= {Predictor: data["predictor"], Tier: data["classes"]["gold"], Key: data["keys"][0]}
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__
 

@@ -139,7 +139,8 @@ def test_reserved_and_lent_kv_changes_no_token(
     assert seen["loans"] == counts.lent > 0
     assert counts.extended > 0, "some answers were predicted too short"
     assert counts.late > 0
-    assert seen["alloc_failures"] == seen["preempted"] == 0
+    assert seen["alloc_failures"] == 0
+    assert seen["preempted"] == seen["evictions"]
     assert (seen["swapped_tokens"] > 0) == (copy_seconds < 1)
     assert (seen["recomputed"] > 0) == (copy_seconds > 1)
     assert not scheduler.connector.saved

@@ -14,7 +14,6 @@ from headway.engines.clockwork import Clockwork
 from headway.engines.vllm.hook import HeadwayScheduler
 from headway.engines.vllm.process import command
 from headway.errors import ConfigError
-from headway.serve.driver import Driver
 from headway.serve.main import preflight
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -104,8 +103,8 @@ def test_lending_and_its_emergencies_lose_nothing(host_gib: float) -> None:
     assert seen["loans"] > 10
     assert seen["late"] > 0
     assert seen["extended"] > 0
-    assert seen["alloc_failures"] == seen["preempted"] == 0, "an exact allocation never fails"
-    assert seen["evictions"] > 0
+    assert seen["alloc_failures"] == 0, "an exact allocation never fails"
+    assert seen["preempted"] == seen["evictions"] > 0, "only the packer takes KV"
     assert (seen["swapped_tokens"] > 0) == (host_gib > 0)
     assert (seen["recomputed"] > 0) == (host_gib == 0)
 
@@ -252,10 +251,3 @@ def test_what_cannot_be_kept_is_refused_with_the_mend(recipe: str, engine: Engin
     with pytest.raises(ConfigError) as caught:
         preflight(Config(recipe=recipe, engines=(engine,)))
     assert mend in str(caught.value)
-
-
-def test_a_recipe_that_plans_memory_by_forecasts_gets_padded_ones() -> None:
-    from headway.forecast.padded import Padded
-
-    assert isinstance(Driver(Config(recipe="ecoserve")).controller.lengths, Padded)
-    assert not isinstance(Driver(Config(recipe="slack")).controller.lengths, Padded)

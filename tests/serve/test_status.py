@@ -42,6 +42,13 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
         assert {labels["instance"] for _, labels, _ in found["vllm:cache_config_info"]} == {"e0", "e1"}
         assert {value for _, _, value in found["headway_engine_up"]} == {1.0}
         assert [value for _, _, value in found["headway_evictions"]] == [0.0, 0.0]
+        counted = {
+            name for name in found if name.startswith("headway_engine_") and name != "headway_engine_up"
+        }
+        assert counted == {
+            f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions")
+        }
+        assert [by["instance"] for _, by, _ in found["headway_engine_evictions"]] == ["e0", "e1"]
         tokens = {
             labels["kind"]: value
             for name, labels, value in found["headway_tokens"]

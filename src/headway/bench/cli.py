@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import shlex
 import sys
 import time
@@ -14,9 +13,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from headway.bench import mix as mixes
+from headway.bench.deliver import hand_over
 from headway.errors import ConfigError
 
 bench_app = typer.Typer(help="Measure: was it on time?", no_args_is_help=True)
@@ -29,6 +28,10 @@ MixName = Annotated[str, typer.Option("--mix", help="chat-batch, or a TOML file:
 Slos = Annotated[
     list[str] | None, typer.Option("--slo", help='A class\'s promise in ms: "chat ttft:1500 tpot:150".')
 ]
+Rate = Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second.")]
+Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals (of each round or replay).")]
+Model = Annotated[str, typer.Option(help="Model name, directory or hub id.")]
+MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit of every engine.")]
 
 
 @bench_app.command()
@@ -37,8 +40,8 @@ def serve(
     model: Annotated[str, typer.Option(help="Its model name.")] = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second.")] = None,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 60.0,
+    rate: Rate = None,
+    duration: Duration = 60.0,
     burstiness: Annotated[float, typer.Option(min=0.01, help="1 = Poisson, lower is burstier.")] = 1.0,
     trace: Annotated[str | None, typer.Option(help="Arrival times from a trace (Azure, Mooncake).")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First N arrivals of the trace.")] = None,
@@ -62,10 +65,9 @@ def serve(
     calls = mixes.calls(setup, arrivals, rng)
 
     async def run() -> Any:
-        before = await load.scrape_preemptions(url)
+        before = await load.scrape(url)
         records = await load.run(url, model, calls, api_key=api_key, endpoint=endpoint, progress=not as_json)  # type: ignore[arg-type]
-        after = await load.scrape_preemptions(url)
-        return records, None if before is None or after is None else after - before
+        return records, load.gained(before, await load.scrape(url))
 
     began = time.perf_counter()
     results = {"endpoint": asyncio.run(run())}
@@ -75,18 +77,32 @@ def serve(
 
 @bench_app.command()
 def compare(
-    systems: Annotated[str, typer.Option(help="Comma separated: vllm-fcfs, vllm-priority, recipes.")] = (
-        "vllm-fcfs,vllm-priority,edf,slack"
-    ),
-    model: Annotated[str, typer.Option(help="Model name, directory or hub id.")] = "smollm2",
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma separated: vllm-fcfs, vllm-priority, recipes. Default: these two with edf and "
+            "slack, with --tight slack, bros and ecoserve.",
+        ),
+    ] = None,
+    model: Model = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
-    load: Annotated[float, typer.Option(min=0.05, help="Arrivals as a multiple of the capacity.")] = 1.3,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Arrivals per second instead.")] = None,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per round.")] = 300.0,
+    load: Annotated[
+        float, typer.Option(min=0.05, help="Arrivals as a multiple of the capacity (without --rate).")
+    ] = 1.3,
+    rate: Rate = None,
+    duration: Duration = 300.0,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
-    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of every engine.")] = 16,
-    blocks: Annotated[int | None, typer.Option(min=1, help="Fewer KV blocks, to fill memory.")] = None,
+    max_running: MaxRunning = 16,
+    tight: Annotated[
+        bool, typer.Option("--tight", help="KV for a third of a full batch: who does what without memory?")
+    ] = False,
+    kv_blocks: Annotated[
+        int | None, typer.Option("--kv-blocks", "--blocks", min=1, help="KV blocks of every engine.")
+    ] = None,
+    host_kv_gib: Annotated[
+        float, typer.Option("--host-kv-gib", min=0, help="Host memory for those that swap KV.")
+    ] = 1.0,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
@@ -95,13 +111,11 @@ def compare(
     """Start engines and run stock vLLM and Headway's recipes on the same trace, in turn."""
     from headway.bench import compare as comparing
     from headway.bench import report
-    from headway.bench.systems import standard_engine
+    from headway.bench.systems import STANDARD, TIGHT, standard_engine
 
-    names = tuple(name.strip() for name in systems.split(",") if name.strip())
-    setup = comparing.Setup(
-        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=blocks), names,
-        load, rate, duration, rounds, seed,
-    )  # fmt: skip
+    names = (TIGHT if tight else STANDARD) if systems is None else _names(systems)
+    engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
+    setup = comparing.Setup(_mix(mix, slo), engine, names, load, rate, duration, rounds, seed, tight=tight)
     if quick:
         setup = _quick(setup)
     began = time.perf_counter()
@@ -110,7 +124,7 @@ def compare(
     capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
     workload = (
         f"{mixes.describe(setup.mix)}; Poisson arrivals at {outcome.rate:.3f} req/s{capacity}, "
-        f"{setup.rounds} x {setup.duration:g} s, batch limit {max_running}"
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {max_running}{_pool(outcome.engine)}"
     )
     _report(report, outcome.results, "compare", seconds, as_json, out, _about(report, seed, workload))
 
@@ -118,14 +132,14 @@ def compare(
 @bench_app.command()
 def truth(
     systems: Annotated[str, typer.Option(help="Comma separated recipes.")] = "vllm,slack",
-    model: Annotated[str, typer.Option(help="Model name, directory or hub id.")] = "smollm2",
+    model: Model = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals of each replay.")] = 600.0,
+    duration: Duration = 600.0,
     below: Annotated[float, typer.Option(min=0.05, help="One load, as a multiple of the capacity.")] = 0.7,
     above: Annotated[float, typer.Option(min=0.05, help="The other.")] = 1.3,
     rates: Annotated[str | None, typer.Option(help="Both in requests/s instead, as 1.5,2.8.")] = None,
-    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of the engine.")] = 16,
+    max_running: MaxRunning = 16,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
@@ -135,9 +149,8 @@ def truth(
     from headway.bench import truth as telling
     from headway.bench.systems import standard_engine
 
-    names = tuple(name.strip() for name in systems.split(",") if name.strip())
     setup = telling.Setup(
-        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=None), names,
+        _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=None), _names(systems),
         {"below": below, "above": above}, telling.fixed(rates), duration, seed,
     )  # fmt: skip
     telling.main(setup, quick=quick, as_json=as_json, out=out, command=shlex.join(["headway", *sys.argv[1:]]))
@@ -155,6 +168,14 @@ def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: O
 def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """How fast the simulator is, and how long a packer thinks beside vLLM's own schedule()."""
     from headway.bench.speed import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
+def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """How well an answer's length is known from its prompt, and what knowing costs (EcoServe 2.3)."""
+    from headway.bench.predictor import main
 
     main(quick=quick, as_json=as_json, seed=seed, out=out)
 
@@ -180,9 +201,25 @@ def _quick(setup: Any) -> Any:
     """Two systems, up together, a fixed rate: what fits into a minute with two engine starts."""
     both = ("vllm-fcfs", "slack")
     names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
-    rate = setup.rate or 6.0
+    rate, seconds = setup.rate or 6.0, 2.0 if setup.tight else 4.0  # little KV takes longer for each
     return replace(
-        setup, systems=names, rate=rate, duration=min(setup.duration, 4.0), rounds=1, together=True
+        setup, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1, together=True
+    )
+
+
+def _names(systems: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in systems.split(",") if name.strip())
+
+
+def _pool(engine: Any) -> str:
+    """Say what the engines' KV was when it was not all that fits."""
+    from headway.engines.vllm.process import block_size
+
+    if engine.blocks is None:
+        return ""
+    return (
+        f", {engine.blocks} KV blocks of {block_size(engine)} tokens (recipes that swap have "
+        f"{engine.host_kv_gib:g} GiB of host memory besides, stock vLLM has none)"
     )
 
 
@@ -216,8 +253,5 @@ def _report(
     """Print one JSON object or a table, and write the files when a folder was given."""
     if out is not None:
         report.write(out, results, bench=bench, host="vllm", seconds=seconds, about=about)
-        Console(stderr=True).print(f"written: {out}/report.html")
-    if as_json:
-        print(json.dumps(report.to_json(results, bench=bench, host="vllm", seconds=seconds), allow_nan=False))
-    else:
-        Console().print(report.table(results, about))
+    result = report.to_json(results, bench=bench, host="vllm", seconds=seconds)
+    hand_over(result, lambda: report.table(results, about), as_json=as_json, out=out)

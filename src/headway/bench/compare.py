@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from headway.bench import load, measures, mix
-from headway.bench.records import Call, Record
-from headway.bench.systems import STANDARD, check, running
+from headway.bench import load, measures, mix, pool
+from headway.bench.records import Call, Counters, Record
+from headway.bench.systems import STANDARD, check, counted, running
 from headway.config import Engine
 from headway.model import resolve
 from headway.sim import workload
@@ -33,7 +33,8 @@ class Setup:
     """What to compare. load: arrivals per second as a multiple of the measured capacity; rate overrides it.
 
     duration: seconds of arrivals per round. together: keep all systems up at once (memory!), which saves
-    restarts between rounds; an idle engine costs next to no CPU.
+    restarts between rounds; an idle engine costs next to no CPU. tight: so few KV blocks that a full batch
+    of this mix overflows them (`pool.tight`), unless the engine says how many.
     """
 
     mix: mix.Mix
@@ -45,21 +46,26 @@ class Setup:
     rounds: int = 1
     seed: int = 0
     together: bool = False
+    tight: bool = False
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Records and preemptions per system, the rate of arrivals (1/s) and the capacity it came from."""
+    """Records and counters per system, the rate of arrivals (1/s), the capacity it came from, the engine."""
 
-    results: dict[str, tuple[list[Record], float | None]]
+    results: dict[str, tuple[list[Record], Counters]]
     rate: float
     capacity: float | None
+    engine: Engine
 
 
 async def run(setup: Setup) -> Outcome:
     """Run the comparison. Raises ConfigError or EngineError when a system cannot be run."""
-    check(setup.systems)
+    check(setup.systems, setup.engine)
     resolve(setup.engine.model)
+    if setup.tight and setup.engine.blocks is None:
+        setup = replace(setup, engine=await pool.tight(setup.engine, setup.mix, setup.seed))
+    pool.check(setup.engine)
     logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {logs}[/]")
     async with AsyncExitStack() as stack:
@@ -70,12 +76,11 @@ async def run(setup: Setup) -> Outcome:
             await asyncio.gather(*(_warm(url, setup) for url in found))
         capacity = None if setup.rate else await _capacity(setup, urls, logs)
         rate = setup.rate or setup.load * (capacity or 0.0)
-        outcome = Outcome({name: ([], 0.0) for name in setup.systems}, rate, capacity)
+        outcome = Outcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
         for number in range(setup.rounds):
             calls = _calls(setup, rate, number)
             for name in _turn(setup.systems, number):
-                records, preemptions = await _run(name, calls, setup, urls, logs, number)
-                _append(outcome, name, records, preemptions)
+                _append(outcome, name, *await _run(name, calls, setup, urls, logs, number))
     return outcome
 
 
@@ -92,16 +97,15 @@ async def _fresh(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> 
 
 async def _run(
     name: str, calls: Sequence[Call], setup: Setup, urls: dict[str, str], logs: Path, number: int
-) -> tuple[list[Record], float | None]:
+) -> tuple[list[Record], Counters]:
     async with AsyncExitStack() as stack:
         url = urls.get(name) or await _fresh(stack, name, setup, logs)
-        before = await load.scrape_preemptions(url)
+        before = await counted(name, url)
         _console.print(f"[bold]{name}[/], round {number + 1} of {setup.rounds}")
         records = await load.run(url, setup.engine.name, calls)
         if len(records) < len(calls) or any(load.was_cut_off(record) for record in records):
             raise KeyboardInterrupt  # a comparison with half a system in it is none
-        after = await load.scrape_preemptions(url)
-        return records, None if before is None or after is None else after - before
+        return records, load.gained(before, await counted(name, url))
 
 
 async def _warm(url: str, setup: Setup) -> None:
@@ -146,13 +150,13 @@ def _turn(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
     return systems[start:] + systems[:start]
 
 
-def _append(outcome: Outcome, name: str, records: Sequence[Record], preemptions: float | None) -> None:
+def _append(outcome: Outcome, name: str, records: Sequence[Record], counters: Counters) -> None:
     """Add a round behind the earlier ones: it begins when they ended, so that makespans add up."""
-    earlier, count = outcome.results[name]
+    earlier, counts = outcome.results[name]
     start = measures.makespan(earlier) or 0.0
     shifted = [_shift(record, start) for record in records]
-    known = None if preemptions is None or count is None else count + preemptions
-    outcome.results[name] = ([*earlier, *shifted], known)
+    known = {key: value + counts[key] for key, value in counters.items() if key in counts}
+    outcome.results[name] = ([*earlier, *shifted], known if earlier else counters)
 
 
 def _shift(record: Record, by: float) -> Record:

@@ -22,13 +22,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headway.bench.records import Call, Record
+from headway.bench.records import Call, Counters, Record
 
-__all__ = ["Call", "Endpoint", "Record", "run", "scrape_preemptions", "was_cut_off"]
+__all__ = ["Call", "Endpoint", "Record", "run", "scrape", "was_cut_off"]
 
 Endpoint = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_PREEMPTIONS = re.compile(rb"^vllm:num_preemptions_total(?:\{.*\})? (\S+)", re.MULTILINE)
+_COUNTED = re.compile(
+    rb"^(?:(vllm:num_preemptions)|headway_engine_(\w+))_total(?:\{.*\})? (\S+)", re.MULTILINE
+)
 # Servers close idle connections after 5 s (uvicorn); letting go earlier avoids writing into a closing one.
 _KEEPALIVE = 2.0
 _SPARE_FILES = 256
@@ -74,10 +76,11 @@ def was_cut_off(record: Record) -> bool:
     return record.error == _CUT_OFF
 
 
-async def scrape_preemptions(url: str) -> float | None:
-    """Return the preemptions counted so far over all engines on `url`'s /metrics.
+async def scrape(url: str) -> dict[str, float]:
+    """Return what engines have counted so far, all engines together, by `url`'s /metrics.
 
-    None when there is no such page or no such counter within 5 seconds; nothing is raised.
+    preemptions, and each `headway_engine_NAME_total` of a gateway as NAME. What is not there within 5 seconds
+    is left out; nothing is raised.
     """
     try:
         limit = aiohttp.ClientTimeout(total=5.0)
@@ -86,10 +89,22 @@ async def scrape_preemptions(url: str) -> float | None:
             session.get(_base(url) + "/metrics") as page,
         ):
             text = await page.read() if page.status == 200 else b""
-        counts = [float(value) for value in _PREEMPTIONS.findall(text)]
+        return _totals(text)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-        return None
-    return sum(counts) if counts else None
+        return {}
+
+
+def _totals(text: bytes) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for stock, ours, value in _COUNTED.findall(text):
+        name = "preemptions" if stock else ours.decode()
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def gained(before: Counters, after: Counters) -> dict[str, float]:
+    """Return by how much each counter grew between two readings; those in only one of them are unknown."""
+    return {name: after[name] - before[name] for name in after if name in before}
 
 
 # ---- sending

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.bench.records import Record, Results
+from headway.bench.records import Counters, Record, Results
 from headway.types import Floats
 
 ALL = "all"
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# Counters that have a figure of their own, or are its parts.
+_TOLD = ("preemptions", "preempted", "alloc_failures", "recomputed", "busy_seconds", "kv_seconds")
+
+Figure = tuple[str, float | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +42,43 @@ def figures(results: Results) -> list[Row]:
 
     ids: requests, failed, attainment.CLASS, goodput.req_per_s, throughput.tokens_per_s (prompt + output),
     throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} (ms); lateness.{mean,p50,p90,p99}
-    (ms by which the generator itself sent late) and preemptions stand once per system. Percentiles are
+    (ms by which the generator itself sent late), preemptions, be.tokens_per_s (prompt + output of the classes
+    without a promise, where there are any) and what `memory` returns stand once per system. Percentiles are
     linear, as in vLLM. No value is NaN or infinite.
     """
     rows: list[Row] = []
-    for system, (records, preemptions) in results.items():
+    for system, (records, counters) in results.items():
         span = makespan(records)
         for setting, part in split(records).items():
             rows += [Row(id, system, setting, ours, unit) for id, ours, unit in _of(setting, part, span)]
         late = _spread("lateness", lateness(records))
         rows += [Row(id, system, ALL, ours, unit) for id, ours, unit in late]
-        rows.append(Row("preemptions", system, ALL, preemptions, "count"))
+        rows.append(Row("preemptions", system, ALL, counters.get("preemptions"), "count"))
+        once = [*_best_effort(records, span), *memory(counters, len(records))]
+        rows += [Row(id, system, ALL, ours, unit) for id, ours, unit in once]
     return rows
+
+
+def memory(counters: Counters, requests: int) -> list[Figure]:
+    """Return what an engine's counters say of its KV; nothing when it does not count (`counting.py`).
+
+    recomputed_tokens; kv.alloc_failures_pct: times that a running request found no block, per 100 requests;
+    kv.utilization: KV slots written while it computed, mean over time, %. Every other counter of the hook
+    follows by its own name as engine.NAME.
+    """
+    if "alloc_failures" not in counters:
+        return []
+    busy = counters.get("busy_seconds", 0.0)
+    return [
+        ("recomputed_tokens", counters.get("recomputed"), "tokens"),
+        ("kv.alloc_failures_pct", _per(100 * counters["alloc_failures"], requests), "%"),
+        ("kv.utilization", _per(100 * counters.get("kv_seconds", 0.0), busy), "%"),
+        *(
+            (f"engine.{name}", value, "s" if name.endswith("_seconds") else "count")
+            for name, value in counters.items()
+            if name not in _TOLD
+        ),
+    ]
 
 
 def tiers(records: Sequence[Record]) -> list[str]:
@@ -96,9 +125,6 @@ def failures(records: Sequence[Record]) -> dict[str, int]:
     return dict(kinds.most_common())
 
 
-Figure = tuple[str, float | None, str]
-
-
 def _of(setting: str, records: Sequence[Record], span: float | None) -> Iterator[Figure]:
     done = [record for record in records if record.ok]
     out = sum(record.output_tokens for record in done)
@@ -111,6 +137,13 @@ def _of(setting: str, records: Sequence[Record], span: float | None) -> Iterator
     yield "throughput.output_tokens_per_s", _per(out, span), "tokens/s"
     for metric in METRICS:
         yield from _spread(metric, values(done, metric))
+
+
+def _best_effort(records: Sequence[Record], span: float | None) -> Iterator[Figure]:
+    part = [record for record in records if record.slo.objective == "best_effort"]
+    if part:
+        tokens = sum(record.prompt_tokens + record.output_tokens for record in part if record.ok)
+        yield "be.tokens_per_s", _per(tokens, span), "tokens/s"
 
 
 def _spread(name: str, seconds: Floats) -> Iterator[Figure]:

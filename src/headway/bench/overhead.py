@@ -28,10 +28,10 @@ import psutil  # type: ignore[import-untyped]
 import tomli_w
 import uvloop
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from headway.bench import prompts
+from headway.bench.deliver import hand_over, tabulate
 from headway.bench.instant import NAME, WORD
 from headway.bench.measures import Row
 from headway.bench.page import About, Page, contract, save
@@ -48,6 +48,7 @@ _TTFT = f"streamed, to the first token, idle {NAME}"
 _REQUESTS = f"chat, {_CLIENTS} at once, {NAME}"
 _FAST = f"{_STREAMS} streams x {_TOKENS} tokens, {NAME} as fast as it can"
 _PACED = f"{_STREAMS} streams x {_TOKENS} tokens, {NAME} at 100 tokens/s each"
+_TITLE = "What does Headway itself cost?"
 _HEADER = ("figure", "system", "value", "unit", "setting")
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _MARK = f'"content":"{WORD}"'.encode()  # in every event with a token
@@ -65,11 +66,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, command: st
     measured = measure(quick, seed)
     if out is not None:
         write(out, measured, About(command, seed, WORKLOAD))
-        Console(stderr=True).print(f"written: {out}/report.html")
-    if as_json:
-        print(json.dumps(to_json(measured), allow_nan=False))
-    else:
-        Console().print(table(measured))
+    hand_over(to_json(measured), lambda: table(measured), as_json=as_json, out=out)
 
 
 @dataclass(slots=True)
@@ -326,12 +323,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
 
 def table(measured: Measured) -> Table:
     """Return a rich table with a line per figure."""
-    made = Table(title="What does Headway itself cost?", caption=WORKLOAD, caption_justify="left")
-    for name in _HEADER:
-        made.add_column(name, justify="right" if name == "value" else "left")
-    for line in _lines(measured):
-        made.add_row(*line)
-    return made
+    return tabulate(_TITLE, _HEADER, [_lines(measured)], caption=WORKLOAD, numbers=("value",))
 
 
 def _lines(measured: Measured) -> list[list[str]]:
@@ -345,7 +337,7 @@ def _show(value: float | None) -> str:
 def write(folder: Path, measured: Measured, about: About) -> list[Path]:
     """Write report.json, overhead.png and report.html into a folder; return what was written."""
     pictures = {"overhead": plot(measured)}
-    page = Page("What does Headway itself cost?", _HEADER, _lines(measured), pictures)
+    page = Page(_TITLE, _HEADER, _lines(measured), pictures)
     return save(folder, to_json(measured), page, about)
 
 

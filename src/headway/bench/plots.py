@@ -1,7 +1,8 @@
 """What does on time look like?
 
-Three pictures from records: who kept their promises, how latencies are distributed against the promise, and
-when promises were lost. Drawn with matplotlib's Figure objects alone, so no display and no global state.
+Pictures from records: who kept their promises, how latencies are distributed against the promise, when
+promises were lost, and what the KV cost where engines count that. Drawn with matplotlib's
+Figure objects alone, so no display and no global state.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ from headway.types import Floats
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+_MEMORY = ("be.tokens_per_s", "preemptions", "recomputed_tokens", "kv.alloc_failures_pct", "kv.utilization")
 _WINDOW = 20
 _LONG = 10.0  # seconds from which an axis counts in seconds: milliseconds would run into each other
 
 
 def draw(results: Results, mark: str = "") -> dict[str, bytes]:
-    """Return the pictures as {name: PNG}: attainment, latency, and timeline when anything was promised.
+    """Return the pictures as {name: PNG}: attainment, latency, timeline when anything was promised, memory
+    when an engine counted.
 
     mark: a word that stands on each picture, so that it goes along when the picture is copied.
     """
     pictures = {"attainment": _attainment(results), "latency": _latency(results)}
     if any(_promised(records) for records, _ in results.values()):
         pictures["timeline"] = _timeline(results)
+    panels = _panels(results)
+    if panels:
+        pictures["memory"] = _memory(panels, list(results))
     return {name: png(figure, mark) for name, figure in pictures.items()}
 
 
@@ -127,6 +133,34 @@ def _timeline(results: Results) -> Figure:
         axes.set(ylim=(-3, 105), xlabel="planned arrival, s", ylabel="on time, %")
         axes.set_title(f"{tier}: attainment of the last {_WINDOW} arrivals")
     legend(figure, list(results))
+    return figure
+
+
+def _panels(results: Results) -> dict[str, list[float | None]]:
+    """Return each figure of memory that was counted somewhere, in the order of the systems."""
+    if not any(measures.memory(counters, 1) for _, counters in results.values()):
+        return {}
+    rows = {(row.id, row.system): row for row in measures.figures(results) if row.setting == measures.ALL}
+    units = {id: row.unit for (id, _), row in rows.items()}
+    return {
+        f"{id}, %" if units[id] == "%" else id: [
+            rows[id, system].ours if (id, system) in rows else None for system in results
+        ]
+        for id in _MEMORY
+        if id in units
+    }
+
+
+def _memory(panels: dict[str, list[float | None]], systems: Sequence[str]) -> Figure:
+    """Draw one bar per system, and a dash where an engine did not count."""
+    figure, grid = sheet(1, len(panels), 1.0 + 2.3 * len(panels), 3.0)
+    colours = [colour(number) for number in range(len(systems))]
+    for axes, (title, heights) in zip(grid, panels.items(), strict=True):
+        bars = axes.bar(range(len(systems)), [h or 0.0 for h in heights], 0.8, color=colours)
+        axes.bar_label(bars, ["-" if h is None else f"{h:,.0f}" for h in heights], padding=2, fontsize=8)
+        axes.set(xticks=[], ylim=(0, 1.15 * max((h or 0.0 for h in heights), default=0.0) or 1.0))
+        axes.set_title(title, fontsize=9)
+    legend(figure, systems)
     return figure
 
 

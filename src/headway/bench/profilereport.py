@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.bench import profile
+from headway.bench.deliver import hand_over, tabulate
 from headway.bench.measures import Row
 from headway.bench.page import About, Page, contract, save
 from headway.bench.plots import png
@@ -26,6 +26,7 @@ from headway.forecast.forms import KINDS, Shapes
 from headway.forecast.pacefile import PaceFile
 from headway.forecast.profile import Fits
 
+_TITLE = "How fast is this engine?"
 _HEADER = ("form", *(f"{kind}, mean (p90) %" for kind in ("all", *KINDS)))
 _COLOURS = {"prefill": "#D55E00", "decode": "#0072B2", "mixed": "#009E73"}
 
@@ -77,13 +78,9 @@ def main(
     about = About(shlex.join(["headway", *sys.argv[1:]]), seed, _describe(found))
     if out is not None:
         write(out, found, seconds, about)
-        Console(stderr=True).print(f"written: {out}/pace.json, {out}/report.html")
-    if as_json:
-        print(
-            json.dumps(contract(found.rows(), bench="profile", host="vllm", seconds=seconds), allow_nan=False)
-        )
-    else:
-        Console().print(table(found, about))
+        Console(stderr=True, soft_wrap=True).print(f"written: {out}/pace.json")
+    result = contract(found.rows(), bench="profile", host="vllm", seconds=seconds)
+    hand_over(result, lambda: table(found, about), as_json=as_json, out=out)
 
 
 async def _found(
@@ -117,12 +114,7 @@ def _describe(found: Found) -> str:
 def table(found: Found, about: About) -> Table:
     """Return a rich table of residuals: a line per form, a column per kind of batch; * marks the file's."""
     lines = [about.workload, *_facts(found)]
-    made = Table(title="How fast is this engine?", caption="\n".join(lines), caption_justify="left")
-    for name in _HEADER:
-        made.add_column(name, justify="left" if name == "form" else "right")
-    for line in _lines(found):
-        made.add_row(*line)
-    return made
+    return tabulate(_TITLE, _HEADER, [_lines(found)], caption="\n".join(lines))
 
 
 def _lines(found: Found) -> list[list[str]]:
@@ -145,7 +137,7 @@ def write(folder: Path, found: Found, seconds: float, about: About) -> list[Path
     """Write pace.json, report.json, profile.png and report.html into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     found.pace.save(folder / "pace.json")
-    page = Page("How fast is this engine?", _HEADER, _lines(found), {"profile": draw(found)}, _facts(found))
+    page = Page(_TITLE, _HEADER, _lines(found), {"profile": draw(found)}, _facts(found))
     result = contract(found.rows(), bench="profile", host="vllm", seconds=seconds)
     return [folder / "pace.json", *save(folder, result, page, about)]
 

@@ -84,5 +84,8 @@ class Record:
         return self.ok and self.slo.met(self.ttft, self.tpot or 0.0, self.e2el)
 
 
-# {system: (its records, its preemptions or None when unknown)}; the first system is the one compared to.
-Results = Mapping[str, tuple[Sequence[Record], float | None]]
+# What an engine counted during a run, by name: preemptions, and what `engines/vllm/counting.py` and `hook.py`
+# count. What is not there is unknown.
+Counters = Mapping[str, float]
+# {system: (its records, its counters)}; the first system is the one compared to.
+Results = Mapping[str, tuple[Sequence[Record], Counters]]

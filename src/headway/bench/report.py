@@ -26,7 +26,8 @@ SIMULATED = "SIMULATED"  # on every picture of a simulation
 _LATE = 0.05  # seconds of p99 lateness above which the generator itself is worth a warning
 _HEADLINES = (
     "requests", "failed", "attainment", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p50",
-    "ttft.p99", "tpot.p50", "tpot.p99", "e2el.p99", "preemptions",
+    "ttft.p99", "tpot.p50", "tpot.p99", "e2el.p99", "be.tokens_per_s", "preemptions", "recomputed_tokens",
+    "kv.alloc_failures_pct", "kv.utilization",
 )  # fmt: skip
 
 
@@ -129,7 +130,9 @@ def _label(row: Row) -> str:
 def _show(row: Row) -> str:
     if row.ours is None:
         return "-"
-    digits = 0 if row.unit == "count" or abs(row.ours) >= 1000 else 3 if row.unit == "req/s" else 1
+    digits = (
+        0 if row.unit in ("count", "tokens") or abs(row.ours) >= 1000 else 3 if row.unit == "req/s" else 1
+    )
     return f"{row.ours:.{digits}f}"
 
 
@@ -151,9 +154,10 @@ def write(
     about: About | None = None,
     more: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
-    """Write report.json, the plots as PNG and report.html into a folder; return what was written.
+    """Write report.json, the plots as PNG, report.html and report.md into a folder; return what was written.
 
-    more: further pictures {name: PNG} for the same page. Raises OSError when the folder cannot be written.
+    report.md has the table of the terminal. more: further pictures {name: PNG} for the same page. Raises
+    OSError when the folder cannot be written.
     """
     from headway.bench import plots  # matplotlib takes a while: only those who write reports wait for it
 
@@ -166,4 +170,15 @@ def write(
         {**plots.draw(results, SIMULATED if host == "sim" else ""), **(more or {})},
         notes(results),
     )
-    return save(folder, contract(rows, bench=bench, host=host, seconds=seconds), page, about or About())
+    saved = save(folder, contract(rows, bench=bench, host=host, seconds=seconds), page, about or About())
+    shown = (header, lines) if len(results) == 1 else _by_system(rows, list(results))
+    return [*saved, _markdown(Path(folder) / "report.md", page.title, shown, about)]
+
+
+def _markdown(file: Path, title: str, lines: Lines, about: About | None) -> Path:
+    header, body = lines
+    table = [["figure", *header], ["---", *("---:" for _ in header)], *([x.label, *x.cells] for x in body)]
+    text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
+    where = [about.workload, f"`{about.command}`"] if about is not None else []
+    file.write_text("\n\n".join([f"# {title}", *filter(None, where), "\n".join(text)]) + "\n")
+    return file

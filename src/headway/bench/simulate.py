@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from headway.bench import report
 from headway.bench.mix import promise
-from headway.bench.records import Record
+from headway.bench.records import Counters, Record
 from headway.errors import ConfigError
 from headway.recipes import find
 from headway.sim import fleet as fleets
@@ -121,7 +121,10 @@ def simulate(
                 recorder,
             )
             wall = time.perf_counter() - began
-            found.records[name] = (records(workload, outcome), float(outcome.evictions.sum()))
+            found.records[name] = (
+                records(workload, outcome),
+                {"preemptions": float(outcome.evictions.sum())},
+            )
             end = float(np.nanmax(outcome.end, initial=0.0))
             found.speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
             found.told[name] = _told(outcome)
@@ -271,7 +274,7 @@ class Results:
     """records: what `report` reads. speeds, told (refusals, swaps, planner time in words): per recipe. runs:
     those that were kept."""
 
-    records: dict[str, tuple[list[Record], float | None]]
+    records: dict[str, tuple[list[Record], Counters]]
     speeds: dict[str, Speed]
     told: dict[str, str]
     runs: dict[str, Run]

@@ -6,7 +6,6 @@ and the largest. The same figures as a table, as JSON by the contract, as curves
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -31,6 +30,7 @@ from rich.progress import (
 from rich.table import Table
 
 from headway.bench import sweep as sweeps
+from headway.bench.deliver import hand_over, tabulate
 from headway.bench.measures import ALL, Row
 from headway.bench.mix import promise
 from headway.bench.page import About, Page, contract, save
@@ -95,11 +95,7 @@ def main(sweep: Sweep, *, jobs: int | None, as_json: bool, out: Path) -> None:
     about = About(shlex.join(["headway", *sys.argv[1:]]), sweep.seed, describe(sweep))
     notes = [f"failed: {cell}: {error}" for cell, error in failed.items()]
     _write(out, result, curves, notes, about)
-    console.print(f"written: {out}/report.html")
-    if as_json:
-        print(json.dumps(result, allow_nan=False))
-    else:
-        Console().print(table(curves, [about.workload, *notes]))
+    hand_over(result, lambda: table(curves, [about.workload, *notes]), as_json=as_json, out=out)
     if failed:
         raise typer.Exit(1)
 
@@ -176,16 +172,12 @@ def describe(sweep: Sweep) -> str:
 
 def table(curves: Curves, notes: Iterable[str] = ()) -> Table:
     """Return a rich table of the means: a line per class, figure and rate, a column per recipe."""
-    made = Table(title=f"How does it change with the load? ({SIMULATED})", caption_justify="left")
-    made.caption = escape("\n".join(notes))
-    made.add_column("figure")
-    made.add_column("req/s", justify="right", no_wrap=True, min_width=5)
-    for recipe in curves.recipes:
-        made.add_column(escape(recipe), justify="right", no_wrap=True)
-    for group in _lines(curves, ranges=False):
-        for number, cells in enumerate(group):
-            made.add_row("" if number else cells[0], *cells[1:], end_section=number == len(group) - 1)
-    return made
+    groups = [
+        [["" if number else cells[0], *cells[1:]] for number, cells in enumerate(group)]
+        for group in _lines(curves, ranges=False)
+    ]
+    title, header = f"How does it change with the load? ({SIMULATED})", ("figure", "req/s", *curves.recipes)
+    return tabulate(title, header, groups, caption="\n".join(notes), wrap=False)
 
 
 def _lines(curves: Curves, *, ranges: bool) -> list[list[list[str]]]:

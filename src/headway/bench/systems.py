@@ -1,7 +1,8 @@
 """Which systems are compared? Stock vLLM by its own policies, and Headway by recipe, on equal terms.
 
 Each is a real server in processes of its own on the same model, cores, batch limit and KV; a system under
-test differs from another in its scheduler (and, for Headway, in the gateway in front) and in nothing else.
+test differs from another in its scheduler (and, for Headway, in the gateway in front) and in nothing else. A
+recipe that swaps KV has host memory for it besides, which stock vLLM cannot use.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
+from headway.bench import load
 from headway.config import Broker, Config, Engine, Server, write
 from headway.engines.vllm.process import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
@@ -23,16 +25,40 @@ from headway.recipes import find
 
 STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack")
+TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve")  # what becomes of little KV
 _START = 180.0  # seconds
 
 
-def check(systems: tuple[str, ...]) -> None:
-    """Raise ConfigError unless every name is a stock policy or a recipe."""
+def check(systems: tuple[str, ...], engine: Engine) -> None:
+    """Raise ConfigError unless every name is a stock policy or a recipe that can be served."""
+    from headway.serve.main import preflight
+
     if not systems:
         raise ConfigError("No system is named.", f"Name some of {', '.join(STANDARD)}.")
     for name in systems:
         if name not in STOCK:
-            find(name)
+            preflight(Config(recipe=name, engines=(_usable(name, engine),)))
+
+
+def _usable(name: str, engine: Engine) -> Engine:
+    """Return the engine with the host pool only where the recipe can use it."""
+    return engine if find(name).saves else replace(engine, host_kv_gib=0.0)
+
+
+async def counted(name: str, url: str) -> dict[str, float]:
+    """Return what a running system's engine has counted so far, by the same code in all of them.
+
+    A gateway has it on its metrics page, stock vLLM answers our control route (`engines/vllm/counting.py`).
+    """
+    found = await load.scrape(url)
+    if name in STOCK:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{url}/headway/control", json={"op": "state"}) as answer,
+        ):
+            found |= (await answer.json())["counters"]
+    return found
 
 
 @asynccontextmanager
@@ -63,7 +89,7 @@ def _headway(name: str, engine: Engine, port: int, logs: Path) -> Child:
     config = Config(
         recipe=name,
         server=Server(port=port, max_queued=100_000),
-        engines=(engine,),
+        engines=(_usable(name, engine),),
         broker=Broker(path=str(folder / "queue.sqlite")),
     )
     file = folder / "headway.toml"
@@ -87,6 +113,6 @@ async def _ready(name: str, child: Child, url: str) -> None:
     raise EngineError(f"{name} was not ready after {_START:g} s.\n{child.tail()}\n", f"See {child.log}.")
 
 
-def standard_engine(model: str, *, max_running: int, blocks: int | None) -> Engine:
-    """Return the engine that all systems of a comparison share."""
-    return replace(Engine(), model=model, max_running=max_running, blocks=blocks)
+def standard_engine(model: str, *, max_running: int, blocks: int | None, host_kv_gib: float = 0.0) -> Engine:
+    """Return the engine that all systems of a comparison share; host_kv_gib only for those that swap."""
+    return replace(Engine(), model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib)

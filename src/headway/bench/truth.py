@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +24,7 @@ from rich.progress import Progress
 from headway.bench import conformance, load, mix, simulate
 from headway.bench.compare import BURST, steady
 from headway.bench.conformance import Tally
+from headway.bench.deliver import hand_over
 from headway.bench.page import About
 from headway.bench.profile import Measured, Rows, Target, device, diary, measure
 from headway.bench.records import Call, Record
@@ -294,11 +294,8 @@ def main(setup: Setup, *, quick: bool, as_json: bool, out: Path | None, command:
     about = About(command, setup.seed, describe(setup, results))
     if out is not None:
         truthreport.write(out, found, seconds, about)
-        _console.print(f"written: {out}/report.html")
-    if as_json:
-        print(json.dumps(truthreport.to_json(found, seconds), allow_nan=False))
-    else:
-        Console().print(truthreport.table(found, about))
+    table = truthreport.table(found, about)
+    hand_over(truthreport.to_json(found, seconds), lambda: table, as_json=as_json, out=out)
 
 
 def _conformance(setup: Setup) -> dict[tuple[str, str], Tally]:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from headway.bench import conformance, measures
 from headway.bench.conformance import Tally
+from headway.bench.deliver import tabulate
 from headway.bench.measures import Row
 from headway.bench.page import About, Page, contract, save
 from headway.bench.plots import png
@@ -161,17 +162,9 @@ def _overheads(run: Run) -> list[Row]:
 def table(found: Findings, about: About) -> Table:
     """Return a rich table: real, simulated and error side by side, then the conformance."""
     caption = "\n".join([about.workload, *found.notes()])
-    made = Table(
-        title="How far can the simulator be trusted? (real against SIMULATED)", caption=caption,
-        caption_justify="left",
-    )  # fmt: skip
-    for name in _HEADER:
-        made.add_column(name, justify="right" if name in ("real", "simulated", "error") else "left")
-    for section in _sections(found):
-        for line in section:
-            made.add_row(*line)
-        made.add_section()
-    return made
+    title = "How far can the simulator be trusted? (real against SIMULATED)"
+    numbers = ("real", "simulated", "error")
+    return tabulate(title, _HEADER, _sections(found), caption=caption, numbers=numbers)
 
 
 def _sections(found: Findings) -> Iterator[list[list[str]]]:

@@ -68,7 +68,7 @@ class Clockwork:
     finished: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if hasattr(self.scheduler, "clock"):
+        if hasattr(self.scheduler, "timer"):
             self.scheduler.clock = self.scheduler.timer = lambda: self.now
 
     def add(

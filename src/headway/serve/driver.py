@@ -25,11 +25,10 @@ from headway.controller import Controller
 from headway.engines.vllm.client import EngineGone, VllmEngine
 from headway.engines.vllm.facts import write_facts
 from headway.errors import EngineError, RequestError
-from headway.forecast.lengths import TaskLengths
-from headway.forecast.padded import SHARE, Padded
-from headway.ports import Broker, Cluster, Job, Lengths, Recipe
+from headway.ports import Broker, Cluster, Job
 from headway.recipes import find
 from headway.serve.asking import PATHS, Asked, Kind
+from headway.serve.foresight import Foresight
 from headway.serve.metrics import Metrics
 from headway.types import (
     Arrived,
@@ -112,8 +111,9 @@ class Driver:
         self.config = config
         self.recipe = find(config.recipe)
         self.metrics = Metrics()
+        self.foresight = Foresight(self.recipe, config.predictor, self.metrics)
         self.controller = Controller(
-            self.recipe.planner(), _lengths(self.recipe), config.server.max_queued,
+            self.recipe.planner(), self.foresight.lengths, config.server.max_queued,
             Cluster(pull=self.recipe.pull),
         )  # fmt: skip
         log_dir = log_dir or state_dir()
@@ -133,6 +133,7 @@ class Driver:
         """Open the broker, settle what an earlier process owed, start the engines."""
         settings = self.config.broker
         path = settings.path or str(state_dir() / "queue.sqlite")
+        await self.foresight.start()
         self.broker = open_broker(settings.kind, path, settings.synchronous)
         await self._recover()
         for engine in self.engines.values():
@@ -151,6 +152,7 @@ class Driver:
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
         for ticket in [ticket for ticket in self._tickets.values() if not ticket.background]:
             await self.fail(ticket, "gateway_stopped")
+        await self.foresight.stop()
         await self.broker.close()
 
     async def _recover(self) -> None:
@@ -221,8 +223,20 @@ class Driver:
     async def accept(self, asked: Asked) -> Ticket:
         """Store a request durably, then queue it. From here on it is owed an end."""
         ticket = _ticket(asked.request, asked.kind, asked.upstream, asked.background)
-        put = asyncio.ensure_future(self.broker.put(_job_of(ticket)))
         self._storing += 1
+        try:
+            await self.foresight.read(ticket.request, ticket.upstream)  # while nothing is owed
+            await self._store(ticket)
+        finally:
+            self._storing -= 1
+        if asked.background:
+            self._run_background(ticket)
+        else:
+            self._enter(ticket)
+        return ticket
+
+    async def _store(self, ticket: Ticket) -> None:
+        put = asyncio.ensure_future(self.broker.put(_job_of(ticket)))
         try:
             await asyncio.shield(put)
         except asyncio.CancelledError:
@@ -232,13 +246,6 @@ class Driver:
                     ticket.request.id, "client_gone: left while it was stored", time.time()
                 )
             raise
-        finally:
-            self._storing -= 1
-        if asked.background:
-            self._run_background(ticket)
-        else:
-            self._enter(ticket)
-        return ticket
 
     def _enter(self, ticket: Ticket) -> None:
         request = ticket.request
@@ -295,6 +302,7 @@ class Driver:
             return False
         ticket.closed = True
         now, request = time.time(), ticket.request
+        self.foresight.ending(request, made)
         self._leave(ticket, Finished(request.id, made))
         done = await self.broker.done(request.id, result, now)
         if done:
@@ -314,6 +322,7 @@ class Driver:
     def _leave(self, ticket: Ticket, event: Event) -> None:
         self._tickets.pop(ticket.request.id, None)
         self.tell(event)
+        self.foresight.ended(ticket.request.id)
 
     # ---- background work
 
@@ -351,12 +360,6 @@ class Driver:
             return False
         await self.fail(ticket, "cancelled", "cancelled")
         return True
-
-
-def _lengths(recipe: Recipe) -> Lengths:
-    """Return what forecasts answers for a recipe: learned as they end, padded if it plans memory by them."""
-    learned = TaskLengths()
-    return Padded(learned, SHARE) if recipe.lengths == "padded" else learned
 
 
 def _refused(what: str, refusal: Reject) -> RequestError:

@@ -300,7 +300,7 @@ def _engine(engine: Any) -> dict[str, Any]:
 
 
 async def _gauge(driver: Driver) -> None:
-    """Bring the gauges up to date; evictions are asked of the schedulers themselves."""
+    """Bring the gauges up to date; what engines count is asked of the schedulers themselves."""
     metrics = driver.metrics
     metrics.queued.set(driver.controller.queued)
     metrics.running.set(len(driver.controller.requests) - driver.controller.queued)
@@ -310,6 +310,7 @@ async def _gauge(driver: Driver) -> None:
             try:
                 state = await engine.control({"op": "state"})
                 metrics.evictions.labels(id).set(state["counters"]["evictions"])
+                metrics.counted(id, state["counters"])
             except (HeadwayError, KeyError, TypeError):
                 continue  # an engine without our scheduler has no such figure
 

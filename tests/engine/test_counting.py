@@ -1,0 +1,155 @@
+"""Counting changes nothing, and counts right: beside stock vLLM step by step, and by what must add up."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.bench.conformance import BLOCK, Case, _config, _facts, draw
+from headway.engines import clockwork
+from headway.engines.clockwork import Clockwork
+from headway.engines.vllm.control import _control
+from headway.engines.vllm.counting import CountingScheduler, Recorder
+from headway.engines.vllm.hook import HeadwayScheduler
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def build(case: Case, cls: type[Any] | None, *, policy: str = "fcfs", recipe: str | None = None) -> Clockwork:
+    budget, slots = max(case.budget, case.max_running), case.max_running * (1 if recipe is None else 2)
+    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy)
+    return Clockwork(clockwork.scheduler(setup, case.blocks + 1, BLOCK, cls))
+
+
+def decisions(case: Case, clock: Clockwork) -> list[tuple[Any, ...]]:
+    """Run a workload to its end; return every step: order and tokens, preemptions, free blocks."""
+    steps, todo = [], sorted(enumerate(case.tasks), key=lambda item: item[1].at)
+    pool = clock.scheduler.kv_cache_manager.block_pool
+    while todo or clock.busy:
+        while todo and todo[0][1].at <= clock.now:
+            i, task = todo.pop(0)
+            facts = _facts(f"r{i}", task)
+            clock.add(f"r{i}", task.prompt, task.output, priority=task.priority, facts=facts, arrival=task.at)
+        ran = clock.step(0.05)
+        lost = {id: request.num_preemptions for id, request in clock.scheduler.requests.items()}
+        steps.append((list(ran.items()), lost, pool.get_num_free_blocks(), list(clock.finished)))
+    return steps
+
+
+def tight(seed: int) -> Case:
+    """A workload that overflows its KV."""
+    rng = np.random.default_rng(seed)
+    return next(case for case in iter(lambda: draw(rng), None) if case.blocks < 8 * case.max_running)
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["fcfs", "priority"]))
+@settings(max_examples=20, deadline=None)
+def test_it_takes_exactly_stocks_steps(seed: int, policy: str) -> None:
+    case = tight(seed)
+    assert decisions(case, build(case, CountingScheduler, policy=policy)) == decisions(
+        case, build(case, None, policy=policy)
+    )
+
+
+SYSTEMS = [
+    (CountingScheduler, None, "fcfs"), (CountingScheduler, None, "priority"),
+    (HeadwayScheduler, "vllm", "fcfs"), (HeadwayScheduler, "slack", "fcfs"),
+    (HeadwayScheduler, "bros", "fcfs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "recipe", "policy"), SYSTEMS)
+def test_what_was_computed_adds_up(cls: type[Any], recipe: str | None, policy: str) -> None:
+    """Each token of a prompt and of an answer but the last is computed once; the rest is computed again."""
+    lost = 0
+    for seed in range(12):
+        case = tight(seed)
+        clock = build(case, cls, policy=policy, recipe=recipe)
+        found = decisions(case, clock)
+        counters = clock.scheduler.recorder.counters
+        computed = sum(tokens for ran, *_ in found for _, tokens in ran)
+        assert computed == sum(task.prompt + task.output - 1 for task in case.tasks) + counters["recomputed"]
+        assert 0 < counters["kv_seconds"] <= counters["busy_seconds"]
+        assert counters["busy_seconds"] == pytest.approx(0.05 * sum(bool(ran) for ran, *_ in found))
+        assert counters["alloc_failures"] <= counters["preempted"]
+        if cls is CountingScheduler:
+            assert bool(counters["alloc_failures"]) == bool(counters["preempted"])
+        assert not clock.scheduler.recorder._owed, "all that was owed has been paid"
+        lost += counters["preempted"]
+    assert lost > 0, "nobody ran out of KV: the workloads show nothing"
+
+
+def test_preempted_is_what_vllm_counts() -> None:
+    case = tight(1)
+    clock = build(case, CountingScheduler)
+    most: dict[str, int] = {}
+    for _, lost, *_ in decisions(case, clock):
+        most |= {id: max(count, most.get(id, 0)) for id, count in lost.items()}
+    assert clock.scheduler.recorder.counters["preempted"] == sum(most.values())
+
+
+def test_by_hand() -> None:
+    """Two of 48 tokens in 7 blocks of 16: at 64 the second wants a block too many, and computes all again."""
+    clock = build(Case((), 2, 512, 7, 112, 0), CountingScheduler)
+    clock.add("a", 48, 40)
+    clock.add("b", 48, 40)
+    while clock.busy:
+        clock.step(0.05)
+    counters = clock.scheduler.recorder.counters
+    assert (counters["alloc_failures"], counters["preempted"], counters["recomputed"]) == (1, 1, 48)
+
+
+def test_a_prefix_that_is_still_there_is_not_computed_again() -> None:
+    recorder = Recorder()
+    recorder.preempted("a", 100)
+    recorder.ran({"a": 30}, lambda _: 94)  # 64 were found in the cache
+    recorder.ran({"a": 30}, lambda _: 124)
+    assert recorder.counters["recomputed"] == 36
+    recorder.ran({"a": 1}, lambda _: 125)
+    assert recorder.counters["recomputed"] == 36
+
+
+def test_who_left_owes_nothing() -> None:
+    recorder = Recorder()
+    recorder.preempted("a", 100)
+    recorder.begin(["a"])
+    recorder.ran({"a": 100}, lambda _: 100)  # another request of that name
+    assert recorder.counters["recomputed"] == 0
+
+
+def test_one_shortage_counts_once_in_an_iteration() -> None:
+    recorder = Recorder()
+    for ended in range(2):
+        recorder.begin([])
+        for _ in range(3):
+            recorder.short("a")
+        assert recorder.counters["alloc_failures"] == ended + 1
+
+
+def test_it_answers_on_the_control_route_and_obeys_nothing() -> None:
+    clock = build(tight(1), CountingScheduler)
+
+    class Core:
+        scheduler = clock.scheduler
+
+    state = _control(Core, {"op": "state"})
+    assert state["counters"] == clock.scheduler.recorder.counters
+    assert state["blocks_free"] == state["blocks_total"]
+    assert "error" in _control(Core, {"op": "pause", "ids": []})
+
+
+def test_what_it_relies_on_in_vllm() -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert list(inspect.signature(KVCacheManager.allocate_slots).parameters)[:3] == [
+        "self", "request", "num_new_tokens"
+    ]  # fmt: skip
+    source = inspect.getsource(Scheduler)
+    assert source.count("self.kv_cache_manager.allocate_slots(") == 2, "asked for running and for waiting"
+    assert not any(hasattr(Scheduler, name) for name in ("recorder", "_scheduled", "_slots_total"))
