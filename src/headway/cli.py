@@ -85,7 +85,7 @@ def simulate(
     instances: Annotated[int, typer.Option(min=1)] = 1,
     instance: Annotated[
         list[str] | None,
-        typer.Option(help="Instead of --pace: PACE[:COUNT][,kv_tokens=..,loads=PACE+PACE,..]; repeatable."),
+        typer.Option(help="Instead of --pace: PACE[:COUNT][,kv_tokens=..,host_kv_gib=..,loads=PACE+PACE]."),
     ] = None,
     fleet: Annotated[
         Path | None, typer.Option(help="Instead of --pace: TOML with [[instances]] and [[traffic]].")

@@ -66,7 +66,8 @@ class Recipe:
     host; reserves: `Step.reserve` and `Step.lend`, which need an engine that shares no prefixes
     (`engines/vllm/reserve.py`). swaps: the planner loads other models where instances can. lengths: whose
     forecasts it is meant for: those that the host has, those padded, or an oracle's, which only a simulation
-    has.
+    has. kv: how a simulated engine with a host pool keeps KV for it: in plain blocks, copies before or beside
+    the computation, or in two-ended ones.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Recipe:
     swaps: bool = False
     reserves: bool = False
     lengths: Literal["host", "padded", "oracle"] = "host"
+    kv: Literal["before", "beside", "two-ended"] = "before"
 
 
 class Lengths(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from difflib import get_close_matches
+from typing import Literal
 
 from headway.baselines import BASELINES, ROUTERS
 from headway.ecoserve import ECOSERVE
@@ -32,7 +33,8 @@ def _recipe(
 def _inside(name: str) -> Recipe:
     """Return BROS or an ablation of it. Its queue is the engine's own: it chooses among all that wait."""
     about, packer = bros.VARIANTS[name]
-    return Recipe(name, about, lambda: planners.Ordered(planners.by_due), packer, pull=False)
+    kv: Literal["beside", "two-ended"] = "beside" if name == "bros-plain-blocks" else "two-ended"
+    return Recipe(name, about, lambda: planners.Ordered(planners.by_due), packer, pull=False, kv=kv)
 
 
 RECIPES = {

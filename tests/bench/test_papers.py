@@ -12,14 +12,16 @@ from typer.testing import CliRunner
 from headway.bench.cli import bench_app
 from headway.bench.papers import PAPERS, bros
 from headway.bench.papers.bros import Point, judge
+from headway.bench.papers.watch import Prompt
 from headway.errors import ConfigError
 from headway.recipes import find
-from headway.sim.alone import Run
+from headway.sim.outcome import Outcome
 from headway.sim.workload import concat, single
 
 
-def outcome(first: list[float], end: list[float]) -> Run:
-    return Run(np.array(first), np.array(end), np.zeros(len(first), np.int64), iterations=10, busy=2.0)
+def outcome(first: list[float], end: list[float]) -> Outcome:
+    none = np.zeros(len(first), np.int64)
+    return Outcome(np.array(first), np.array(end), none, none, iterations=10, busy=2.0)
 
 
 def test_figures_by_hand() -> None:
@@ -27,17 +29,22 @@ def test_figures_by_hand() -> None:
     chat = single(np.zeros(4), 10, 11, slo=bros.PROMISE, tier="rt")
     work = concat(chat, single(np.zeros(2), 10, 11, tier="be"))
     run = outcome([0.3, 1.0, 0.4, np.nan, 3.0, 3.0], [1.3, 2.0, 4.4, np.nan, 9.0, 11.0])
-    found = judge(work, run, 10.0, [0.001, 0.002, 0.003])
+    tokens = Prompt(work)
+    tokens.steady[:] = [10, 9, 1, 0, 10, 10]
+    tokens.ahead[:] = [10, 0, 5, 0, 10, 10]
+    found = judge(work, run, tokens, 10.0, [0.001, 0.002, 0.003])
     assert found == pytest.approx({
         "rt.normalized_latency": (1.3 + 2.0 + 4.4) / 33, "rt.ttft_attainment": 50.0,
-        "rt.tpot_attainment": 50.0, "be.req_per_s": 0.1, "sched.share_pct": 100 * 0.002 * 10 / 2.0,
+        "rt.tpot_attainment": 50.0, "rt.token_attainment": 50.0, "rt.token_due_attainment": 37.5,
+        "be.req_per_s": 0.1, "sched.share_pct": 100 * 0.002 * 10 / 2.0,
     })  # fmt: skip
 
 
 def point(system: str, rate: float, latency: float | None, ttft: float, batch: float) -> Point:
     return Point(system, "sharegpt", rate, {
         "rt.normalized_latency": latency, "rt.ttft_attainment": ttft, "rt.tpot_attainment": 100.0,
-        "be.req_per_s": batch, "sched.share_pct": 1.0,
+        "rt.token_attainment": 90.0, "rt.token_due_attainment": 90.0, "be.req_per_s": batch,
+        "sched.share_pct": 1.0,
     })  # fmt: skip
 
 
@@ -56,8 +63,8 @@ def test_claims_are_taken_where_they_show_most() -> None:
 
 
 def test_every_system_has_a_recipe_and_a_line() -> None:
-    assert {find(recipe).name for recipe, _ in bros.SYSTEMS.values()} >= {"bros", "vllm-v0", "rr", "priority"}
-    assert list(bros._STYLE) == list(bros.SYSTEMS)
+    assert {find(name).name for name in bros.SYSTEMS} >= {"bros", "vllm-v0", "rr", "vllm-priority"}
+    assert tuple(bros._STYLE) == bros.SYSTEMS
 
 
 def test_the_workload_is_the_papers() -> None:
@@ -74,8 +81,7 @@ def test_the_workload_is_the_papers() -> None:
 def test_the_command_prints_one_object_and_writes_pages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    two = {name: bros.SYSTEMS[name] for name in ("bros", "vllm-v0")}
-    monkeypatch.setattr(bros, "SYSTEMS", two)
+    monkeypatch.setattr(bros, "SYSTEMS", ("bros", "vllm-v0"))
     monkeypatch.setattr(bros, "QUICK", {"sharegpt": (2.0,)})
     ended = CliRunner().invoke(bench_app, ["papers", "bros", "--quick", "--json", "--out", str(tmp_path)])
     assert ended.exit_code == 0, ended.output

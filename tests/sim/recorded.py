@@ -97,6 +97,6 @@ def record(
     """Simulate and record a random workload."""
     nodes, workload = fleet(count, blocks), mixed(seed, **more)
     recorder = recorder or Recorder()
-    outcome: Outcome = Simulation(ALL[recipe], nodes, workload).run(recorder=recorder)
+    outcome: Outcome = Simulation(ALL[recipe], nodes, workload).run(observer=recorder)
     header = Header(recipe, tuple(map(Machine.of, nodes)), seed, "headway simulate --seed 0", "a test")
     return Run(header, workload, outcome, recorder.recording())

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from headway.baselines import ROUTERS
 from headway.bench import scene
+from headway.bench.simulate import Mixed, simulate
 from headway.cli import app
 from headway.errors import ConfigError
 from headway.recipes import find
@@ -45,6 +46,7 @@ def test_a_line_of_text_is_a_spec() -> None:
         ("opt-13b-a100,budget=100", "fewer than 256 running", "Raise budget"),
         ("opt-13b-a100,loads=opt-13b-a100", "one model twice", "Let it load each model once"),
         ("opt-13b-a100,host_gb=-1", "host_gb", "pace[:count]"),
+        ("opt-13b-a100,host_kv_gib=-1", "host_kv_gib", "pace[:count]"),
         ("", "pace", ""),
     ],
 )
@@ -70,6 +72,8 @@ def test_nodes_are_what_their_pace_files_say() -> None:
     assert fleet.models(nodes) == ("opt-13b", "llama-2-7b-hf")
     assert nodes[0].instance.blocks_total == 66_144 // 16
     assert nodes[0].others[0].instance.blocks_total == 117_648 // 16
+    assert nodes[0].host_tokens == 128 * 2**30 // 819_200
+    assert build([spec("opt-13b-a100,host_kv_gib=0")])[0].host_tokens == 0
     assert nodes[0].load is not None
     assert nodes[2].load is None, "it loads nothing else, so nobody has to know"
 
@@ -211,3 +215,14 @@ def test_simulate_runs_unlike_instances_of_one_model_and_counts_what_is_shed() -
     done = CliRunner().invoke(app, [*argv, "--recipes", "llm-d-like", "--rate", "8", "--duration", "10"])
     assert done.exit_code == 0, done.output
     assert "requests shed" in done.output
+
+
+def test_a_recipe_that_copies_kv_needs_to_know_how_fast() -> None:
+    """BROS copies where the host has room, and evicts where it has none."""
+    text, load = "smollm2-135m-cpu2,kv_tokens=4096", at(0.0, 0.0, 0.0, model="smollm2-135m-instruct")
+    with pytest.raises(ConfigError, match="host_kv_gib=0"):
+        simulate(["bros"], Mixed((spec(text),)), load, bar=False)
+    with pytest.raises(ConfigError, match="another recipe"):
+        simulate(["fastserve"], Mixed((spec(text),)), load, bar=False)
+    found = simulate(["bros"], Mixed((spec(f"{text},host_kv_gib=0"),)), load, bar=False)
+    assert len(found.records["bros"][0]) == 3

@@ -127,7 +127,7 @@ def test_a_request_that_came_back_and_went_elsewhere() -> None:
 
 def test_moves_back_are_recorded() -> None:
     recorder = Recorder()
-    recorder.sent(4, 0, 0, 1.0)
+    recorder.sent(4, 0, 1.0)
     recorder.returned(4, 2.0)
     assert recorder.recording().moves.tolist() == [(1.0, 4, 0), (2.0, 4, OUTSIDE)]
 
@@ -135,7 +135,7 @@ def test_moves_back_are_recorded() -> None:
 def test_a_failure_sends_requests_back_and_their_seconds_still_add_up() -> None:
     nodes, workload, recorder = fleet(2), mixed(3), Recorder()
     failures = [Failure("e0", 2.0, 1.5), Failure("e1", 5.0, 1.0)]
-    outcome = Simulation(ALL["edf"], nodes, workload, failures=failures).run(recorder=recorder)
+    outcome = Simulation(ALL["edf"], nodes, workload, failures=failures).run(observer=recorder)
     header = Header("edf", tuple(map(Machine.of, nodes)), 3, "", "")
     reader, back = Reader(Run(header, workload, outcome, recorder.recording())), 0
     for request in range(len(workload)):

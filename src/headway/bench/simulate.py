@@ -23,6 +23,7 @@ from headway.errors import ConfigError
 from headway.recipes import find
 from headway.sim import fleet as fleets
 from headway.sim import runfolder
+from headway.sim.host import pools, words
 from headway.sim.recorder import Recorder, Recording
 from headway.sim.run import Node, Outcome, Simulation, no_time
 from headway.sim.runfolder import Header, Machine, Run
@@ -160,15 +161,21 @@ def file_name(recipe: str) -> str:
 
 
 def _check(recipes: Sequence[str], nodes: Sequence[Node]) -> None:
-    """Raise ConfigError for an unknown recipe, or one that saves KV where a copy's time is not known."""
-    saving = [name for name in recipes if find(name).saves]
-    unknown = [node.instance.id for node in nodes if not math.isfinite(node.copy_seconds)]
-    if saving and unknown:
-        raise ConfigError(
-            f"{saving[0]} copies KV to the host, and how fast {unknown[0]} does that is not known.",
-            "Add kv_copy_gb_s to a copy of its pace file, or take another recipe.",
-            param="recipes",
-        )
+    """Raise ConfigError for an unknown recipe, or one that copies KV where a copy's time is not known."""
+    for name in recipes:
+        recipe = find(name)
+        unknown = [
+            node.instance.id
+            for node in nodes
+            if not math.isfinite(node.copy_seconds) and (recipe.saves or pools(recipe, node))
+        ]
+        if unknown:
+            other = "take another recipe" if recipe.saves else "say host_kv_gib=0 in --instance"
+            raise ConfigError(
+                f"{name} copies KV to the host, and how fast {unknown[0]} does that is not known.",
+                f"Add kv_copy_gb_s to a copy of its pace file, or {other}.",
+                param="recipes",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +211,11 @@ def main(
     began = time.perf_counter()
     workload, longer = question.workload()
     left_out = f"; {longer} requests longer than any instance holds left out" if longer else ""
-    about = report.About(shlex.join(["headway", *sys.argv[1:]]), question.seed, question.about + left_out)
+    nodes = question.fleet.nodes(workload.models[0])
+    told = "".join(f"; {name}: {how}" for name in recipes if (how := words(find(name), nodes[0])))
+    about = report.About(
+        shlex.join(["headway", *sys.argv[1:]]), question.seed, question.about + left_out + told
+    )
     keep = Keep(out, record_mb, question.seed, about.command, about.workload) if out else None
     found = simulate(
         recipes, question.fleet, workload, bar=not as_json, plan_seconds=question.plan_seconds, keep=keep

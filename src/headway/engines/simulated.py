@@ -56,12 +56,14 @@ class SimulatedEngine:
     """One engine: its jobs, its blocks, its packer.
 
     blocks: usable KV blocks of `size` tokens. slots: requests that may hold KV. budget: tokens per iteration.
+    copy_seconds: to move one token's KV between device and host.
     """
 
     def __init__(
-        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int
-    ) -> None:
-        self.packer, self.blocks, self.size = packer, blocks, size
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        copy_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.packer, self.blocks, self.size, self.copy_seconds = packer, blocks, size, copy_seconds
         self.limits = Limits(size, slots, budget, max_model_len)
         self.balance: Ints = np.array([blocks, 0])
         self.jobs = Jobs(256)
@@ -132,6 +134,10 @@ class SimulatedEngine:
     def batch(self, ran: Ran) -> Batch:
         """Return the shape of an iteration that was scheduled and is not complete."""
         return batch_of(self.jobs, ran.rows, ran.tokens)
+
+    def seconds(self, ran: Ran, execution: float) -> float:
+        """Return the seconds of an iteration that computes for `execution` seconds: copies come first."""
+        return execution + (ran.copied * self.copy_seconds if ran.copied else 0.0)
 
     def _paused(self, order: Ints) -> Ints:
         """Return the rows that hold a slot and are not in `order`."""

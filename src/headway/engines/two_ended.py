@@ -8,6 +8,8 @@ computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from headway.compiled import compiled
@@ -29,7 +31,7 @@ _NONE = np.empty(0, np.int64)
 class Swapping(SimulatedEngine):
     """A simulated engine with plain blocks and a host pool of `host` tokens; the packer says who is saved.
 
-    copy_seconds: to move one token's KV. overlap: copies run beside the computation instead of before it.
+    overlap: copies run beside the computation instead of before it.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class Swapping(SimulatedEngine):
         host: int, copy_seconds: float, overlap: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(
-            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len
-        )
-        self.host, self.copy_seconds, self.overlap = host, copy_seconds, overlap
+            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
+            copy_seconds=copy_seconds,
+        )  # fmt: skip
+        self.host, self.overlap = host, overlap
 
     @property
     def ledger(self) -> TwoEndedLedger:
@@ -62,9 +65,10 @@ class Swapping(SimulatedEngine):
         return int(np.searchsorted(there + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
 
     def seconds(self, ran: Ran, execution: float) -> float:
-        """Return how long an iteration takes whose computation takes `execution` seconds."""
-        copying = ran.copied * self.copy_seconds if ran.copied else 0.0
-        return max(execution, copying) if self.overlap else execution + copying
+        """Return the seconds of an iteration that computes for `execution` seconds."""
+        if not self.overlap:
+            return super().seconds(ran, execution)
+        return max(execution, ran.copied * self.copy_seconds) if ran.copied else execution
 
 
 class _Bounded:
@@ -79,7 +83,7 @@ class _Bounded:
         if fits == step.save.size:
             return step
         lost = np.concatenate([step.evict, step.save[fits:]])
-        return Step(step.order, step.tokens, lost, step.save[:fits], step.max_running, step.token_budget)
+        return replace(step, evict=lost, save=step.save[:fits])
 
 
 class TwoEnded(Swapping):

@@ -34,6 +34,7 @@ class Spec:
     model: the name that requests ask for; None = the last part of the pace file's model in lower case.
     kv_tokens: None = as the file says. loads: pace files of the models that these instances can load instead
     of their first, on the same terms. host_gb: host memory in which weights stay warm, in 1e9 bytes.
+    host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = there is none.
     """
 
     pace: str
@@ -45,6 +46,7 @@ class Spec:
     kv_tokens: _Count | None = None
     loads: tuple[str, ...] = ()
     host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
+    host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
 
     def nodes(self, first: int = 0) -> list[Node]:
         """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
@@ -73,6 +75,7 @@ class Spec:
             instance, file.pace(), 2 * self.max_running, self.budget, file.copy_seconds(),
             _load(file) if self.loads else None, others, int(self.host_gb * 1e9),
             file.request_overhead_s or 0.0, file.token_overhead_s or 0.0, file.interruption_s or 0.0,
+            int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token,
         )  # fmt: skip
 
     def _blocks(self, file: PaceFile, kv_tokens: int | None) -> int:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from headway.engines.simulated import Ran, SimulatedEngine
+from headway.engines.two_ended import Swapping, TwoEnded
 from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
 from headway.pack.decoupled import Decoupled
-from headway.ports import Pace
+from headway.ports import Pace, Packer
 from headway.recipes import Recipe
 from headway.sim.workload import Workload
 from headway.types import Instance, Loadable, Request
@@ -35,7 +37,8 @@ class Load:
 class Node:
     """One simulated instance: what it is, its pace, slots, and tokens per iteration.
 
-    copy_seconds: to move one token's KV between device and host; the iteration waits for its copies.
+    copy_seconds: to move one token's KV between device and host. host_tokens: tokens of KV that the host has
+    room for; None = nobody said: blocks are plain, and those that save find room for all they save.
     others: this node as it is with another model loaded; each of them, and the node itself if it is to come
     back, needs `load`. host_bytes: host memory for weights.
     request_overhead: seconds from a request's sending to where the engine can see it (HTTP, tokenisation).
@@ -55,6 +58,7 @@ class Node:
     request_overhead: float = 0.0
     token_overhead: float = 0.0
     interruption: float = 0.0
+    host_tokens: int | None = None
 
     @property
     def delays(self) -> bool:
@@ -97,6 +101,16 @@ class Taken:
     evictions: int
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A request on its way into an engine: tokens of its answer, forecast of them, what it had elsewhere."""
+
+    request: Request
+    output: int
+    left: float
+    before: Taken | None
+
+
 class Host:
     """A node at work. Its driver (`run.py`) says when things begin and end; nothing here knows the time.
 
@@ -126,10 +140,8 @@ class Host:
         packer = self._recipe.packer(instance.max_running, self.form.budget, self.learned)
         if isinstance(packer, Decoupled):
             packer.copy_seconds, packer.longest = self.form.copy_seconds, instance.max_model_len
-        self.engine = SimulatedEngine(
-            packer, blocks=instance.blocks_total, size=instance.block_size, slots=self.form.slots,
-            budget=self.form.budget, max_model_len=instance.max_model_len,
-        )  # fmt: skip
+        self.engine = engine(packer, self.form, self._recipe)
+        self.door: list[Given] = []
         self.running: Ran | None = None
         self.stolen = 0.0
 
@@ -149,10 +161,26 @@ class Host:
         pace, warm = self.form.pace.seconds, tuple(self.memory.held)
         return replace(self.form.instance, loadable=others, warm=warm, pace=pace)
 
-    def add(self, request: Request, output: int, left: float, before: Taken | None) -> int:
-        """Hand a request in, return its row; one taken out elsewhere goes on after the tokens it has made."""
+    @property
+    def busy(self) -> bool:
+        """Tell whether anybody is inside or at the door."""
+        return self.engine.busy or bool(self.door)
+
+    def give(self, given: Given) -> None:
+        """Put a request before the engine's door: it looks there between two iterations, as vLLM does."""
+        self.door.append(given)
+
+    def take_in(self) -> list[tuple[str, int]]:
+        """Let in who is at the door; return their ids and rows."""
+        came = [(given.request.id, self._add(given)) for given in self.door]
+        self.door.clear()
+        return came
+
+    def _add(self, given: Given) -> int:
+        """Return a request's row; one taken out elsewhere goes on after the tokens it has made."""
+        request, left, before = given.request, given.left, given.before
         row = self.engine.add(
-            request.id, request.prompt_tokens, output, arrival=request.arrival, slo=request.slo,
+            request.id, request.prompt_tokens, given.output, arrival=request.arrival, slo=request.slo,
             priority=request.priority, left=left if before is None else max(left - before.made, 1.0),
         )  # fmt: skip
         if before is not None:
@@ -164,6 +192,7 @@ class Host:
 
     def take_all(self, *, keep: bool) -> dict[str, Taken]:
         """Empty the engine. keep: what was made counts on (its KV is lost and recomputed), else nothing."""
+        self.take_in()
         jobs = self.engine.jobs
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
@@ -192,6 +221,41 @@ class Host:
         load = self.forms[model].load
         if load is not None:
             self.memory.keep(model, load.bytes)
+
+
+def engine(packer: Packer, node: Node, recipe: Recipe) -> SimulatedEngine:
+    """Return the engine of a node: with a host pool where there is one and the recipe uses it."""
+    instance = node.instance
+    host = node.host_tokens if pools(recipe, node) else None
+    common: dict[str, Any] = {
+        "blocks": instance.blocks_total, "size": instance.block_size, "slots": node.slots,
+        "budget": node.budget, "max_model_len": instance.max_model_len, "copy_seconds": node.copy_seconds,
+    }  # fmt: skip
+    if host is None:
+        return SimulatedEngine(packer, **common)
+    kind = TwoEnded if recipe.kv == "two-ended" else Swapping
+    return kind(packer, host=host, overlap=recipe.kv != "before", **common)
+
+
+def pools(recipe: Recipe, node: Node) -> bool:
+    """Tell whether a recipe uses this node's host pool. One that reserves counts on room for all it saves;
+    BROS does without where the host has no room at all, as on a vLLM without a pool."""
+    if recipe.kv != "before":
+        return bool(node.host_tokens)
+    return node.host_tokens is not None and recipe.saves and not recipe.reserves
+
+
+def words(recipe: Recipe, node: Node) -> str:
+    """Say how a recipe is simulated on a node, where that is not plain blocks and learned lengths."""
+    parts, there = [], pools(recipe, node)
+    if recipe.kv != "before" or recipe.saves:
+        kind = "two-ended" if there and recipe.kv == "two-ended" else "plain"
+        room = "unbounded" if recipe.saves else "no"
+        room = f"{node.host_tokens:,} tokens of" if there else room
+        parts.append(f"{kind} KV blocks, {room} host room")
+    if recipe.lengths != "host":
+        parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
+    return ", ".join(parts)
 
 
 def check(nodes: Sequence[Node]) -> None:

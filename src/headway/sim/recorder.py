@@ -87,10 +87,13 @@ class Recorder:
         self._logs = {name: _Growing(dtype) for name, dtype in LOGS.items()}
         self._seen: dict[int, _Seen] = {}
 
-    def sent(self, request: int, instance: int, row: int, now: float) -> None:
-        """Note that a request went into an instance, where it is `row` of the jobs."""
-        self._seen.setdefault(instance, _Seen()).forget(row, request)
+    def sent(self, request: int, instance: int, now: float) -> None:
+        """Note that a request was sent to an instance."""
         self._log("moves", [(now, request, instance)], now)
+
+    def entered(self, request: int, instance: int, row: int) -> None:
+        """Note which row of an instance's jobs a request is from now on."""
+        self._seen.setdefault(instance, _Seen()).forget(row, request)
 
     def returned(self, request: int, now: float) -> None:
         """Note that a request came out of its instance unfinished and is ours again."""

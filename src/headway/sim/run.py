@@ -25,9 +25,9 @@ from headway.forecast.padded import SHARE, Padded
 from headway.ports import Cluster, Lengths, Recipe
 from headway.sim import fast
 from headway.sim.forecasts import Oracle
-from headway.sim.host import Host, Load, Node, Taken, check, check_fleet
+from headway.sim.host import Given, Host, Load, Node, Taken, check, check_fleet
+from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
-from headway.sim.recorder import Recorder
 from headway.sim.workload import Workload
 from headway.types import (
     Arrived,
@@ -67,6 +67,7 @@ class Simulation:
     takes effect that much later, on a cluster that may have changed; it does not run twice at once, so what
     happens meanwhile is noted and decided about afterwards. failures: instances that die. What dies has lost
     its work: its requests come back and are answered anew.
+    until: instant at which the run ends; what is not answered then never is (NaN).
     fast: run as one compiled loop when every part of it can (`fast.py`); the outcome is the same.
     """
 
@@ -78,6 +79,7 @@ class Simulation:
     plan_seconds: Callable[[int], float] = no_time
     failures: Sequence[Failure] = ()
     tick: float = 1.0  # seconds after which the planner is asked again when requests wait and nothing runs
+    until: float = math.inf
     fast: bool = True
 
     def __post_init__(self) -> None:
@@ -86,10 +88,10 @@ class Simulation:
         elif self.recipe.lengths == "oracle":
             self.lengths = Oracle(self.workload)
 
-    def run(self, progress: Callable[[int], None] | None = None, recorder: Recorder | None = None) -> Outcome:
-        """Run to the end of the last request.
+    def run(self, progress: Callable[[int], None] | None = None, observer: Observer | None = None) -> Outcome:
+        """Run to the end of the last request, or `until`.
 
-        progress is told how many have arrived, recorder every iteration (it costs nothing when absent; with
+        progress is told how many have arrived, observer every iteration (it costs nothing when absent; with
         it the run is not one compiled loop).
 
         Raises ConfigError, before anything runs, for a fleet that can never serve this workload; HeadwayError
@@ -98,15 +100,16 @@ class Simulation:
         check(self.nodes)
         check_fleet(self.nodes, self.workload, swaps=self.recipe.swaps)
         self._check_failures()
-        if self.fast and recorder is None and (outcome := self._compiled(progress)) is not None:
+        if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
-        run = _Run(self, recorder)
-        run.go(progress)
+        run = _Run(self, observer)
+        run.go(progress, self.until)
         return run.outcome
 
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""
         plain = len(self.nodes) == 1 and not self.failures and self.plan_seconds is no_time
+        plain = plain and math.isinf(self.until)
         plain = plain and self.recipe.pull and not self.nodes[0].others and not self.nodes[0].delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
@@ -139,9 +142,9 @@ class Simulation:
 class _Run:
     """The loop's state."""
 
-    def __init__(self, simulation: Simulation, recorder: Recorder | None) -> None:
+    def __init__(self, simulation: Simulation, observer: Observer | None) -> None:
         self.workload, self.outcome = simulation.workload, Outcome.of(len(simulation.workload))
-        self.recorder = recorder
+        self.observer = observer
         recipe = simulation.recipe
         self.controller = Controller(
             recipe.planner(), simulation.lengths, simulation.max_queued, Cluster(pull=recipe.pull)
@@ -167,12 +170,12 @@ class _Run:
             if math.isfinite(failure.seconds):
                 self._at(failure.at + failure.seconds, "up", failure.instance)
 
-    def go(self, progress: Callable[[int], None] | None) -> None:
+    def go(self, progress: Callable[[int], None] | None, until: float) -> None:
         for host in self.hosts.values():
             self._tell(InstanceUp(host.instance()), 0.0)
         arrivals = self.workload.arrival.tolist()
         i, size, now, idle = 0, len(arrivals), 0.0, 0
-        while i < size or self.controller.requests:
+        while now < until and (i < size or self.controller.requests):
             coming = min(arrivals[i] if i < size else math.inf, self._heap[0][0] if self._heap else math.inf)
             if self.controller.queued and not self._running and coming > now + self._tick:
                 now, idle = now + self._tick, idle + 1
@@ -297,23 +300,25 @@ class _Run:
             return
         self.outcome.node[index] = self._codes[send.instance]
         left = self.controller.lengths.forecast(request).mean
-        row = host.add(request, output, left, self._taken.pop(send.id, None))
-        if self.recorder is not None:
-            self.recorder.sent(index, self._codes[send.instance], row, now)
+        if self.observer is not None:
+            self.observer.sent(index, self._codes[send.instance], now)
+        host.give(Given(request, output, left, self._taken.pop(send.id, None)))
         if host.running is None:
             self._begin(send.instance, host, now)
 
     def _begin(self, name: str, host: Host, now: float) -> None:
-        """Start the next iteration if there is anything to compute."""
+        """Start the next iteration if there is anything to compute, with all who have come by now."""
+        for id, row in host.take_in():
+            if self.observer is not None:
+                self.observer.entered(int(id[1:]), self._codes[name], row)
         ran = host.engine.schedule(now)
         if not ran.rows.size:
             self._note(name, host, ran, 0.0)
             return
         batch = host.engine.batch(ran)
-        seconds = host.form.pace.seconds(batch)
-        host.learned.learn(batch, seconds)
-        if ran.copied:
-            seconds += ran.copied * host.form.copy_seconds
+        execution = host.form.pace.seconds(batch)
+        host.learned.learn(batch, execution)
+        seconds = host.engine.seconds(ran, execution)
         host.running = ran
         self._running += 1
         self._note(name, host, ran, seconds)
@@ -324,8 +329,8 @@ class _Run:
         self._at(now + seconds, "iteration", name)
 
     def _note(self, name: str, host: Host, ran: Ran, seconds: float) -> None:
-        if self.recorder is not None:
-            self.recorder.iteration(self._codes[name], host.engine, ran, seconds, self.controller.queued)
+        if self.observer is not None:
+            self.observer.iteration(self._codes[name], host.engine, ran, seconds, self.controller.queued)
 
     def _iteration_ends(self, name: str, serial: int, now: float) -> None:
         host = self.hosts[name]
@@ -340,7 +345,7 @@ class _Run:
         host.running = None
         self._running -= 1
         # An engine does not wait for the gateway: what the ends make room for comes one iteration later.
-        if host.engine.busy and not host.leaving:
+        if host.busy and not host.leaving:
             self._begin(name, host, now)
         for id, first, evictions in zip(done.ids, done.first.tolist(), done.evictions.tolist(), strict=True):
             index = int(id[1:])
@@ -372,9 +377,9 @@ class _Run:
 
     def _give_back(self, taken: dict[str, Taken], now: float) -> None:
         self._taken |= taken
-        if self.recorder is not None:
+        if self.observer is not None:
             for id in taken:
-                self.recorder.returned(int(id[1:]), now)
+                self.observer.returned(int(id[1:]), now)
         self._inbox.extend(Returned(id, was.made) for id, was in taken.items())
 
     def _loaded(self, name: str, serial: int, now: float) -> None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.engines.simulated import SimulatedEngine
+from headway.bench.papers.watch import Gauges, inside
 from headway.forecast import pacefile
 from headway.forecast.pace import OnlinePace
 from headway.forecast.padded import Padded
 from headway.pack.decoupled import Counts, Decoupled, Options
-from headway.ports import Lengths, Recipe
+from headway.ports import Lengths, Packer, Recipe
 from headway.sim.arrivals import poisson
 from headway.sim.forecasts import Noisy, Oracle
 from headway.sim.host import Node
 from headway.sim.lengths import draw
 from headway.sim.outcome import Outcome
-from headway.sim.single import Gauges, Single, promised
+from headway.sim.run import Simulation
 from headway.sim.workload import Workload, single
-from headway.types import Instance
+from headway.types import Batch, Instance
 
 PACE = "opt-13b-a100"
 KV_BYTES = 12e9
@@ -71,7 +71,7 @@ def node() -> Node:
     """Return the engine of the paper: OPT-13B on an A100 with 12 GB of KV."""
     file = pacefile.load(PACE)
     blocks = int(KV_BYTES // (file.kv_bytes_per_token * file.block_size))
-    instance = Instance("e0", file.model, MAX_RUNNING, blocks, file.block_size, LONGEST)
+    instance = Instance("e0", "default", MAX_RUNNING, blocks, file.block_size, LONGEST)
     return Node(instance, file.pace(), SLOTS, BUDGET, file.copy_seconds())
 
 
@@ -82,6 +82,20 @@ def workload(data: Data, rate: float, seconds: float, seed: int) -> Workload:
     prompt, output = draw(data.name, at.size, rng)
     kept = np.flatnonzero(prompt + output <= LONGEST)
     return promised(single(at, prompt, output).take(kept), node(), SLO_SCALE)
+
+
+def promised(workload: Workload, node: Node, scale: float) -> Workload:
+    """Return the workload, each whole answer promised in `scale` x the seconds it takes on an idle engine.
+
+    (EcoServe 4.1's SLO scale, with t_p and t_g taken from the pace: prefill alone, and one decode a token at
+    the context in the middle of the answer.)
+    """
+    alone = [
+        node.pace.seconds(Batch(0, 0, p, p * p // 2)) + o * node.pace.seconds(Batch(1, p + o // 2, 0))
+        for p, o in zip(workload.prompt.tolist(), workload.output.tolist(), strict=True)
+    ]
+    never = np.full(len(workload), np.inf)
+    return replace(workload, ttft=never, tpot=never, e2e=scale * np.array(alone))
 
 
 def forecasts(data: Data, load: Workload, seed: int, *, oracle: bool, share: float | None = None) -> Lengths:
@@ -96,20 +110,21 @@ def trial(
     recipe: Recipe, data: Data, rate: float, load: Workload, lengths: Lengths, options: Options | None = None
 ) -> Trial:
     """Run a recipe on a workload; `options` replace those of an EcoServe recipe."""
-    place, pace = node(), OnlinePace()
-    instance = place.instance
-    packer = recipe.packer(instance.max_running, place.budget, pace)
-    if isinstance(packer, Decoupled):
-        packer.copy_seconds, packer.longest = place.copy_seconds, instance.max_model_len
-        packer.options = options or packer.options
-    engine = SimulatedEngine(
-        packer, blocks=instance.blocks_total, size=instance.block_size, slots=place.slots,
-        budget=place.budget, max_model_len=instance.max_model_len,
-    )  # fmt: skip
-    kv = instance.blocks_total * instance.block_size
-    gauges = Gauges(kv, TFS, float(load.arrival.max(initial=0.0)))
-    outcome = Single(engine, place, load, lengths, pace, gauges).run()
-    counts = packer.counts if isinstance(packer, Decoupled) else None
+    place, clock, packers = node(), list[float](), list[Packer]()
+
+    def packer(running: int, budget: int, pace: OnlinePace) -> Packer:
+        packers.append(recipe.packer(running, budget, pace))
+        if isinstance(packers[0], Decoupled):  # the simulation does not see it: it is timed
+            packers[0].copy_seconds = place.copy_seconds
+            packers[0].longest = place.instance.max_model_len
+            packers[0].options = options or packers[0].options
+        return packers[0]
+
+    kv = place.instance.blocks_total * place.instance.block_size
+    gauges = Gauges(kv, TFS, float(load.arrival.max(initial=0.0)), clock)
+    timed = inside(replace(recipe, packer=packer), clock)
+    outcome = Simulation(timed, [place], load, lengths).run(observer=gauges)
+    counts = packers[0].counts if isinstance(packers[0], Decoupled) else None
     return _figures(recipe.name, data, rate, load, outcome, gauges, counts)
 
 
