@@ -44,6 +44,10 @@ class Engine:
         )
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
+    def counters(self) -> dict[str, float]:
+        """Return what the hook has counted so far."""
+        return dict(self.scheduler.control({"op": "state"})["counters"])
+
     def run(self, steps: int = 100_000) -> dict[str, list[int]]:
         """Step until nothing is left; return the tokens of each finished request."""
         done: dict[str, list[int]] = {}

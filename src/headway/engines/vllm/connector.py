@@ -7,6 +7,7 @@ admission copies it back before the forward pass (QLM 5, KV swap; BROS 5.2 build
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 _GIB = 1 << 30
+_PROBE = 32 << 20  # bytes copied to learn how fast the memory is
 
 
 @dataclass
@@ -32,7 +34,8 @@ class Copies(KVConnectorMetadata):
 class HostPool(KVConnectorBase_V1):
     """Both sides of the connector; vLLM makes one of them in the scheduler and one in each worker.
 
-    saved: tokens on the host per request (scheduler side). Copies are ordered by the device's own stream:
+    saved: tokens on the host per request (scheduler side). copy_seconds: to copy one token's KV, as fast as
+    this host's memory is (a GPU's bus is about as fast). Copies are ordered by the device's own stream:
     blocks given away in this step are read before they are written, and come back before they are read.
     """
 
@@ -45,6 +48,7 @@ class HostPool(KVConnectorBase_V1):
         each = max(size // max(kv_cache_config.num_blocks, 1), 1)
         self.free = int(float(options.get("host_gib", 0)) * _GIB) // each
         self.num_blocks, self.size = kv_cache_config.num_blocks, vllm_config.cache_config.block_size
+        self.copy_seconds = _copy_seconds(each / self.size)
         self.saved: dict[str, int] = {}
         self._held: dict[str, int] = {}  # blocks of the pool per request
         self._next = Copies()
@@ -126,6 +130,14 @@ class HostPool(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Nothing is saved during the forward pass."""
+
+
+def _copy_seconds(size: float) -> float:
+    """Return the seconds that copying `size` bytes takes as part of many, measured once."""
+    probe = torch.zeros(_PROBE, dtype=torch.uint8)
+    began = time.perf_counter()
+    probe.clone()
+    return (time.perf_counter() - began) * size / _PROBE
 
 
 def _to_host(blocks: Any) -> Any:

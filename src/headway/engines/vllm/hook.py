@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from headway.engines.vllm.counting import Counting, Recorder
 from headway.engines.vllm.diary import Diary, Row
 from headway.engines.vllm.facts import Facts, read_facts
+from headway.engines.vllm.holding import Holding, holding_of
 from headway.forecast.pace import OnlinePace, batch_of
 from headway.memory.ledger import Ledger
 from headway.recipes import find
@@ -55,7 +56,8 @@ class HeadwayMixin:
         self.recipe = find(options.get("recipe", "vllm"))
         self.packer = self.recipe.packer(running, stock.max_num_scheduled_tokens, self.pace)
         self.jobs = Jobs()
-        self.counters = {"steps": 0, "evictions": 0, "saves": 0, "pauses": 0, "step_seconds": 0.0}
+        names = ("steps", "evictions", "saves", "swapped_tokens", "pauses", "loans")
+        self.counters: dict[str, float] = dict.fromkeys(names, 0) | {"step_seconds": 0.0}
         self.log: deque[tuple[float, dict[str, int], list[str], list[str], Row]] = deque(maxlen=_LOG)
         self.diary = Diary()
         self._caps: dict[str, int] = {}
@@ -67,6 +69,7 @@ class HeadwayMixin:
         self._saved = (0, 0)
         self._batch: Batch | None = None
         self._began = 0.0
+        self.holding: Holding = holding_of(self)
         from headway.engines.vllm.control import install
 
         install()
@@ -88,11 +91,12 @@ class HeadwayMixin:
         now = self.clock()
         self.diary.decide(now)
         self._refresh(now)
-        step = self.packer.pack(self.jobs, self._ledger(), now)
+        step = self.holding.plan(self.packer.pack(self.jobs, self._ledger(), now))
         for row in step.save:
             self._save(self.requests[str(self.jobs.keys[row])])
         for row in step.evict:
             self._evict(self.requests[str(self.jobs.keys[row])])
+        self.holding.begin(step)
         paused, candidates, backlog = self._show(step)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -151,15 +155,18 @@ class HeadwayMixin:
         jobs.blocks[rows] = -(-jobs.computed[rows] // self._block_size)
         for id, tokens in getattr(self.connector, "saved", {}).items():
             jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
+        self.holding.refresh(rows)
 
     def _leave(self, id: str, now: float) -> None:
         if id in self.jobs:
             self.diary.leave(id, self._ours[id], float(self.jobs.first[self.jobs.row_of[id]]), now)
+            self.holding.leave(self.jobs.row_of[id])
         self.jobs.remove(id)
         self._ours.pop(id, None)
 
     def _ledger(self) -> Ledger:
-        return Ledger(self._total, self._blocks.get_num_free_blocks(), self._block_size, self._slots)
+        free = self._blocks.get_num_free_blocks()
+        return self.holding.ledger(Ledger(self._total, free, self._block_size, self._slots))
 
     # ---- applying a step
 
@@ -169,16 +176,19 @@ class HeadwayMixin:
         stock: Any = self
         stock._preempt_request(request, time.monotonic())
         row = self.jobs.row_of[request.request_id]
+        self.holding.leave(row)
         self.jobs.running[row] = False
         self.jobs.evictions[row] += 1
         self.counters["evictions"] += 1
 
     def _save(self, request: Any) -> None:
         """Take a request's KV to the host; when there is no pool or no room in it, it is computed again."""
-        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        tokens = request.num_computed_tokens
+        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0][: -(-tokens // self._block_size)]
         save = getattr(self.connector, "save", None)
-        kept = save is not None and save(request.request_id, blocks, request.num_computed_tokens)
+        kept = save is not None and save(request.request_id, blocks, tokens)
         self.counters["saves"] += kept
+        self.counters["swapped_tokens"] += tokens * kept
         self._evict(request)
 
     def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:
@@ -219,11 +229,14 @@ class HeadwayMixin:
         lost = [request for request in shown if id(request) not in known]
         backlog.extendleft(reversed(lost))
         for request in lost:
-            self.jobs.evictions[self.jobs.row_of[request.request_id]] += 1
+            row = self.jobs.row_of[request.request_id]
+            self.holding.leave(row)
+            self.jobs.evictions[row] += 1
 
     def _note(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Remember what ran, for the pace, the counters and the log."""
         ran: dict[str, int] = output.num_scheduled_tokens
+        self.holding.check(ran)
         if ran:
             self._batch = self._shape(ran)
             row = self.diary.begin(now, self._batch)
@@ -270,7 +283,7 @@ class HeadwayMixin:
             "blocks_total": self._total,
             "block_size": self._block_size,
             **self._limits,
-            "counters": self.recorder.counters | self.counters,
+            "counters": self.recorder.counters | self.counters | self.holding.counters(),
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
         }

@@ -26,6 +26,7 @@ from typing import Any
 from headway.config import Engine
 from headway.errors import ConfigError, EngineError
 from headway.model import resolve
+from headway.recipes import find
 
 _PR_SET_PDEATHSIG = 1
 _POOL = "headway.engines.vllm.connector"
@@ -67,6 +68,8 @@ def _hooked(engine: Engine, recipe: str) -> list[str]:
     name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
     facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
     line = ["--scheduler-cls", f"headway.engines.vllm.hook.{name}", "--additional-config", json.dumps(facts)]
+    if find(recipe).reserves:
+        line += ["--no-enable-prefix-caching"]  # blocks that are lent change hands
     if engine.host_kv_gib:
         line += ["--kv-transfer-config", json.dumps(host_pool(engine.host_kv_gib))]
     return line
