@@ -2,7 +2,8 @@
 
 `-d`: decoupled queues. `-sd`: and time-synced groups. `-sdo`: and the order by deadline, held KV and length.
 Without a suffix: and KVC pipelining. Each with a predictor's padded lengths and, `-oracle`, with the true
-ones. The queue is the engine's own (`pull=False`): the packer orders all that waits.
+ones. The queue is the engine's own (`pull=False`): the packer orders all that waits. Who must leave is
+swapped where an engine has a host pool and copying is cheaper, else computed again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _packer(options: Options) -> Callable[[int, int, OnlinePace], Packer]:
 
 def _recipe(name: str, about: str, options: Options, lengths: Literal["padded", "oracle"]) -> Recipe:
     return Recipe(
-        name, about, lambda: Ordered(by_arrival, displaces=False), _packer(options), pull=False, saves=True,
+        name, about, lambda: Ordered(by_arrival, displaces=False), _packer(options), pull=False,
         reserves=True, lengths=lengths,
     )  # fmt: skip
 

@@ -63,11 +63,11 @@ class Recipe:
     """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line.
 
     pull: as in `Cluster`. saves: the packer uses `Step.save`, which needs an engine that can copy KV to the
-    host; reserves: `Step.reserve` and `Step.lend`, which only the simulated engine keeps so far. swaps: the
-    planner loads other models where instances can. lengths: whose forecasts it is meant for: those that the
-    host has, those padded, or an oracle's, which only a simulation has. kv: how an engine with a host
-    pool keeps KV for it: in two-ended blocks, or in plain ones, copies (in simulations) before or beside the
-    computation.
+    host; reserves: `Step.reserve` and `Step.lend`, which need an engine that shares no prefixes
+    (`engines/vllm/reserve.py`). swaps: the planner loads other models where instances can. lengths: whose
+    forecasts it is meant for: those that the host has, those padded, or an oracle's, which only a simulation
+    has. kv: how an engine with a host pool keeps KV for it: in two-ended blocks, or in plain ones, copies (in
+    simulations) before or beside the computation.
     """
 
     name: str

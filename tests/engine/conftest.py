@@ -52,6 +52,10 @@ class Engine:
             if out.finished
         }
 
+    def counters(self) -> dict[str, float]:
+        """Return what the hook has counted so far."""
+        return dict(self.scheduler.control({"op": "state"})["counters"])
+
     def run(self, steps: int = 100_000) -> dict[str, list[int]]:
         """Step until nothing is left; return the tokens of each finished request."""
         done: dict[str, list[int]] = {}

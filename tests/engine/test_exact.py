@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from headway.engines.vllm.holding import holding_of
 from headway.memory.ledger import Ledger
 from headway.pack.room import arrange
 from headway.recipes import find
@@ -74,3 +76,72 @@ def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe:
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+
+
+# ---- reservations and loans (EcoServe 3.2, 3.4)
+
+LONG = [130, 24, 12, 90, 18, 100, 10, 30, 20, 110, 14, 26, 8, 16]
+WRONG = [1.0, 0.5, 1.6, 1.0, 0.4, 0.7, 1.0, 0.3, 1.0, 1.4, 0.6, 0.5, 1.0, 2.0]  # predicted over true length
+SMALL = 30  # blocks
+
+
+@pytest.fixture
+def small(engine: Engine) -> Iterator[Engine]:
+    """The engine with most of its KV taken away; afterwards it is as it was."""
+    scheduler = engine.scheduler
+    pool, total = scheduler._blocks, scheduler._total
+    kept = pool.get_new_blocks(total - SMALL)
+    scheduler._total = SMALL
+    yield engine
+    assert pool.get_num_free_blocks() == SMALL
+    pool.free_blocks(kept)
+    scheduler._total = total
+
+
+@pytest.fixture
+def reserving(small: Engine) -> Iterator[Engine]:
+    """The same with EcoServe inside."""
+    scheduler = small.scheduler
+    before = scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots
+    scheduler.recipe = find("ecoserve")
+    scheduler.packer = scheduler.recipe.packer(8, 512, scheduler.pace)
+    scheduler.holding = holding_of(scheduler)
+    yield small
+    scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots = before
+
+
+def run_long(engine: Engine) -> list[list[int]]:
+    for i, (prompt, tokens, factor) in enumerate(zip(prompts(len(LONG), 5), LONG, WRONG, strict=True)):
+        engine.add(f"r{i}", prompt[:150], tokens, left=float(np.ceil(tokens * factor)))
+    done = engine.run()
+    return [done[f"r{i}"] for i in range(len(LONG))]
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> list[list[int]]:
+    """What vLLM answers in its own order, with memory for everybody."""
+    engine.scheduler.packer = find("vllm").packer(16, 512, engine.scheduler.pace)
+    return run_long(engine)
+
+
+@pytest.mark.parametrize(("copy_seconds", "reserve"), [(1e-6, 0.03), (np.inf, 0.25)])
+def test_reserved_and_lent_kv_changes_no_token(
+    plain: list[list[int]], reserving: Engine, copy_seconds: float, reserve: float
+) -> None:
+    scheduler = reserving.scheduler
+    scheduler.packer.options = scheduler.packer.options.but(reserve=reserve)
+    before = reserving.counters()
+    assert 0 < scheduler.packer.copy_seconds < 1e-3, "the host pool says what a copy costs"
+    scheduler.packer.copy_seconds = copy_seconds
+    assert run_long(reserving) == plain
+    after, counts = reserving.counters(), scheduler.packer.counts
+    seen = {name: after[name] - before.get(name, 0) for name in after}
+    assert seen["loans"] == counts.lent > 0
+    assert counts.extended > 0, "some answers were predicted too short"
+    assert counts.late > 0
+    assert seen["alloc_failures"] == 0
+    assert seen["preempted"] == seen["evictions"]
+    assert (seen["swapped_tokens"] > 0) == (copy_seconds < 1)
+    assert (seen["recomputed"] > 0) == (copy_seconds > 1)
+    assert not scheduler.connector.saved
+    assert not len(scheduler.requests)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,15 +15,18 @@ from headway.bench import conformance
 from headway.bench.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
 from headway.engines.simulated import SimulatedEngine
 from headway.pack import bros
-from headway.recipes import find, names
+from headway.recipes import names
 from headway.types import Slo
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
-PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names() if not find(name).reserves)]
+PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names())]
 PAIRS += [(name, POOL) for name in bros.VARIANTS]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
-tasks = st.builds(Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3))
+tasks = st.builds(
+    Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3),
+    left=st.none() | st.integers(1, 120).map(float),
+)  # fmt: skip
 cases = st.builds(
     Case,
     tasks=st.lists(tasks, min_size=1, max_size=24).map(tuple),
@@ -30,6 +35,7 @@ cases = st.builds(
     blocks=st.integers(23, 89),
     max_model_len=st.just(LONGEST),
     seed=st.integers(0, 9),
+    copy_seconds=st.sampled_from([1e-5, 1e-4, math.inf]),
 )
 
 
@@ -58,6 +64,29 @@ def test_stock_priority_is_vllms_own(case: Case) -> None:
     ample = dataclasses.replace(case, tasks=apart, budget=size, blocks=2 * size // conformance.BLOCK)
     tally = compare(ample, "vllm-priority", STOCK)
     assert tally.difference is None
+
+
+@pytest.mark.parametrize("copy_seconds", [1e-5, math.inf])
+def test_loans_and_their_emergencies_are_licensed(copy_seconds: float) -> None:
+    """Guests are late and leave, answers outgrow their predictions: in memory so scarce that these happen."""
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        outputs = rng.choice((8, 20, 60, 150), 24)
+        lefts = np.ceil(outputs * np.exp(0.7 * rng.standard_normal(24)))
+        crowd = tuple(
+            Task(0.0, int(rng.integers(1, 120)), int(output), Slo(), 0, float(left))
+            for output, left in zip(outputs, lefts, strict=True)
+        )
+        both = conformance.Both(Case(crowd, 16, 256, 40, 512, seed, copy_seconds), "ecoserve", HOOK)
+        assert not any(both.steps())
+        seen.update(both.real.scheduler.control({"op": "state"})["counters"])
+        assert both.lean.free == 40
+    assert seen["loans"] > 10
+    assert seen["evictions"] > 0
+    assert (seen["swapped_tokens"] > 0) == math.isfinite(copy_seconds)
+    assert seen["alloc_failures"] == 0
+    assert seen["preempted"] == seen["evictions"]
 
 
 def test_drawn_workloads_follow_from_the_generator_and_meet_scarce_memory() -> None:

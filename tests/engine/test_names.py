@@ -78,6 +78,25 @@ def test_block_pool() -> None:
     assert callable(BlockPool.get_num_free_blocks)
 
 
+def test_block_manager_is_wrapped_where_stock_asks_it() -> None:
+    """`reserve.py` and `counting.py` stand before `allocate_slots`; loans are blocks in a request's list."""
+    from vllm.v1.core import single_type_kv_cache_manager as single
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    names = list(inspect.signature(KVCacheManager.allocate_slots).parameters)
+    assert names[:3] == ["self", "request", "num_new_tokens"]
+    assert {"num_lookahead_tokens", "num_external_computed_tokens"} < set(names)
+    assert inspect.getsource(Scheduler.schedule).count("self.kv_cache_manager.allocate_slots(") == 2
+    assert "self.req_to_blocks" in inspect.getsource(single.SingleTypeKVCacheManager)
+    assert issubclass(single.FullAttentionManager, single.SingleTypeKVCacheManager)
+    assert callable(BlockPool.touch)
+    assert callable(BlockPool.free_blocks)
+    assert callable(KVCacheManager.create_kv_cache_blocks)
+    assert "self.num_lookahead_tokens" in inspect.getsource(Scheduler)
+
+
 def test_requests_have_what_the_table_reads() -> None:
     from vllm.v1.request import Request, RequestStatus
 

@@ -9,15 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config import Config
 from headway.ecoserve import VARIANTS
 from headway.engines.simulated import SimulatedEngine
-from headway.errors import ConfigError
 from headway.forecast.pace import OnlinePace
 from headway.memory import lending
 from headway.pack.decoupled import Counts, Decoupled, Options
 from headway.pack.queues import ACTIVE
-from headway.serve.main import preflight
 from headway.types import Slo
 
 SIZE = 16
@@ -143,8 +140,3 @@ def test_held_rows_are_left_alone() -> None:
     while run.engine.busy:
         run.iterate()
     assert run.made["r2"] == 40
-
-
-def test_what_reserves_is_not_served_by_an_engine_that_cannot() -> None:
-    with pytest.raises(ConfigError, match="reserves and lends KV"):
-        preflight(Config(recipe="ecoserve"))

@@ -8,7 +8,7 @@ tokens, the same preemptions, free blocks and ends. `tests/engine/test_licence.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,17 +22,26 @@ from headway.engines.two_ended import Swapping, TwoEnded
 from headway.engines.vllm.process import two_ended_pool
 from headway.forecast.pace import OnlinePace
 from headway.memory.slots import DROPPED, HOST, ORDERS, SHARED, Book
+from headway.pack.decoupled import Decoupled
+from headway.ports import Packer
 from headway.recipes import find
 from headway.types import Slo
 
 BLOCK = 16
 STOCK, HOOK, POOL = "stock", "hook", "pool"
 PAIRS = (
-    ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("bros", POOL),
+    ("vllm", HOOK),
+    ("vllm", STOCK),
+    ("priority", HOOK),
+    ("edf", HOOK),
+    ("slack", HOOK),
+    ("ecoserve", HOOK),
+    ("bros", POOL),
     ("bros-plain-blocks", POOL),
-)  # fmt: skip
+)
 _PROMISES = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 _LONGEST = 1024  # tokens of one request, prompt and answer
+_NOISE = 0.5  # of predicted lengths, log-normal
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 _TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
 _COPY = 1e-5  # seconds to move a token's KV to the host
@@ -40,19 +49,23 @@ _COPY = 1e-5  # seconds to move a token's KV to the host
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request: when, how long, and what it was promised."""
+    """One request: when, how long, and what it was promised. left: tokens predicted, None = the true ones."""
 
     at: float
     prompt: int
     output: int
     slo: Slo
     priority: int
+    left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One workload and the engine it meets. blocks: usable ones, of `BLOCK` tokens. seed: of the iterations'
-    durations, and of the host's size where blocks have two ends."""
+    durations, and of the host's size where blocks have two ends.
+
+    copy_seconds: to copy one token's KV to the host, as packers that weigh that see it.
+    """
 
     tasks: tuple[Task, ...]
     max_running: int
@@ -60,6 +73,7 @@ class Case:
     blocks: int
     max_model_len: int
     seed: int
+    copy_seconds: float = 1e-5
 
 
 @dataclass(slots=True)
@@ -94,9 +108,15 @@ def draw(rng: np.random.Generator) -> Case:
     )  # fmt: skip
     least = _LONGEST // BLOCK
     blocks = int(rng.integers(least, least + running * (long + chatty) // BLOCK + 1))
-    return Case(
-        tasks, running, int(rng.choice((64, 200, 512, 2048))), blocks, _LONGEST, int(rng.integers(2**31))
-    )
+    budget, seed = int(rng.choice((64, 200, 512, 2048))), int(rng.integers(2**31))
+    return Case(_predicted(tasks, seed), running, budget, blocks, _LONGEST, seed)
+
+
+def _predicted(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
+    """Return tasks whose answers are predicted too long or too short, as predictors do."""
+    factors = np.exp(_NOISE * np.random.default_rng(seed).standard_normal(len(tasks)))
+    lefts = (float(np.ceil(task.output * factor)) for task, factor in zip(tasks, factors, strict=True))
+    return tuple(replace(task, left=left) for task, left in zip(tasks, lefts, strict=True))
 
 
 def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
@@ -104,7 +124,7 @@ def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
 
     Once they differ they are in different states: what follows counts as not identical.
     """
-    both = _Both(case, recipe, host)
+    both = Both(case, recipe, host)
     tally = Tally(1)
     for difference in both.steps():
         tally.steps += 1
@@ -140,7 +160,7 @@ def rows(found: dict[tuple[str, str], Tally]) -> list[Row]:
     ]
 
 
-class _Both:
+class Both:
     """vLLM's scheduler and the simulated engine, given the same work at the same instants."""
 
     def __init__(self, case: Case, recipe: str, host: str) -> None:
@@ -155,6 +175,7 @@ class _Both:
         else:
             self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
             packer = find(recipe).packer(case.max_running, self.budget, self.pace)
+            _tell(case, packer, getattr(self.real.scheduler, "packer", packer))
             self.lean = SimulatedEngine(
                 packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
                 max_model_len=case.max_model_len,
@@ -178,7 +199,10 @@ class _Both:
             id = f"r{i}"
             facts = _facts(id, task)
             self.real.add(id, task.prompt, task.output, priority=task.priority, facts=facts, arrival=task.at)
-            self.lean.add(id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority)
+            self.lean.add(
+                id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority,
+                left=task.left,
+            )  # fmt: skip
 
     def _step(self, seconds: float) -> str | None:
         now, before = self.real.now, len(self.real.finished)
@@ -269,17 +293,29 @@ def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) ->
     return Clockwork(clockwork.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 
+def _tell(case: Case, *packers: Packer) -> None:
+    """Let packers that weigh copies know what one costs, and how long a request may get."""
+    for packer in packers:
+        if isinstance(packer, Decoupled):
+            packer.copy_seconds, packer.longest = case.copy_seconds, case.max_model_len
+
+
 @cache
 def _config(running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str) -> Any:
     """Configurations are read only by what is made of them, and slow to make."""
     return clockwork.config(
         max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
         recipe=recipe, slots=slots, policy=policy if recipe is None else "fcfs",
-        host_gib=1.0 if recipe is not None and find(recipe).saves else 0.0,
+        host_gib=1.0 if recipe is not None and (find(recipe).saves or find(recipe).reserves) else 0.0,
     )  # fmt: skip
 
 
 def _facts(id: str, task: Task) -> dict[str, Any]:
     named = {"ttft": task.slo.ttft, "tpot": task.slo.tpot, "e2e": task.slo.e2e}
     kept = {f"headway_{name}": value for name, value in named.items() if value is not None}
-    return {"headway_id": id, "headway_arrival": task.at, "headway_left": float(task.output), **kept}
+    return {
+        "headway_id": id,
+        "headway_arrival": task.at,
+        "headway_left": float(task.left or task.output),
+        **kept,
+    }

@@ -16,7 +16,7 @@ from headway.engines.clockwork import Clockwork, config, scheduler
 from headway.types import Floats
 
 RUNNING = (16, 64, 256)
-RECIPES = ("vllm", "edf", "slack")
+RECIPES = ("vllm", "edf", "slack", "ecoserve")
 _BLOCK, _PROMPT = 32, 64
 
 

@@ -78,13 +78,14 @@ class Decoupled:
 
     `Jobs.left` must forecast the whole answer when a row comes in (padded, `forecast/padded.py`). budget:
     most tokens of an iteration. copy_seconds: to move one token's KV between device and host, inf = the
-    engine does not swap.
+    engine does not swap. longest: tokens, prompt and answer together, that the engine lets one request have.
     """
 
     budget: int
     pace: OnlinePace
     options: Options = field(default_factory=Options)
     copy_seconds: float = math.inf
+    longest: int = 1 << 31
     mine: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, MINE))
     marks: Ints = field(default_factory=lambda: np.zeros(9, np.int64))
 
@@ -112,6 +113,7 @@ class Decoupled:
         return Rule(
             min(o.tfs, self.budget), self.budget, reserve_of(ledger.total, o.reserve), o.buffer, ledger.size,
             o.extra, idle, o.synced, o.ordered, o.lends, self.copy_seconds,
+            min(self.longest, ledger.total * ledger.size),
         )  # fmt: skip
 
     @property

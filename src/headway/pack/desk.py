@@ -21,7 +21,10 @@ ORDER, LOANS, SAVES, EVICTS, FREE, POOL, TOKENS, SEATS, RUNS = range(9)
 
 
 class Rule(NamedTuple):
-    """A `Decoupled` packer as compiled loops take it; reserve in blocks, the rest in tokens."""
+    """A `Decoupled` packer as compiled loops take it; reserve in blocks, the rest in tokens.
+
+    longest: tokens that one request may have.
+    """
 
     tfs: int
     budget: int
@@ -34,6 +37,7 @@ class Rule(NamedTuple):
     ordered: bool
     lends: bool
     copy_seconds: float
+    longest: int
 
 
 class Desk(NamedTuple):

@@ -62,8 +62,11 @@ Rows = NDArray[np.void]
 def decide(
     rule: Rule, jobs: Rows, mine: Rows, marks: Ints, rows: Ints, ledger: Ledger, now: float, theta: Floats
 ) -> Desk:
-    """Return the next iteration's decision; brings `mine` and `marks` up to date."""
-    seen = look(jobs, mine, rows, ledger.total * ledger.size, marks[GROUPS])
+    """Return the next iteration's decision; brings `mine` and `marks` up to date.
+
+    Nothing depends on the numbers of rows, which are each host's own affair: rows are met as they came.
+    """
+    seen = look(jobs, mine, by_arrival(jobs, rows), rule.longest, marks[GROUPS])
     desk = _desk(jobs, mine, seen, rows.size, ledger)
     goes = _go_on(rule, jobs, mine, marks, seen, ledger.size, theta, desk)
     if _is_due(rule, marks, seen, desk, ledger.total):
@@ -134,6 +137,8 @@ def _go_on(
 @compiled
 def _reach(rule: Rule, jobs: Rows, mine: Rows, marks: Ints, guest: int, theta: Floats, desk: Desk) -> bool:
     """A guest is late: its host waits, or it leaves, whichever is cheaper. True when the host goes on."""
+    if mine["state"][guest] == GONE:
+        return True  # it has just outgrown its loan
     marks[LATE] += 1
     costs = costs_of(
         theta, jobs["computed"][guest], left_of(jobs, mine, guest), desk.n[RUNS], rule.copy_seconds
@@ -152,14 +157,14 @@ def _outgrow(
     made = jobs["prompt"][row] + jobs["made"][row]
     if jobs["span"][row]:
         marks[LATE] += 1
-        mine["goal"][row] = made + rule.extra
+        mine["goal"][row] = min(made + rule.extra, rule.longest)
         leave(rule, jobs, mine, row, theta, desk)
         return
-    more = min(blocks_of(rule.extra, size), desk.n[FREE])
-    mine["goal"][row] = made + rule.extra
+    more = min(blocks_of(rule.extra, size), blocks_of(rule.longest, size) - jobs["blocks"][row], desk.n[FREE])
+    mine["goal"][row] = min(made + rule.extra, rule.longest)
     if more > 0:
         marks[EXTENDED] += 1
-        mine["goal"][row] = (jobs["blocks"][row] + more) * size
+        mine["goal"][row] = min((jobs["blocks"][row] + more) * size, rule.longest)
         desk.n[FREE] -= more
     else:
         marks[STALLED] += 1
@@ -344,6 +349,9 @@ def _rescue(
     """Let the oldest row run, whatever the pool says; the youngest make room for it, the cheaper way."""
     marks[RESCUED] += 1
     rows = by_arrival(jobs, np.concatenate((seen.active, seen.queued, seen.prompts, seen.waiting)))
+    rows = rows[mine["state"][rows] != GONE]
+    if rows.size == 0:
+        return
     first = rows[0]
     whole = jobs["prompt"][first] + jobs["made"][first]
     least = max(blocks_of(whole, size) + 1 - room_of(jobs, first), 1)

@@ -32,26 +32,22 @@ _URL = re.compile(r"https?://[^/\s]+")
 
 def preflight(config: Config) -> None:
     """Raise ConfigError for everything that can be known before an engine is started."""
-    lengths = find(config.recipe).lengths
-    if lengths == "oracle":
+    recipe = find(config.recipe)
+    if recipe.lengths == "oracle":
         raise ConfigError(
             f"{config.recipe} plans with the true lengths of answers, which only a simulation knows.",
-            "Serve with another recipe, or try it with headway simulate.",
+            f"Serve with {config.recipe.removesuffix('-oracle')}, or try it with headway simulate.",
             param="recipe",
         )
-    if find(config.recipe).reserves:
-        raise ConfigError(
-            f"{config.recipe} reserves and lends KV, which only the simulated engine can do so far.",
-            "Serve with another recipe, or try it with headway simulate.",
-            param="recipe",
-        )
-    if find(config.recipe).saves and not all(e.host_kv_gib for e in config.engines if e.url is None):
+    if recipe.reserves:
+        _check_reserving(config)
+    if recipe.saves and not all(e.host_kv_gib for e in config.engines if e.url is None):
         raise ConfigError(
             f"{config.recipe} swaps KV to the host, and an engine has no memory for it there.",
             "Give every [[engines]] a host_kv_gib, or serve with another recipe.",
             param="engines.host_kv_gib",
         )
-    if lengths == "padded":
+    if recipe.lengths == "padded":
         locate(config.predictor.embedding)
     names = [engine.name for engine in config.engines]
     kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}
@@ -69,6 +65,23 @@ def preflight(config: Config) -> None:
                 f"{engine.url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
                 param="engines.url",
             )  # fmt: skip
+
+
+def _check_reserving(config: Config) -> None:
+    """Raise ConfigError for an engine that cannot keep what a recipe reserves and lends."""
+    started = [engine for engine in config.engines if engine.url is None]
+    sharing = any("--enable-prefix-caching" in engine.args for engine in started)
+    found = {
+        "shares prefixes": (sharing, "Take --enable-prefix-caching out of args"),
+        "runs overlapped": (any(e.async_scheduling for e in started), "Set async_scheduling = false"),
+    }
+    for what, (there, mend) in found.items():
+        if there:
+            raise ConfigError(
+                f"{config.recipe} reserves and lends KV, which an engine that {what} cannot keep.",
+                f"{mend}, or serve with another recipe.",
+                param="engines",
+            )
 
 
 def bind(host: str, port: int) -> socket.socket:

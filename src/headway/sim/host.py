@@ -139,7 +139,7 @@ class Host:
         instance, self.learned = self.form.instance, OnlinePace()
         packer = self._recipe.packer(instance.max_running, self.form.budget, self.learned)
         if isinstance(packer, Decoupled):
-            packer.copy_seconds = self.form.copy_seconds
+            packer.copy_seconds, packer.longest = self.form.copy_seconds, instance.max_model_len
         self.engine = engine(packer, self.form, self._recipe)
         self.door: list[Given] = []
         self.running: Ran | None = None

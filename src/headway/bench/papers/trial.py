@@ -116,6 +116,7 @@ def trial(
         packers.append(recipe.packer(running, budget, pace))
         if isinstance(packers[0], Decoupled):  # the simulation does not see it: it is timed
             packers[0].copy_seconds = place.copy_seconds
+            packers[0].longest = place.instance.max_model_len
             packers[0].options = options or packers[0].options
         return packers[0]
 

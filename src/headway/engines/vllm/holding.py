@@ -104,6 +104,10 @@ class Hosted(Plain):
 
 def holding_of(scheduler: Any) -> Holding:
     """Return how a scheduler's KV is held; asked once, when all else of the hook is there."""
+    from headway.engines.vllm.reserve import reservations_of  # it subclasses `Plain`
+
+    if scheduler.recipe.reserves:
+        return reservations_of(scheduler)
     wants = getattr(scheduler.packer, "two_ended", None)
     if wants:
         return _two_ended(scheduler)

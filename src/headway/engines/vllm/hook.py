@@ -56,7 +56,8 @@ class HeadwayMixin:
         self.recipe = find(options.get("recipe", "vllm"))
         self.packer = self.recipe.packer(running, stock.max_num_scheduled_tokens, self.pace)
         self.jobs = Jobs()
-        self.counters = {"steps": 0, "evictions": 0, "saves": 0, "pauses": 0, "step_seconds": 0.0}
+        names = ("steps", "evictions", "saves", "swapped_tokens", "pauses", "loans")
+        self.counters: dict[str, float] = dict.fromkeys(names, 0) | {"step_seconds": 0.0}
         self.log: deque[tuple[float, dict[str, int], list[str], list[str], Row]] = deque(maxlen=_LOG)
         self.diary = Diary()
         self._caps: dict[str, int] = {}
@@ -188,10 +189,12 @@ class HeadwayMixin:
 
     def _save(self, request: Any) -> None:
         """Take a request's KV to the host; when there is no pool or no room in it, it is computed again."""
-        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        tokens = request.num_computed_tokens
+        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0][: -(-tokens // self._block_size)]
         save = getattr(self.connector, "save", None)
-        kept = save is not None and save(request.request_id, blocks, request.num_computed_tokens)
+        kept = save is not None and save(request.request_id, blocks, tokens)
         self.counters["saves"] += kept
+        self.counters["swapped_tokens"] += tokens * kept
         self._evict(request)
 
     def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:

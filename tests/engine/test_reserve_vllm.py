@@ -1,0 +1,253 @@
+"""Reservations and loans in vLLM's own block manager: nothing owned twice unseen, nothing lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headway.config import Config, Engine
+from headway.engines import clockwork
+from headway.engines.clockwork import Clockwork
+from headway.engines.vllm.hook import HeadwayScheduler
+from headway.engines.vllm.process import command
+from headway.errors import ConfigError
+from headway.serve.main import preflight
+
+pytestmark = pytest.mark.filterwarnings("default")
+SIZE, LONGEST = 16, 512
+
+
+def clock_of(recipe: str, blocks: int, host_gib: float = 0.0) -> Clockwork:
+    setup = clockwork.config(
+        max_running=16, max_batched_tokens=256, max_model_len=LONGEST, block_size=SIZE, recipe=recipe,
+        host_gib=host_gib,
+    )  # fmt: skip
+    clock = Clockwork(clockwork.scheduler(setup, blocks + 1, SIZE, HeadwayScheduler))
+    audited(clock.scheduler)
+    return clock
+
+
+def audited(scheduler: Any) -> None:
+    """Look at every block after each step that stock has scheduled, before it is computed."""
+    check = scheduler.holding.check
+
+    def look(ran: dict[str, int]) -> None:
+        check(ran)
+        audit(scheduler, ran)
+
+    scheduler.holding.check = look
+
+
+def audit(scheduler: Any, ran: dict[str, int]) -> None:
+    """vLLM counts each block as often as it is in a list; no two requests write one; none is lost."""
+    pool, lists = scheduler.kv_cache_manager.block_pool, scheduler.holding._lists
+    held = [blocks for id, blocks in lists.items()]
+    coming = list(scheduler.holding._coming.values())
+    counted = Counter(block.block_id for blocks in held + coming for block in blocks)
+    assert counted == {
+        block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and not block.is_null
+    }
+    assert pool.get_num_free_blocks() + len(counted) == scheduler._total
+    written = Counter(
+        block.block_id
+        for request in scheduler.running
+        for block in lists[request.request_id][: -(-request.num_computed_tokens // SIZE)]
+    )
+    assert all(times == 1 for times in written.values()), "two requests have written one block"
+    assert all(
+        -(-request.num_computed_tokens // SIZE) <= len(lists[request.request_id])
+        for request in scheduler.running
+    )
+
+
+def crowd(clock: Clockwork, seed: int, count: int = 24, noise: float = 0.7) -> None:
+    """Add requests with long answers and short, predicted badly."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        output = int(rng.choice((8, 20, 60, 150)))
+        left = float(np.ceil(output * np.exp(noise * rng.standard_normal())))
+        facts = {"headway_id": f"r{i}", "headway_arrival": 0.0, "headway_left": left}
+        clock.add(f"r{i}", int(rng.integers(1, 120)), output, facts=facts)
+
+
+def counters(clock: Clockwork) -> dict[str, Any]:
+    state: dict[str, Any] = clock.scheduler.control({"op": "state"})["counters"]
+    return state
+
+
+def all_back(clock: Clockwork) -> bool:
+    """Tell whether nobody holds anything; the last to leave does so in the next step."""
+    clock.step()
+    jobs = clock.scheduler.jobs
+    nobody = not len(jobs) and not clock.scheduler.holding._coming
+    return nobody and bool(clock.scheduler._blocks.get_num_free_blocks() == clock.scheduler._total)
+
+
+@pytest.mark.parametrize("host_gib", [0.0, 0.1])
+def test_lending_and_its_emergencies_lose_nothing(host_gib: float) -> None:
+    """Guests that are late leave for the host or are computed again; answers outgrow their predictions."""
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        clock = clock_of("ecoserve", 40, host_gib)
+        crowd(clock, seed)
+        while clock.busy:
+            clock.step()
+        assert len(clock.finished) == 24
+        assert all_back(clock)
+        seen.update({name: int(value) for name, value in counters(clock).items()})
+        seen["extended"] += clock.scheduler.packer.counts.extended
+        seen["late"] += clock.scheduler.packer.counts.late
+    assert seen["loans"] > 10
+    assert seen["late"] > 0
+    assert seen["extended"] > 0
+    assert seen["alloc_failures"] == 0, "an exact allocation never fails"
+    assert seen["preempted"] == seen["evictions"] > 0, "only the packer takes KV"
+    assert (seen["swapped_tokens"] > 0) == (host_gib > 0)
+    assert (seen["recomputed"] > 0) == (host_gib == 0)
+
+
+class Tables:
+    """The block tables that a worker makes of what the scheduler tells it, as vLLM's model runner does."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[int]] = {}
+        self.extended_by_loans = 0
+
+    def follow(self, output: Any, scheduler: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            self.of[new.req_id] = list(new.block_ids[0])
+        told = output.scheduled_cached_reqs
+        for id, more in zip(told.req_ids, told.new_block_ids, strict=True):
+            if id in told.resumed_req_ids:
+                self.of[id] = list(more[0])
+            elif more is not None:
+                self.of[id] += more[0]
+                self.extended_by_loans += any(scheduler._blocks.blocks[b].ref_cnt > 1 for b in more[0])
+        for id in output.num_scheduled_tokens:
+            assert self.of[id] == [block.block_id for block in scheduler.holding._lists[id]]
+
+
+def test_a_worker_s_block_tables_are_the_scheduler_s() -> None:
+    """Also when one that runs becomes a guest: its own new blocks come before its loan."""
+    seen = 0
+    for seed in range(6):
+        clock, tables = clock_of("ecoserve", 40), Tables()
+        packer = clock.scheduler.packer
+        packer.options = packer.options.but(reserve=0.3)  # many prompts run first and wait for KV then
+        crowd(clock, seed)
+        while clock.busy:
+            output = clock.schedule()
+            tables.follow(output, clock.scheduler)
+            clock.complete(output, 0.05)
+        seen += tables.extended_by_loans
+    assert seen > 3
+
+
+def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
+    from vllm.v1.request import RequestStatus
+
+    rng, loans = np.random.default_rng(0), 0
+    for seed in range(4):
+        clock = clock_of("ecoserve", 40)
+        crowd(clock, seed)
+        while clock.busy:
+            clock.step()
+            jobs = clock.scheduler.jobs
+            lending = [str(jobs.keys[row]) for row in jobs.rows() if jobs.lent[row] or jobs.span[row]]
+            if lending and rng.random() < 0.2:
+                gone = str(rng.choice(lending))
+                if gone in clock.scheduler.requests:
+                    clock.scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
+        assert all_back(clock)
+        loans += counters(clock)["loans"]
+    assert loans > 10
+
+
+def test_a_guest_that_stock_does_not_let_in_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock may skip anybody who waits, for reasons of its own (a grammar, an adapter): here at random."""
+    rng, skipped = np.random.default_rng(1), 0
+    clock = clock_of("ecoserve", 40)
+    crowd(clock, 2)
+    holding, ready = clock.scheduler.holding, clock.scheduler._handle_blocked_waiting_request
+
+    def moody(request: Any) -> bool:
+        nonlocal skipped
+        if request.request_id in holding._coming and rng.random() < 0.7:
+            skipped += 1
+            return False
+        return bool(ready(request))
+
+    monkeypatch.setattr(clock.scheduler, "_handle_blocked_waiting_request", moody)
+    while clock.busy:
+        clock.step()
+    assert skipped > 0
+    assert len(clock.finished) == 24
+    assert all_back(clock)
+
+
+def test_a_reset_of_the_engine_s_caches_ends_all_loans() -> None:
+    clock = clock_of("ecoserve", 40)
+    crowd(clock, 0)
+    jobs, resets = clock.scheduler.jobs, 0
+    while clock.busy:
+        clock.step()
+        if resets < 3 and jobs.lent[jobs.rows()].any() and not clock.scheduler.holding._coming:
+            clock.scheduler.reset_prefix_cache(reset_running_requests=True)
+            resets += 1
+    assert resets == 3
+    assert len(clock.finished) == 24
+    assert all_back(clock)
+
+
+def test_an_answer_is_held_for_before_it_is_made() -> None:
+    clock = clock_of("ecoserve", 40)
+    clock.add("a", 20, 60)
+    clock.step()
+    assert clock.scheduler._blocks.get_num_free_blocks() == 35
+
+
+def test_no_more_is_held_than_a_request_can_have() -> None:
+    clock = clock_of("ecoserve", 100)
+    clock.add("a", 20, 60, facts={"headway_left": 5000.0})
+    clock.step()
+    assert clock.scheduler._blocks.get_num_free_blocks() == 100 - LONGEST // SIZE
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [("enable_prefix_caching", "shares prefixes"), ("async_scheduling", "runs overlapped")],
+)
+def test_an_engine_that_cannot_says_so_when_it_starts(setting: str, what: str) -> None:
+    setup = clockwork.config(
+        max_running=2, max_batched_tokens=64, max_model_len=64, block_size=SIZE, recipe="ecoserve"
+    )
+    part = setup.cache_config if setting == "enable_prefix_caching" else setup.scheduler_config
+    setattr(part, setting, True)
+    with pytest.raises(ConfigError, match=what):
+        clockwork.scheduler(setup, 20, SIZE, HeadwayScheduler)
+
+
+# ---- serving
+
+
+def test_ecoserve_is_served_without_prefix_caching() -> None:
+    preflight(Config(recipe="ecoserve"))
+    assert "--no-enable-prefix-caching" in command(Engine(), 1, "ecoserve")
+    assert "--no-enable-prefix-caching" not in command(Engine(), 1, "slack")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine", "mend"),
+    [
+        ("ecoserve", Engine(args=("--enable-prefix-caching",)), "Take --enable-prefix-caching out of args"),
+        ("ecoserve", Engine(async_scheduling=True), "Set async_scheduling = false"),
+        ("ecoserve-sd-oracle", Engine(), "Serve with ecoserve-sd,"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_the_mend(recipe: str, engine: Engine, mend: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight(Config(recipe=recipe, engines=(engine,)))
+    assert mend in str(caught.value)
