@@ -69,6 +69,19 @@ def test_where_they_cannot_be_it_says_why_and_runs(
     assert len(clock.finished) == 6
 
 
+def test_what_lies_on_the_host_is_not_counted_as_kv_in_use() -> None:
+    clock, most = build(), 0
+    fill(clock, 16)
+    recorder, holding = clock.scheduler.recorder, clock.scheduler.holding
+    while clock.busy:
+        before = dict(recorder.counters)
+        clock.step()
+        most = max(most, holding.away())
+        busy = recorder.counters["busy_seconds"] - before["busy_seconds"]
+        assert recorder.counters["kv_seconds"] - before["kv_seconds"] <= busy * (1 + 1e-9)
+    assert most > 32, "the host was used"
+
+
 def test_plain_blocks_say_nothing_of_ends() -> None:
     assert "two_ended" not in build("bros-plain-blocks").scheduler.control({"op": "state"})
 
@@ -98,7 +111,7 @@ def test_who_is_aborted_at_any_moment_leaves_nothing() -> None:
     from vllm.v1.request import RequestStatus
 
     clock = build()
-    fill(clock, 8)
+    fill(clock, 16)
     for i in range(8):
         for _ in range(4):
             clock.step()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.engines.vllm import right_end
 from headway.engines.vllm.slotcopies import IN, OUT, WITHIN, HostSlots, copies_of
 from headway.memory import checkpoint, slots, two_ended
-from headway.memory.slots import BEST_EFFORT, HOST, REAL_TIME
+from headway.memory.slots import BEST_EFFORT, FREE, HOST, REAL_TIME, SAVE
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZE, BLOCKS, LONGEST = 4, 5, 24
@@ -83,6 +83,17 @@ def test_every_row_reads_what_it_wrote(acts: list[tuple[int, str, int]], host: i
 
 
 SHAPES = [(32, 3, 64), (128, 2, 128), (64, 1, 256)]  # slots of a block, heads, elements
+
+
+def test_a_host_slot_that_changes_hands_within_a_step_is_written_by_one_copy_after_the_other() -> None:
+    book = slots.new(4, 32, 64, 64, 2)
+    for kind, row in ((SAVE, 0), (FREE, 0), (SAVE, 1)):
+        slots.order(book, kind, row, 0, 8, row, row)
+    first, second = copies_of(book, HostSlots(64))
+    assert (first.way, second.way) == (OUT, OUT)
+    assert first.target.tolist() == second.target.tolist()
+    assert first.source.tolist() == list(range(32, 40))
+    assert second.source.tolist() == list(range(64, 72))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])

@@ -13,6 +13,7 @@ from headway.memory import lending
 from headway.memory.exact import goal_of, pooled, reserve_of
 from headway.types import Ints, Jobs
 
+_EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs
 SIZE = 4
 NOBODY = np.empty(0, np.int64)
 
@@ -145,13 +146,14 @@ class Program:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(4, 90))
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=_EXAMPLES, deadline=None)
 def test_random_programs_keep_every_block_with_one_owner_and_one_user(seed: int, blocks: int) -> None:
-    program = Program(seed, blocks)
-    for _ in range(40):
-        program.one()
-        program.book.check()
-    program.finish()
+    for i in range(_PROGRAMS):
+        program = Program(seed * _PROGRAMS + i, blocks)
+        for _ in range(40):
+            program.one()
+            program.book.check()
+        program.finish()
 
 
 def test_the_programs_lend_nest_and_inherit() -> None:

@@ -48,6 +48,9 @@ class Holding(Protocol):
     def check(self, ran: dict[str, int]) -> None:
         """Assert that what stock has scheduled (request id -> tokens) lies where it may."""
 
+    def away(self) -> int:
+        """Return the tokens of requests that run for vLLM and lie on the host."""
+
     def counters(self) -> dict[str, int]:
         """Return what it has done so far, for the hook's counters."""
 
@@ -80,6 +83,10 @@ class Plain:
 
     def check(self, ran: dict[str, int]) -> None:
         """vLLM checks itself."""
+
+    def away(self) -> int:
+        """Who is on the host does not run for vLLM."""
+        return 0
 
     def counters(self) -> dict[str, int]:
         """Return nothing."""

@@ -262,6 +262,9 @@ class HeadwayMixin:
 
     # ---- control: called between steps on the engine's own thread (control.py)
 
+    def _away(self) -> int:
+        return self.holding.away()
+
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         """Carry out a control message and return the scheduler's state (`control.py` lists the messages)."""
         match message.get("op"):

@@ -72,18 +72,25 @@ def slots_of(tokens: Ints, block: int, size: int, mirrored: int) -> Ints:
 
 
 def copies_of(book: Book, host: HostSlots) -> list[Copy]:
-    """Return this iteration's copies, in order; neighbours that go the same way over the host are one."""
+    """Return this iteration's copies, in order; neighbours that go the same way over the host are one.
+
+    Unless both write a slot: one that was freed in between has a new owner, whose KV must come last.
+    """
     done: list[Copy] = []
     for entry in book.orders[: book.counts[ORDERS]].tolist():
         made = _copy(entry, int(book.counts[SIZE]), host)
         if made is None:
             continue
-        if done and made.way != WITHIN and done[-1].way == made.way:
+        if done and made.way != WITHIN and done[-1].way == made.way and _apart(done[-1], made):
             last = done.pop()
             source, target = (np.concatenate(pair) for pair in zip(last[1:], made[1:], strict=True))
             made = Copy(made.way, source, target)
         done.append(made)
     return done
+
+
+def _apart(one: Copy, other: Copy) -> bool:
+    return not np.isin(other.target, one.target).any()
 
 
 def _copy(entry: list[int], size: int, host: HostSlots) -> Copy | None:

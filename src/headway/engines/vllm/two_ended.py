@@ -19,7 +19,18 @@ from headway.engines.vllm.slotcopies import HostSlots, copies_of
 from headway.engines.vllm.two_ended_pool import TwoEndedPool
 from headway.memory import checkpoint, slots, two_ended
 from headway.memory.ledger import Ledger
-from headway.memory.slots import BEST_EFFORT, DROPPED, EMPTY, LOAD, MOVE, ORDERS, REAL_TIME, SAVE, SHARED
+from headway.memory.slots import (
+    BEST_EFFORT,
+    DROPPED,
+    EMPTY,
+    HOST,
+    LOAD,
+    MOVE,
+    ORDERS,
+    REAL_TIME,
+    SAVE,
+    SHARED,
+)
 from headway.memory.two_ended import TwoEndedLedger
 from headway.pack.algorithm_1 import real_time
 from headway.pack.kernels import NO_CAP
@@ -178,6 +189,10 @@ class TwoEnds:
                 two_ended.trim(self.book, row, self.book.stored[row] - missing)
                 self.inside[row] = self.book.stored[row] > 0
         assert ran.keys() <= self.granted.keys(), "vLLM runs what has no blocks"
+
+    def away(self) -> int:
+        """Return the tokens on the host: their requests stay running for vLLM."""
+        return int(self.book.counts[HOST])
 
     def counters(self) -> dict[str, int]:
         """Return blocks that got a second owner, and tokens saved, read back, moved and dropped."""
