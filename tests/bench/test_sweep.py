@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -235,6 +236,22 @@ def test_ctrl_c_leaves_what_is_done_and_no_process(tmp_path: Path) -> None:
     assert again.returncode == 0, err
     assert "2 of 4 cells are there already" in err
     assert {file: file.stat().st_mtime_ns for file in before} == before
+
+
+def test_ctrl_c_between_two_cells_leaves_no_process_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come while the parent draws its progress, where the workers' keeper does not hear it."""
+
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep_report.Progress, "advance", pressed)
+    others = set(multiprocessing.active_children())
+    cells = Sweep(("vllm", f"{__name__}:SLOW"), (4.0,), 1, 0, 4.0).cells()
+    with pytest.raises(KeyboardInterrupt):
+        sweep_report._compute(cells, tmp_path, 2, Console(quiet=True))
+    assert set(multiprocessing.active_children()) == others
 
 
 # ---- what can be asked for

@@ -32,9 +32,12 @@ TOKENS = [30, 40, 24, 35, 17, 23, 28, 39, 20, 45, 18, 32]
 def engine() -> Iterator[Engine]:
     os.environ.update(ENV | {"OMP_NUM_THREADS": "1"})  # small batches; two threads would wait for each other
     from vllm import LLM
+    from vllm.distributed.kv_transfer import kv_transfer_state as one_per_process
 
     from headway.engines.vllm.hook import HeadwayScheduler
 
+    # Another file's engine may still be there, and vLLM would take its connector for this one's.
+    other, one_per_process._KV_CONNECTOR_AGENT = one_per_process._KV_CONNECTOR_AGENT, None
     llm = LLM(
         str(model.fetch()), dtype="float32", max_model_len=320, max_num_seqs=24, enforce_eager=True,
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
@@ -44,6 +47,7 @@ def engine() -> Iterator[Engine]:
     )  # fmt: skip
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
+    one_per_process._KV_CONNECTOR_AGENT = other
 
 
 def ask(i: int) -> list[int]:

@@ -13,10 +13,10 @@ import multiprocessing
 import os
 import signal
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache
@@ -215,26 +215,29 @@ def _code() -> str:
 
 # ---- all cells
 
+Ends = Generator[tuple[Cell, str | None], None, None]
 
-def run(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, str | None]]:
+
+def run(cells: Sequence[Cell], folder: Path, jobs: int) -> Ends:
     """Compute cells on `jobs` processes; yield each as it ends, with its error or None.
 
     A cell whose process dies takes its pool with it; those that were lost are done again in halves, until the
-    one to blame is alone. When the caller stops (Ctrl-C), no process is left.
+    one to blame is alone. When the caller closes it (Ctrl-C), no process is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lost: list[Cell] = []
-    for cell, error in _pool(cells, folder, jobs):
-        if error == _DIED and len(cells) > 1:
-            lost.append(cell)
-        else:
-            yield cell, error
+    with closing(_pool(cells, folder, jobs)) as ends:
+        for cell, error in ends:
+            if error == _DIED and len(cells) > 1:
+                lost.append(cell)
+            else:
+                yield cell, error
     for half in (lost[::2], lost[1::2]):
         if half:
             yield from run(half, folder, jobs)
 
 
-def _pool(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, str | None]]:
+def _pool(cells: Sequence[Cell], folder: Path, jobs: int) -> Ends:
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(max(min(jobs, len(cells)), 1), multiprocessing.get_context("spawn"))
     try:

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,12 @@ def _compute(cells: Sequence[Cell], folder: Path, jobs: int, console: Console) -
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("sweep (SIMULATED)", total=len(missing))
-        for cell, error in sweeps.run(missing, folder, jobs) if missing else ():
-            progress.advance(task)
-            if error is not None:
-                failed[cell] = error
-                progress.console.print(f"[red]failed:[/] {escape(str(cell))}: {escape(error)}")
+        with closing(sweeps.run(missing, folder, jobs)) as ends:  # also when Ctrl-C comes just here
+            for cell, error in ends:
+                progress.advance(task)
+                if error is not None:
+                    failed[cell] = error
+                    progress.console.print(f"[red]failed:[/] {escape(str(cell))}: {escape(error)}")
     return failed
 
 

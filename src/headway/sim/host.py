@@ -248,9 +248,9 @@ def pools(recipe: Recipe, node: Node) -> bool:
 def words(recipe: Recipe, node: Node) -> str:
     """Say how a recipe is simulated on a node, where that is not plain blocks and learned lengths."""
     parts, there = [], pools(recipe, node)
-    if recipe.kv != "before" or recipe.saves:
+    if recipe.kv != "before" or recipe.saves or recipe.reserves:
         kind = "two-ended" if there and recipe.kv == "two-ended" else "plain"
-        room = "unbounded" if recipe.saves else "no"
+        room = "unbounded" if recipe.saves or recipe.reserves else "no"
         room = f"{node.host_tokens:,} tokens of" if there else room
         parts.append(f"{kind} KV blocks, {room} host room")
     if recipe.lengths != "host":
