@@ -183,7 +183,10 @@ def test_nothing_at_all_can_be_drawn() -> None:
 def headway(*arguments: str) -> subprocess.Popen[str]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (*sys.path, ".") if path)}
     argv = [sys.executable, "-c", "from headway.cli import main; main()", "sweep", *arguments]
-    return subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # deaf when tests run in the background
+    )  # fmt: skip
 
 
 def options(out: Path, recipes: str, **more: Any) -> list[str]:

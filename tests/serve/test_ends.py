@@ -70,7 +70,7 @@ def test_a_full_queue_refuses(serve: Serve) -> None:
 def test_what_does_not_fit_inside_waits(serve: Serve, fake: Fake) -> None:
     with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
         window = gateway.driver.controller.cluster.instances["e0"].window
-        asked = [pool.submit(gateway.post, gateway.chat(**fakes(wait=0.3))) for _ in range(8)]
+        asked = [pool.submit(gateway.post, gateway.chat(**fakes(wait=1.2))) for _ in range(8)]
         until(lambda: gateway.driver.controller.queued == 8 - window)
         assert fake.last()["open"] == window
         assert [one.result().status_code for one in asked] == [200] * 8
