@@ -185,7 +185,7 @@ def headway(*arguments: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", "from headway.cli import main; main()", "sweep", *arguments]
     return subprocess.Popen(
         argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # deaf when tests run in the background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # deaf where tests run in background
     )  # fmt: skip
 
 
