@@ -252,9 +252,10 @@ def test_ctrl_c_between_two_cells_leaves_no_process_either(
     monkeypatch.setattr(sweep_report.Progress, "advance", pressed)
     others = set(multiprocessing.active_children())
     cells = Sweep(("vllm", f"{__name__}:SLOW"), (4.0,), 1, 0, 4.0).cells()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:  # held, as by whoever handles it
         sweep_report._compute(cells, tmp_path, 2, Console(quiet=True))
     assert set(multiprocessing.active_children()) == others
+    assert stopped.traceback
 
 
 # ---- what can be asked for
