@@ -6,13 +6,14 @@ know of itself is in its `Outcome`; what only somebody wants to know is an obser
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from headway.engines.simulated import Ran, SimulatedEngine
 
 
-class Observer(Protocol):
-    """What is told of a run. Requests are rows of the workload, instances their number in the fleet."""
+class Observer:
+    """What is told of a run. Requests are rows of the workload, instances their number in the fleet.
+
+    Who subclasses it says only what it wants to know: the rest does nothing.
+    """
 
     def sent(self, request: int, instance: int, now: float) -> None:
         """A request was sent to an instance, and is before its door."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from headway.engines.simulated import Ran, SimulatedEngine
 from headway.errors import ConfigError
+from headway.sim.observer import Observer
 from headway.types import Bools, Floats, Ints
 
 Log = NDArray[Any]  # a structured array, one field per column
@@ -73,7 +74,7 @@ class Recording:
     moves: Log
 
 
-class Recorder:
+class Recorder(Observer):
     """Give one to `Simulation.run`; afterwards `recording()` is the run.
 
     megabytes bounds what is kept in memory; a run that needs more ends in a ConfigError that says so.

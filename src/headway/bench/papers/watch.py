@@ -15,6 +15,7 @@ from headway.engines.simulated import Ran, SimulatedEngine
 from headway.forecast.pace import OnlinePace
 from headway.memory.ledger import Ledger
 from headway.ports import Cluster, Packer, Recipe
+from headway.sim.observer import Observer
 from headway.sim.workload import Workload
 from headway.types import Bools, Floats, Ints, Jobs, Plan, Step
 
@@ -54,7 +55,7 @@ class _Timed:
 
 
 @dataclass(slots=True)
-class Gauges:
+class Gauges(Observer):
     """Sums over the iterations that begin before `until`: seconds computed, seconds x KV tokens written,
     seconds x tokens computed, wall seconds of decisions. kv, compute: tokens that stand for full. clock:
     wall seconds of each decision so far.
@@ -81,15 +82,6 @@ class Gauges:
         """Return the mean forward size as a share of the one that saturates the device."""
         return self.forward / (self.busy * self.compute)
 
-    def sent(self, request: int, instance: int, now: float) -> None:
-        """Nothing is gauged of it."""
-
-    def entered(self, request: int, instance: int, row: int) -> None:
-        """Nothing is gauged of it."""
-
-    def returned(self, request: int, now: float) -> None:
-        """Nothing is gauged of it."""
-
     def iteration(
         self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
     ) -> None:
@@ -104,7 +96,7 @@ class Gauges:
         self.forward += seconds * min(tokens, self.compute)
 
 
-class Prompt:
+class Prompt(Observer):
     """Which tokens came when they were due? For one instance; the first is not counted, it has its TTFT.
 
     steady: per promised request, tokens at most tpot after the one before. ahead: those by arrival + ttft
@@ -119,9 +111,6 @@ class Prompt:
         self._start: Floats = workload.arrival + workload.ttft
         self._last: Floats = np.full(size, np.nan)
         self._request: Ints = np.zeros(256, np.int64)
-
-    def sent(self, request: int, instance: int, now: float) -> None:
-        """Nothing to note: it has no row yet."""
 
     def entered(self, request: int, instance: int, row: int) -> None:
         """Note which row a request has."""
