@@ -30,7 +30,7 @@ TOKENS = [30, 40, 24, 35, 17, 23, 28, 39, 20, 45, 18, 32]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    os.environ.update(ENV | {"OMP_NUM_THREADS": "1"})  # small batches; two threads would wait for each other
+    os.environ.update(ENV)
     from vllm import LLM
     from vllm.distributed.kv_transfer import kv_transfer_state as one_per_process
 

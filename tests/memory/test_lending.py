@@ -88,7 +88,8 @@ class Program:
         if host is None or len(self.book.jobs) >= 12:
             return
         book, jobs = self.book, self.book.jobs
-        slot = lending.slot_of(jobs.data, host, SIZE)
+        front, least = lending.front_of(jobs.data, host), lending.least_of(jobs.data, host)
+        slot = lending.slot_in(front, lending.stop_of(jobs.data, host), least, SIZE)
         if slot.stop <= slot.start:
             return
         span = int(self.rng.integers(1, slot.stop - slot.start + 1))

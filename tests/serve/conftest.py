@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headway.serve.tokens import TokenCounter
+from tests.conftest import MARK
 from tests.serve.gateway import Fake, Gateway, configuration, serving
 
 Serve = Callable[..., AbstractContextManager[Gateway]]
@@ -33,7 +34,9 @@ def _one_tokenizer() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
     """The fake engine that stays up."""
-    engine = Fake(tmp_path_factory.mktemp("fake")).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(MARK)  # it outlives the modules that it serves
+        engine = Fake(tmp_path_factory.mktemp("fake")).start()
     yield engine
     engine.stop()
 

@@ -132,13 +132,7 @@ class TwoEnded(Swapping):
         """Decide and account one iteration that begins now: real-time rows first, then best effort."""
         jobs, book, dropped = self.jobs, self.book, int(self.book.counts[DROPPED])
         step = self.packer.pack(jobs, self.ledger, now)
-        caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
-        most = self.limits.slots if step.max_running is None else step.max_running
-        budget = self.limits.budget if step.token_budget is None else step.token_budget
-        limits = self.limits._replace(budget=min(budget, self.limits.budget))
-        rows, tokens, lost, admitted = run(
-            jobs.data, book, self.balance, limits, step.order, caps, step.evict, step.save, most
-        )
+        rows, tokens, lost, admitted = account(jobs, book, self.balance, self.limits, step)
         self.dropped = int(book.counts[DROPPED]) - dropped
         evicted, copied = np.concatenate([step.evict, lost]), int(book.counts[COPIED])
         paused = self._paused(rows)
@@ -163,6 +157,17 @@ class TwoEnded(Swapping):
         assert (self.jobs.blocks[rows] == self.book.held[rows]).all()
         assert (self.jobs.saved[rows] == self.book.host[rows]).all()
         assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running[rows])
+
+
+def account(
+    jobs: Jobs, book: Book, balance: Ints, limits: Limits, step: Step
+) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
+    """Account a step on the book, within what the step and the engine allow; returns what `run` does."""
+    caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
+    most = limits.slots if step.max_running is None else step.max_running
+    budget = limits.budget if step.token_budget is None else min(step.token_budget, limits.budget)
+    within = limits._replace(budget=budget)
+    return run(jobs.data, book, balance, within, step.order, caps, step.evict, step.save, most)
 
 
 @compiled

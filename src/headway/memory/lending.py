@@ -36,6 +36,12 @@ def room_of(jobs: Rows, row: int) -> int:
 
 
 @compiled
+def stop_of(jobs: Rows, row: int) -> int:
+    """Return the block before which all that a row may lend ends: the first that it has lent already."""
+    return int(jobs["lent"][row]) if jobs["lent"][row] else room_of(jobs, row)
+
+
+@compiled
 def slot_in(front: int, stop: int, least: int, size: int) -> Slot:
     """Return the second half of the way from token `front` to block `stop`, from block `least` on.
 
@@ -59,24 +65,16 @@ def least_of(jobs: Rows, row: int) -> int:
 
 
 @compiled
-def slot_of(jobs: Rows, row: int, size: int) -> Slot:
-    """Return the second half of what a row has before it and has not lent."""
-    stop = jobs["lent"][row] if jobs["lent"][row] else room_of(jobs, row)
-    return slot_in(front_of(jobs, row), stop, least_of(jobs, row), size)
-
-
-@compiled
 def lend(jobs: Rows, guest: Ints, host: Ints, start: Ints, span: Ints) -> None:
     """Begin loans, aligned; asserts that each lies in its host's room, before what that has lent already."""
     for i in range(guest.size):
         row, lender = guest[i], host[i]
-        stop = jobs["lent"][lender] if jobs["lent"][lender] else room_of(jobs, lender)
         assert row != lender, "nobody is its own guest"
         assert span[i] > 0, "a loan has blocks"
         assert jobs["span"][row] == 0, "a guest has one loan"
         assert jobs["lent"][row] == 0, "a guest has lent nothing yet"
         assert start[i] > 0, "a host keeps its first block"
-        assert start[i] + span[i] <= stop, "a loan lies in its host's tail"
+        assert start[i] + span[i] <= stop_of(jobs, lender), "a loan lies in its host's tail"
         assert jobs["span"][lender] == 0 or start[i] > jobs["blocks"][lender], "what is borrowed is lent on"
         jobs["host"][row], jobs["start"][row], jobs["span"][row] = lender, start[i], span[i]
         jobs["lent"][lender] = start[i]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.memory.exact import pooled
-from headway.memory.lending import Slot, front_of, least_of, room_of, slot_in
+from headway.memory.lending import Slot, front_of, least_of, slot_in, stop_of
 from headway.pack.desk import FREE, LENT, LOANS, POOL, RUNS, SEATS, Desk, Rule, put
 from headway.pack.kernels import missing_of, ordered
 from headway.pack.queues import ACTIVE, Seen, best_fit, in_turn, left_of, need_of
@@ -35,8 +35,7 @@ def lend_tails(
     for host in seen.active:
         if mine["state"][host] != ACTIVE:
             continue
-        front, least = front_of(jobs, host), least_of(jobs, host)
-        stop = jobs["lent"][host] if jobs["lent"][host] else room_of(jobs, host)
+        front, least, stop = front_of(jobs, host), least_of(jobs, host), stop_of(jobs, host)
         while stop > least:
             slot = slot_in(front, stop, least, size)
             i = _guest(rule, jobs, mine, rows, lefts, taken, slot, spent, size, desk)

@@ -1,6 +1,6 @@
 """Whose block may a request grow into, inside vLLM? The same book as in the simulator decides.
 
-Each step the book grants rows and tokens (`engines/two_ended.run`), vLLM's own `schedule()` is shown exactly
+Each step the book grants rows and tokens (`engines/two_ended.account`), vLLM's own `schedule()` is shown just
 these, and its block manager hands out the blocks that the book has given (BROS 5). A best-effort request that
 pauses, or is on the host, stays running for vLLM and is not scheduled; one that has lost all KV is preempted,
 one that has lost its end computes it again.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headway.engines.kernels import Limits
-from headway.engines.two_ended import run
+from headway.engines.two_ended import account
 from headway.engines.vllm.right_end import reads_from_the_right
 from headway.engines.vllm.slotcopies import HostSlots, copies_of
 from headway.engines.vllm.two_ended_pool import TwoEndedPool
@@ -33,7 +33,6 @@ from headway.memory.slots import (
 )
 from headway.memory.two_ended import TwoEndedLedger
 from headway.pack.algorithm_1 import real_time
-from headway.pack.kernels import NO_CAP
 from headway.types import Ints, Step
 
 _NOBODY = np.empty(0, np.int64)
@@ -140,16 +139,9 @@ class TwoEnds:
         return Step(rows, tokens, evict, _NOBODY, max_running=rows.size, token_budget=int(tokens.sum()))
 
     def _run(self, step: Step) -> tuple[Ints, Ints]:
-        """Return who computes how many tokens: as `engines.two_ended.TwoEnded.schedule`."""
-        limits = self.limits
-        caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
-        most = limits.slots if step.max_running is None else step.max_running
-        budget = limits.budget if step.token_budget is None else min(step.token_budget, limits.budget)
+        """Return who computes how many tokens."""
         balance = np.array([0, np.count_nonzero(self.inside)])
-        rows, tokens, _, _ = run(
-            self.jobs.data, self.book, balance, limits._replace(budget=budget), step.order, caps, step.evict,
-            step.save, most,
-        )  # fmt: skip
+        rows, tokens, _, _ = account(self.jobs, self.book, balance, self.limits, step)
         return rows, tokens
 
     def _tell(self, rows: Ints) -> None:
