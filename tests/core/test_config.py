@@ -57,6 +57,7 @@ keep_hours = 0.5
 embedding = "none"
 share = 0.9
 window = 512
+history = "lengths.npz"
 
 [classes.gold]
 ttft_ms = 300
@@ -101,7 +102,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ),
     )  # fmt: skip
     assert config.broker == Broker("memory", "/tmp/q.sqlite", "normal", 0.5)
-    assert config.predictor == Predictor("none", 0.9, 512)
+    assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3)
     assert config.keys == (Key(SECRET, "alice"),)
 

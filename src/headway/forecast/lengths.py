@@ -39,8 +39,12 @@ class TaskLengths:
     def learn(self, request: Request, made: int) -> None:
         """Add one answer's length; empty answers (aborted before the first token) teach nothing."""
         if made > 0:
-            self._seen.setdefault(request.task, deque(maxlen=self.window)).append(made)
-            self._sorted.pop(request.task, None)
+            self.add(request.task, made)
+
+    def add(self, task: str, made: int) -> None:
+        """Add the length of one of a task's answers, at least 1 token."""
+        self._seen.setdefault(task, deque(maxlen=self.window)).append(made)
+        self._sorted.pop(task, None)
 
     def _forecast_of(self, task: str) -> Forecast:
         if task not in self._sorted:

@@ -88,6 +88,18 @@ class Predictor:
             self._seen.append((told.traits, request.task, float(made)))
             self._fresh += 1
 
+    def remember(self, history: History) -> None:
+        """Take over what an earlier process learned, before this one's first answer."""
+        for looks, task, made in zip(history.traits, history.tasks, history.made.tolist(), strict=True):
+            self._seen.append((looks, task, made))
+            self.tasks.add(task, int(made))
+        self._fresh = len(self._seen)
+
+    @property
+    def known(self) -> int:
+        """The answers in the history."""
+        return len(self._seen)
+
     @property
     def due(self) -> bool:
         """Tell whether the model should be fitted (again)."""

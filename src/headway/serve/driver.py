@@ -111,7 +111,7 @@ class Driver:
         self.config = config
         self.recipe = find(config.recipe)
         self.metrics = Metrics()
-        self.foresight = Foresight(self.recipe, config.predictor, self.metrics)
+        self.foresight = Foresight(self.recipe, config.predictor, self.metrics, config.history)
         self.controller = Controller(
             self.recipe.planner(), self.foresight.lengths, config.server.max_queued,
             Cluster(pull=self.recipe.pull),
@@ -132,9 +132,8 @@ class Driver:
     async def start(self) -> None:
         """Open the broker, settle what an earlier process owed, start the engines."""
         settings = self.config.broker
-        path = settings.path or str(state_dir() / "queue.sqlite")
         await self.foresight.start()
-        self.broker = open_broker(settings.kind, path, settings.synchronous)
+        self.broker = open_broker(settings.kind, str(settings.file), settings.synchronous)
         await self._recover()
         for engine in self.engines.values():
             await engine.start()

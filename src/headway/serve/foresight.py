@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -22,6 +23,7 @@ from headway.forecast.padded import Padded
 from headway.forecast.padding import Adaptive, SweetSpot
 from headway.forecast.predictor import Predictor, traits
 from headway.ports import Lengths, Recipe
+from headway.serve.answers import keep, recall
 from headway.serve.embedding import Embedder, locate, one_thread
 from headway.serve.metrics import Metrics
 from headway.types import Request
@@ -35,10 +37,13 @@ class Foresight:
     """Whose forecasts a recipe plans with: the tasks' own, or a predictor's, padded (`lengths`).
 
     Headway's metrics say how many forecasts came from the prompt, how many from the task and why, the share
-    in use, and how many answers were within their padded length.
+    in use, and how many answers were within their padded length. kept: the file that answers are kept in over
+    restarts (`answers.py`), None = nowhere.
     """
 
-    def __init__(self, recipe: Recipe, settings: config.Predictor, metrics: Metrics) -> None:
+    def __init__(
+        self, recipe: Recipe, settings: config.Predictor, metrics: Metrics, kept: Path | None = None
+    ) -> None:
         self.lengths: Lengths = TaskLengths()
         self.predictor: Predictor | None = None
         if recipe.lengths == "padded":
@@ -48,7 +53,7 @@ class Foresight:
             self.lengths = Padded(self.predictor, share) if share else Adaptive(self.predictor, self._spot)
             self._share = share
             self._measures(metrics)
-        self._settings = settings
+        self._settings, self._kept_in = settings, kept
         self._embedder: Embedder | None = None
         self._reading = 0
         self._fitting: asyncio.Task[None] | None = None
@@ -73,19 +78,26 @@ class Foresight:
         self._padding.set(self._share or self._spot.share)
 
     async def start(self) -> None:
-        """Load the encoder; ConfigError when it is not there."""
+        """Load the encoder (ConfigError when it is not there) and what earlier answers have taught."""
         if self.predictor is None:
             return
         one_thread()
-        path = locate(self._settings.embedding)
+        path, loop = locate(self._settings.embedding), asyncio.get_running_loop()
         if path is None:
             log.warning('lengths are forecast without the prompts\' meaning (predictor.embedding = "none")')
-            return
-        loop = asyncio.get_running_loop()
-        self._embedder = await loop.run_in_executor(self._reader, Embedder, path)
+        else:
+            self._embedder = await loop.run_in_executor(self._reader, Embedder, path)
+        if self._kept_in is not None:
+            width = (await loop.run_in_executor(self._reader, self._look, "", 0)).size
+            history = await loop.run_in_executor(self._reader, recall, self._kept_in, width)
+            if history is not None:
+                self.predictor.remember(history)
+                self._fit_if_due(self.predictor)
 
     async def stop(self) -> None:
-        """Let go of the threads."""
+        """Keep what was learned and let go of the threads."""
+        if self.predictor is not None and self.predictor.known and self._kept_in is not None:
+            await asyncio.to_thread(keep, self._kept_in, self.predictor.history())
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._fitter.shutdown(wait=False, cancel_futures=True)
         if self._fitting is not None:
@@ -131,8 +143,11 @@ class Foresight:
             return
         self.predictor.forget(id)
         self._padding.set(self._share or self._spot.share)
-        if self._fitting is None and self.predictor.due:
-            self._fitting = asyncio.create_task(self._fit(self.predictor))
+        self._fit_if_due(self.predictor)
+
+    def _fit_if_due(self, predictor: Predictor) -> None:
+        if self._fitting is None and predictor.due:
+            self._fitting = asyncio.create_task(self._fit(predictor))
 
     async def _fit(self, predictor: Predictor) -> None:
         """Fit aside and swap the model in. A fit that fails leaves the old model, and says so."""
@@ -144,6 +159,8 @@ class Foresight:
         else:
             predictor.adopt(model)
             self._known.set(len(history))
+            if self._kept_in is not None:
+                await asyncio.get_running_loop().run_in_executor(self._fitter, keep, self._kept_in, history)
         finally:
             self._fitting = None
 
