@@ -264,3 +264,8 @@ def test_lending_lets_more_run_at_once() -> None:
         assert (engine.packer.counts.lent > 20) == lends
         assert engine.packer.counts.late == 0
     assert steps[True] < 0.9 * steps[False], steps
+
+
+def test_a_range_has_a_row_even_when_its_deadline_is_no_number() -> None:
+    """Else who goes from range to range would stand still for ever."""
+    assert queues.same_range(np.array([[np.nan, 0.0], [0, 0], [1, 1]]), 0) == 1

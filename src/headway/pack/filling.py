@@ -277,9 +277,6 @@ def _begin(rule: Rule, jobs: Rows, mine: Rows, row: int, need: int, desk: Desk) 
     return True
 
 
-# ---- KVC pipelining (EcoServe 3.4)
-
-
 # ---- prompts
 
 

@@ -176,7 +176,7 @@ def best_fit(lengths: Ints, start: int, stop: int, room: int) -> int:
 @compiled
 def same_range(keys: Floats, start: int) -> int:
     """Return where the rows end that are in the same deadline and held-KV ranges as the one at `start`."""
-    stop = start
+    stop = start + 1  # itself, whatever its keys are: whoever goes from range to range comes to an end
     while stop < keys.shape[1] and keys[0, stop] == keys[0, start] and keys[1, stop] == keys[1, start]:
         stop += 1
     return stop
