@@ -60,7 +60,7 @@ class Engine:
     host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
     blocks: Count | None = None  # KV blocks when fewer than fit, for tests of full memory
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    cores: str | None = None  # CPU cores, such as "0-1"; None = all
+    cores: str | None = None  # CPU cores, such as "0-1"; None = all it may use
     eager: bool = True
     async_scheduling: bool = False
     args: tuple[str, ...] = ()

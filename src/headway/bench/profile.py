@@ -333,7 +333,7 @@ def device() -> str:
         raise ConfigError(
             "What does the engine run on? A pace file names its device.", "Say it: --device 'A100-80GB'."
         ) from None
-    return f"{os.cpu_count()} CPU cores"
+    return f"{len(os.sched_getaffinity(0))} CPU cores"
 
 
 def _shape(model: str) -> dict[str, int]:

