@@ -16,10 +16,11 @@ from headway.bench.conformance import HOOK, POOL, STOCK, Case, Task, compare, dr
 from headway.engines.simulated import SimulatedEngine
 from headway.pack import bros
 from headway.recipes import names
-from headway.types import Slo
+from headway.types import Slo, Step
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
+NOBODY = np.empty(0, np.int64)
 PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names())]
 PAIRS += [(name, POOL) for name in bros.VARIANTS]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
@@ -87,6 +88,22 @@ def test_loans_and_their_emergencies_are_licensed(copy_seconds: float) -> None:
     assert (seen["swapped_tokens"] > 0) == math.isfinite(copy_seconds)
     assert seen["alloc_failures"] == 0
     assert seen["preempted"] == seen["evictions"]
+
+
+@pytest.mark.parametrize("seed", [149, 285, 488])
+def test_a_crowd_of_prompts_that_finds_no_blocks_stops_nobody(seed: int) -> None:
+    """Best-effort rows whose KV is on the host cost more than any new prompt, but they have blocks."""
+    tally = compare(draw(np.random.default_rng(seed)), "bros", POOL)
+    assert tally.difference is None
+    assert tally.identical == tally.steps
+
+
+def test_a_standstill_is_a_difference_and_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bros.Bros, "pack", lambda self, jobs, ledger, now: Step(NOBODY, NOBODY))
+    tally = compare(draw(np.random.default_rng(3)), "bros", POOL)
+    assert tally.difference is not None
+    assert "nobody runs" in tally.difference
+    assert tally.steps < 1000
 
 
 def test_drawn_workloads_follow_from_the_generator_and_meet_scarce_memory() -> None:

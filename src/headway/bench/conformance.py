@@ -44,6 +44,7 @@ _LONGEST = 1024  # tokens of one request, prompt and answer
 _NOISE = 0.5  # of predicted lengths, log-normal
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 _TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
+_STANDSTILL = 200  # steps in a row in which nobody runs although somebody waits
 _COPY = 1e-5  # seconds to move a token's KV to the host
 
 
@@ -164,7 +165,7 @@ class Both:
     """vLLM's scheduler and the simulated engine, given the same work at the same instants."""
 
     def __init__(self, case: Case, recipe: str, host: str) -> None:
-        self.case, self.pace = case, OnlinePace()
+        self.case, self.pace, self.idle = case, OnlinePace(), 0  # idle: steps in a row in which nobody ran
         self.budget = max(case.budget, case.max_running)
         self.slots = case.max_running if host == STOCK else 2 * case.max_running
         # Stock serves those inside in the order in which they came in, whatever their priority.
@@ -186,6 +187,9 @@ class Both:
         """Yield for each step what differs, None = nothing, until vLLM has finished everything."""
         rng, difference = np.random.default_rng(self.case.seed), None
         while self.todo or self.real.busy:
+            if self.idle > _STANDSTILL:
+                yield f"at {self.real.now:.3f}: nobody runs, and only {len(self.real.finished)} have ended"
+                return
             self._arrive()
             seconds = float(rng.uniform(*_STEP))
             difference = self._alone(seconds) if difference else self._step(seconds)
@@ -223,7 +227,8 @@ class Both:
 
     def _complete(self, output: Any, seconds: float) -> None:
         self.real.complete(output, seconds)
-        if not output.num_scheduled_tokens and self.todo:
+        self.idle = 0 if output.num_scheduled_tokens else self.idle + 1
+        if self.idle and self.todo:
             self.real.now = max(self.real.now, self.todo[0][1].at)
 
     def _decided(self, output: Any, ran: Ran) -> str | None:
