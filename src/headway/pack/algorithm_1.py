@@ -64,14 +64,16 @@ def algorithm_1(t: Terms, jobs: Rows, rows: Ints, moves: Ints, now: float, theta
     for i in range(rows.size):
         promised[i] = real_time(jobs, rows[i])
     real, other = rows[promised], rows[~promised]
-    most = max(2 * t.places, t.slots)  # all that hold KV: when no prompt fits, one of them goes on
-    urgent, left = polled(jobs, real, now, most, t.lost_last)
+    urgent, left = polled(jobs, real, now, 2 * t.places, t.lost_last)
     batch = _empty(t, jobs, rows, other)
     _pack_real_time(t, jobs, batch, urgent, left, theta)
     if t.shared:  # what is missing now comes from blocks that are shared
         batch.room[EMPTY] = max(batch.room[EMPTY], 0)
-    cheap = by_swap_cost(jobs, other, most)
+    cheap = by_swap_cost(jobs, other, 2 * t.places)
     _pack_best_effort(t, jobs, batch, cheap, moves, theta)
+    if batch.room[CHOSEN] == 0:  # new prompts that find no blocks must not hide those that have some
+        inside = other[jobs["running"][other]]
+        _pack_best_effort(t, jobs, batch, by_swap_cost(jobs, inside, inside.size), moves, theta)
     _make_room(jobs, batch, other)
     return batch
 
@@ -95,31 +97,20 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tu
         left[i] = due_of(jobs, rows[i]) - now
         if lost_last and left[i] < 0 and jobs["made"][rows[i]] == 0:
             left[i] += _LOST
-    out, seconds = _of_two_queues(jobs, rows, left, most)
-    for k in range(out.size):
+    inside = jobs["running"][rows]
+    a, a_left = _least(jobs, rows[inside], left[inside], most)
+    b, b_left = _least(jobs, rows[~inside], left[~inside], most)
+    size = a.size + b.size
+    out, seconds = np.empty(size, np.int64), np.empty(size)
+    i, j = 0, 0
+    for k in range(size):
+        if i < a.size and (j >= b.size or a_left[i] <= b_left[j]):
+            out[k], seconds[k], i = a[i], a_left[i], i + 1
+        else:
+            out[k], seconds[k], j = b[j], b_left[j], j + 1
         if seconds[k] > _LOST / 2:
             seconds[k] -= _LOST
     return out, seconds
-
-
-@compiled
-def _of_two_queues(jobs: Rows, rows: Ints, keys: Floats, most: int) -> tuple[Ints, Floats]:
-    """Return the `most` rows with the least keys of those that hold KV, and of those that wait, and the keys.
-
-    Merged in order, of equals those that hold KV first.
-    """
-    inside = jobs["running"][rows]
-    a, a_keys = _least(jobs, rows[inside], keys[inside], most)
-    b, b_keys = _least(jobs, rows[~inside], keys[~inside], most)
-    size = a.size + b.size
-    out, merged = np.empty(size, np.int64), np.empty(size)
-    i, j = 0, 0
-    for k in range(size):
-        if i < a.size and (j >= b.size or a_keys[i] <= b_keys[j]):
-            out[k], merged[k], i = a[i], a_keys[i], i + 1
-        else:
-            out[k], merged[k], j = b[j], b_keys[j], j + 1
-    return out, merged
 
 
 @compiled
@@ -137,11 +128,8 @@ def _least(jobs: Rows, rows: Ints, keys: Floats, most: int) -> tuple[Ints, Float
 
 @compiled
 def by_swap_cost(jobs: Rows, rows: Ints, most: int) -> Ints:
-    """Return best-effort rows by the tokens to copy back, of both queues the `most` with the fewest.
-
-    New prompts cost nothing: a crowd of them that finds no blocks must not hide those that have some.
-    """
-    return _of_two_queues(jobs, rows, jobs["saved"][rows].astype(np.float64), most)[0]
+    """Return the `most` best-effort rows with the fewest tokens to copy back, of equals those inside."""
+    return _least(jobs, rows, jobs["saved"][rows] + 0.5 * ~jobs["running"][rows], most)[0]
 
 
 @compiled
