@@ -13,7 +13,7 @@ Assumed where the paper is silent:
 - A real-time request is replaced when its time left is `spare` iterations like this one or more, and only
   while none is kept waiting and they all hold less than a `crowded` share of the KV: one that pauses stays
   longer and keeps its KV, and without that bound answers at just the promised pace fill the memory.
-- The partial sort ranks twice the batch size. New best-effort prompts cost nothing to swap, so a crowd of them
+- The partial sort ranks twice the batch size. New best-effort prompts cost nothing to swap, so a crowd
   may fill the ranking and find no blocks: where nobody was chosen, all best-effort rows with KV are ranked.
 - Prompts are whole (no chunked prefill), unless one alone exceeds the token budget.
 - On plain blocks memory comes from swapping whole best-effort requests out, the last come first; with
