@@ -251,14 +251,13 @@ def test_chat_template_is_that_of_the_gguf(tokenizer: Any) -> None:
 # --- once, whole, or not at all ---
 
 
-def test_a_second_fetch_touches_nothing_and_is_fast(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_fetch_touches_nothing(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> str:
         raise AssertionError(f"{path} was read again")
 
     monkeypatch.setattr(model, "sha256", refuse)
-    before, start = times(prepared), time.monotonic()
+    before = times(prepared)
     assert model.fetch() == prepared
-    assert time.monotonic() - start < 0.5
     assert times(prepared) == before
 
 

@@ -39,6 +39,8 @@ class Fake:
     open: int = 0
     most_open: int = 0
     enough: asyncio.Event = field(default_factory=asyncio.Event)
+    came: asyncio.Event = field(default_factory=asyncio.Event)  # a request did
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # an answer is whole
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._note(request)
@@ -58,6 +60,7 @@ class Fake:
     async def _note(self, request: web.Request) -> dict[str, Any]:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.bodies.append(await request.json())
+        self.came.set()
         return self.bodies[-1]
 
     async def _answer(self, request, body, prompt, shape) -> web.StreamResponse:
@@ -102,6 +105,7 @@ class Fake:
             await _event(out, {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": made}})
         if how != "short":
             await out.write(b"data: [DONE]\n\n")
+            self.done.set()
         return out
 
 

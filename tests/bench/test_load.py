@@ -160,7 +160,8 @@ async def test_a_cancelled_run_reports_what_it_has():
     planned = [call(0.0), call(30.0)]
     async with serving(fake):
         running = asyncio.create_task(load.run(fake.url, "m", planned, progress=False))
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(fake.done.wait(), 10)
+        await asyncio.sleep(0.3)  # for its last bytes; the second is planned half a minute from now
         running.cancel()
         records = await running
     assert [record.ok for record in records] == [True]  # the second was never sent
@@ -170,7 +171,7 @@ async def test_a_cancelled_call_is_said_to_be_cut_off():
     fake = Fake(wait=30)
     async with serving(fake):
         running = asyncio.create_task(load.run(fake.url, "m", [call()], progress=False))
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(fake.came.wait(), 10)
         running.cancel()
         (record,) = await running
         assert not running.cancelled()

@@ -74,6 +74,10 @@ class Fake:
         if self.child is not None:
             self.child.stop(grace=0.0)
 
+    def release(self, name: str) -> None:
+        """Let go of the answers that `fakes(hold=name)` holds back, now and from now on."""
+        assert WEB.post(f"{self.url}/release/{name}").status_code == 200
+
     def last(self) -> dict[str, Any]:
         """Return what it was asked last, and its counts."""
         return dict(WEB.get(f"{self.url}/last").json())

@@ -53,8 +53,9 @@ def test_it_is_completed(gateway: Gateway, path: str) -> None:
 
 
 def test_it_may_be_slow_and_have_promises(gateway: Gateway, fake: Fake) -> None:
-    id = begin(gateway, ttlt_slo_ms=60_000, **fakes(wait=0.3))
+    id = begin(gateway, ttlt_slo_ms=60_000, **fakes(hold="slow"))
     assert look(gateway, id)["status"] == "queued"
+    fake.release("slow")
     assert finished(gateway, id)["status"] == "completed"
     body = fake.last()["body"]
     assert body["vllm_xargs"]["headway_e2e"] == 60
@@ -71,7 +72,7 @@ def test_what_the_engine_refuses_is_failed(gateway: Gateway, end: str) -> None:
 
 def test_cancelling_what_the_engine_works_on(gateway: Gateway, fake: Fake) -> None:
     aborted = fake.last()["aborted"]
-    id = begin(gateway, **fakes(wait=30))
+    id = begin(gateway, **fakes(hold="ever"))
     until(lambda: fake.last()["open"] == 1)
     answer = gateway.post(None, f"/v1/responses/{id}/cancel")
     assert answer.json()["status"] == "cancelled"
@@ -146,11 +147,12 @@ async def _reopen(gateway: Gateway, id: str) -> None:
 
 def test_an_engine_that_dies_over_it(serve: Serve, mortal: Fake) -> None:
     with serve(mortal.url) as gateway:
-        id = begin(gateway, **fakes(wait=0.8))
+        id = begin(gateway, **fakes(hold="death"))
         until(lambda: mortal.last()["open"] == 1)
         mortal.stop()
         until(lambda: gateway.driver.controller.queued == 1)
         assert look(gateway, id)["status"] == "queued"
         mortal.start()
+        mortal.release("death")
         assert finished(gateway, id)["status"] == "completed"
         assert mortal.last()["asked"] == 1

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,31 +67,36 @@ def test_a_full_queue_refuses(serve: Serve) -> None:
         assert gateway.metric('headway_dropped_total{reason="queue_full"}') == 2
 
 
+def crowd(gateway: Gateway, pool: ThreadPoolExecutor, size: int, name: str) -> list[Future[httpx.Response]]:
+    """Ask for held answers one after another: one that came earlier and is queued later is sent at once."""
+    core = gateway.driver.controller
+    asked = []
+    for _ in range(size):
+        asked.append(pool.submit(gateway.post, gateway.chat(**fakes(hold=name))))
+        until(lambda: len(core.requests) == len(asked))
+    return asked
+
+
 def test_what_does_not_fit_inside_waits(serve: Serve, fake: Fake) -> None:
     with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
         window = gateway.driver.controller.cluster.instances["e0"].window
-        asked = [pool.submit(gateway.post, gateway.chat(**fakes(wait=1.2))) for _ in range(8)]
-        until(lambda: gateway.driver.controller.queued == 8 - window)
-        assert fake.last()["open"] == window
+        asked = crowd(gateway, pool, 8, "crowd")
+        until(lambda: fake.last()["open"] == window)
+        assert gateway.driver.controller.queued == 8 - window
+        fake.release("crowd")
         assert [one.result().status_code for one in asked] == [200] * 8
 
 
 def test_the_urgent_overtake_those_who_wait(serve: Serve, fake: Fake) -> None:
-    order: list[str] = []
     with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
-
-        def ask(name: str, **more: Any) -> None:
-            assert gateway.post(gateway.chat(**fakes(wait=0.4)), **more).status_code == 200
-            order.append(name)
-
-        asked = []
-        for i in range(6):
-            asked.append(pool.submit(ask, f"easy{i}"))
-            until(lambda i=i: len(gateway.jobs()) == i + 1)  # type: ignore[misc]
-        asked.append(pool.submit(ask, "urgent", headers={"x-slo-e2e-ms": "1000"}))
-        for one in asked:
-            one.result()
-    assert order.index("urgent") < order.index("easy5")
+        window = gateway.driver.controller.cluster.instances["e0"].window
+        easy = crowd(gateway, pool, 6, "easy")
+        until(lambda: fake.last()["open"] == window)
+        urgent = pool.submit(gateway.post, gateway.chat(), headers={"x-slo-e2e-ms": "60000"})
+        assert urgent.result().status_code == 200
+        assert gateway.driver.controller.queued == 6 - window, "answered before any of them, none let go"
+        fake.release("easy")
+        assert [one.result().status_code for one in easy] == [200] * 6
 
 
 # ---- the client leaves
@@ -152,13 +157,14 @@ def test_a_client_that_reads_slowly_holds_up_only_itself(gateway: Gateway) -> No
 
 def test_an_engine_that_dies_before_the_first_byte(serve: Serve, mortal: Fake) -> None:
     with serve(mortal.url) as gateway, ThreadPoolExecutor(2) as pool:
-        ask = fakes(wait=1.0)
+        ask = fakes(hold="death")
         asked = [pool.submit(gateway.post, gateway.chat(stream=stream, **ask)) for stream in (False, True)]
         until(lambda: mortal.last()["open"] == 2)
         mortal.stop()
         until(lambda: gateway.driver.controller.queued == 2)
         assert gateway.get("/ready").status_code == 503
         mortal.start()
+        mortal.release("death")
         whole, streamed = (one.result() for one in asked)
         assert whole.json()["choices"][0]["message"]["content"] == "fake " * 8
         assert events(streamed)[-1] == "[DONE]"
@@ -177,7 +183,7 @@ def test_requests_for_an_engine_that_is_gone_wait_for_it(serve: Serve, mortal: F
 
 def test_an_engine_that_dies_too_often(serve: Serve, mortal: Fake) -> None:
     with serve(mortal.url, server={"max_attempts": 1}) as gateway, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(gateway.post, gateway.chat(stream=True, **fakes(wait=20)))
+        asked = pool.submit(gateway.post, gateway.chat(stream=True, **fakes(hold="ever")))
         until(lambda: mortal.last()["open"] == 1)
         mortal.stop()
         answer = asked.result()
@@ -299,9 +305,10 @@ def test_stopping_ends_what_is_open(serve: Serve, fake: Fake, monkeypatch: pytes
 
 
 def test_an_answer_on_its_way_is_finished_first(serve: Serve, fake: Fake) -> None:
-    with serve() as gateway, hanging(gateway, **fakes(wait=0.6)) as line:
+    with serve() as gateway, hanging(gateway, **fakes(hold="exit")) as line:
         until(lambda: fake.last()["open"] == 1)
         gateway.server.should_exit = True
+        fake.release("exit")
         seen = b""
         while part := line.recv(65536):
             seen += part

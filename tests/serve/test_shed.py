@@ -5,15 +5,15 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.serve.conftest import Serve
-from tests.serve.gateway import until
+from tests.serve.gateway import Fake, until
 from tests.serve.test_ends import fakes
 
 
-def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve) -> None:
+def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve, fake: Fake) -> None:
     with serve(recipe="llm-d-like", engine={"max_running": 1}) as gateway, ThreadPoolExecutor(4) as pool:
         core = gateway.driver.controller
         window = core.cluster.instances["e0"].window
-        slow = [pool.submit(gateway.post, gateway.chat(**fakes(wait=1.0))) for _ in range(window)]
+        slow = [pool.submit(gateway.post, gateway.chat(**fakes(hold="shed"))) for _ in range(window)]
         until(lambda: len(core.requests) == window and core.queued == 0)
         waits = pool.submit(gateway.post, gateway.chat(service_tier="chat"))  # promised, so never shed
         until(lambda: core.queued == 1)
@@ -26,5 +26,6 @@ def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve) -
         state, reason = until(lambda: (end := gateway.jobs()[accepted["id"]])[0] != "open" and end)
         assert state == "failed"
         assert reason.startswith("dropped: ")
+        fake.release("shed")
         assert [answer.result().status_code for answer in (*slow, waits)] == [200] * (window + 1)
         assert gateway.metric('headway_dropped_total{reason="saturated"}') == 2

@@ -3,7 +3,8 @@
 It answers like vLLM's API server, at once and with made-up words, so that whatever else takes time is the
 gateway. Every answer says that it is fake; nothing measured with it says anything about an engine.
 
-A request may steer its own answer through `vllm_xargs` (`_Ask` lists how); `GET /last` tells what came.
+A request may steer its own answer through `vllm_xargs` (`_Ask` lists how); `GET /last` tells what came and
+`POST /release/NAME` lets go of the answers that are held by that name.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
@@ -40,7 +42,8 @@ process_open_fds 9.0
 class _Ask:
     """One request, with what its `vllm_xargs` say about the answer.
 
-    fake_tokens, fake_delay: instead of the command line's. fake_wait: seconds before the first byte.
+    fake_tokens, fake_delay: instead of the command line's. fake_hold: a name; not a byte before it is
+    released.
     fake_end: "400" or "500" refuse; "error" is vLLM's error event, "cut" a broken connection and "short" a
     clean end without [DONE], each after half of the tokens.
     """
@@ -51,7 +54,7 @@ class _Ask:
     choices: int
     tokens: int
     delay: float
-    wait: float
+    hold: str
     end: str
     model: str
 
@@ -71,6 +74,7 @@ class Instant:
     open: int = 0
     asked: int = 0
     aborted: int = 0
+    released: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["path"].strip("/").split("/"):
@@ -82,6 +86,9 @@ class Instant:
                 await _say(send, 200, _METRICS.encode(), b"text/plain; version=0.0.4")
             case ["last"]:
                 await _json(send, 200, self._seen())
+            case ["release", name]:
+                self.released[name].set()
+                await _say(send, 200, b"")
             case ["v1", "models"]:
                 card = {"id": "smollm2", "object": "model", "created": 0, "owned_by": NAME}
                 await _json(send, 200, {"object": "list", "data": [card]})
@@ -117,7 +124,8 @@ class Instant:
         gone = asyncio.ensure_future(receive())
         self.open += 1
         try:
-            await _rest(ask.wait, gone)
+            if ask.hold:
+                await _either(self.released[ask.hold].wait(), gone)
             if not gone.done():
                 await self._answer(ask, gone, send)
         finally:
@@ -136,7 +144,7 @@ class Instant:
             choices=body.get("n") or 1,
             tokens=min(tokens, limit),
             delay=float(extra.get("fake_delay", self.delay)),
-            wait=float(extra.get("fake_wait", 0.0)),
+            hold=str(extra.get("fake_hold", "")),
             end=str(extra.get("fake_end", "stop")),
             model=body["model"],
         )
@@ -241,6 +249,13 @@ async def _rest(seconds: float, gone: asyncio.Future[Any]) -> None:
         await asyncio.wait({gone}, timeout=seconds)
     else:
         await asyncio.sleep(0)
+
+
+async def _either(work: Coroutine[Any, Any, Any], gone: asyncio.Future[Any]) -> None:
+    """Wait until the work is done or the client has left."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
 
 
 async def _body(receive: Receive) -> bytes:
