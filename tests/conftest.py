@@ -1,4 +1,4 @@
-"""No test leaves a process behind: one that computes on would starve every test after it."""
+"""No test is timed, and none leaves a process behind, which would starve every test after it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also tells those whose parent has died
 SECONDS = 20.0  # within which what was told to end has ended
 OURS_TO_KEEP = ("resource_tracker", "forkserver")  # Python's own, one per test process
+
+# A machine may stall for seconds in any example.
+settings.register_profile("headway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("headway")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 @given(st.floats(0.1, 50), st.floats(0.2, 5), st.floats(1, 200), seeds)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_arrivals_are_sorted_inside_and_as_many_as_asked(rate, burstiness, duration, seed):
     times = workload.gamma(rate, burstiness, duration, rng(seed))
     assert times.dtype == np.float64
@@ -36,7 +36,7 @@ def test_arrivals_are_sorted_inside_and_as_many_as_asked(rate, burstiness, durat
 
 
 @given(seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_same_seed_gives_the_same_arrivals(seed):
     drawn = workload.poisson(5, 20, rng(seed))
     assert np.array_equal(drawn, workload.poisson(5, 20, rng(seed)))

@@ -262,7 +262,7 @@ counters = st.dictionaries(st.sampled_from(NAMES), st.just(0.0) | st.floats(1, 1
 
 
 @given(st.lists(any_record(), max_size=12), st.lists(any_record(), max_size=4), counters)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_figures_are_always_sound(first, second, counted):
     results = {"first": (first, counted), "second": (second, {})}
     text = json.dumps(report.to_json(results, bench="b", host="sim", seconds=1.0), allow_nan=False)

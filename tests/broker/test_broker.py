@@ -281,7 +281,7 @@ async def compare(kind: str, path: str, program: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(program=PROGRAMS)
 def test_every_program_gives_what_a_dict_gives(kind: str, program: list[Any]) -> None:
     # In memory where there is such a place: these files need to be reopened, not to survive.

@@ -24,7 +24,7 @@ from headway.types import (
 from tests.core.world import FLEET, World, controller
 
 PROGRAMS = st.lists(st.integers(0, 2**34 - 1), min_size=5, max_size=80)
-EXAMPLES = settings(max_examples=100, deadline=None)
+EXAMPLES = settings(max_examples=100)
 every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, *ROUTERS])
 # A router binds requests to one instance, shepherd waits for whole batches: others may idle meanwhile.
 BINDING = ("round-robin", "least-loaded", "shepherd")

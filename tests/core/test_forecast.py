@@ -171,7 +171,7 @@ BATCH = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(BATCH, st.floats(0, 1e4)), max_size=40), BATCH, st.integers(1, 4096))
 def test_no_measurement_makes_a_forecast_negative_or_larger_for_less_work(
     measured: list[tuple[Batch, float]], batch: Batch, tokens: int

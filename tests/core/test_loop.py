@@ -40,7 +40,7 @@ def alone(tasks: list[Task], chunk: int) -> int:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(_BITS, min_size=1, max_size=12), limits=_BITS, seconds=st.sampled_from([0.0, 0.05, 1.0]))
 def test_every_job_that_fits_alone_is_finished(
     recipe: str, rows: list[int], limits: int, seconds: float
@@ -64,7 +64,7 @@ def test_every_job_that_fits_alone_is_finished(
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "vllm"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(_BITS, min_size=2, max_size=12), limits=_BITS)
 def test_the_engine_never_has_to_preempt_by_itself(recipe: str, rows: list[int], limits: int) -> None:
     """The packer's claims are true: what a step names fits, so stock vLLM takes nobody's blocks."""

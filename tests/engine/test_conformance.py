@@ -17,7 +17,7 @@ requests = st.lists(
 
 
 @given(requests, st.integers(1, 8), st.sampled_from([64, 200, 512]), st.integers(24, 90))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_same_steps_as_stock(
     load: list[tuple[float, int, int]], running: int, budget: int, blocks: int
 ) -> None:

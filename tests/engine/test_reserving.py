@@ -73,7 +73,7 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
     st.integers(0, 10**6), st.sampled_from([16, 24, 60, 150]), st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([1e-5, math.inf]),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_answer_comes_out_whole(
     variant: str, seed: int, blocks: int, noise: float, copy: float
 ) -> None:

@@ -67,7 +67,7 @@ def drive(engine: Swapping, asks: list[tuple[int, int, bool, int]]) -> dict[str,
     blocks=st.integers(14, 40),
     host=st.sampled_from([0, 5, 40, 1000]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_request_ends_with_its_tokens(
     two_ended: bool, decode_only: bool, asks: list[tuple[int, int, bool, int]], blocks: int, host: int
 ) -> None:

@@ -147,7 +147,7 @@ class Program:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(4, 90))
-@settings(max_examples=_EXAMPLES, deadline=None)
+@settings(max_examples=_EXAMPLES)
 def test_random_programs_keep_every_block_with_one_owner_and_one_user(seed: int, blocks: int) -> None:
     for i in range(_PROGRAMS):
         program = Program(seed * _PROGRAMS + i, blocks)

@@ -14,7 +14,7 @@ _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs
 
 
 @given(st.integers(0, 2**40))
-@settings(max_examples=_EXAMPLES, deadline=None)
+@settings(max_examples=_EXAMPLES)
 def test_random_programs_keep_the_pool_whole(seed: int) -> None:
     for i in range(_PROGRAMS):
         pool = random_program(seed * _PROGRAMS + i)

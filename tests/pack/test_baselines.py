@@ -49,7 +49,7 @@ def test_names() -> None:
 
 @every
 @given(loads(), limits)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_request_is_served_and_no_iteration_is_wasted(
     name: str, asks: list[Ask], limits: Limits
 ) -> None:
@@ -64,7 +64,7 @@ def test_every_request_is_served_and_no_iteration_is_wasted(
 
 @every
 @given(loads(), limits, st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_held_rows_are_left_alone(name: str, asks: list[Ask], limits: Limits, data: st.DataObject) -> None:
     """What control has paused keeps its KV and gets no tokens, whatever the packer's own order."""
     run = Driven(packer(name, limits), Limits(limits.running, limits.budget, 1000, 40))

@@ -11,7 +11,7 @@ from headway.pack.legacy import Orca, VllmV0
 from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 from tests.pack.v0 import Reference
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=60)
 both = pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 
 
@@ -35,7 +35,7 @@ def _taken(seen: Iteration) -> set[str]:
 
 @both
 @given(loads(), st.integers(1, 6), st.integers(160, 300), st.integers(12, 30), st.sampled_from([0.0, 0.1]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_v0_takes_the_steps_of_that_code(
     swap: bool, asks: list[Ask], running: int, budget: int, blocks: int, watermark: float
 ) -> None:

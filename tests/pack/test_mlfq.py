@@ -11,7 +11,7 @@ from headway.pack.mlfq import SkipJoin
 from headway.types import Batch
 from tests.pack.driven import Ask, Driven, Limits, ample, limits, loads
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=60)
 PACE = OnlinePace()  # nobody teaches it here, so quanta stay
 SHORTEST = PACE.seconds(Batch(1, 0, 0))
 

@@ -18,7 +18,7 @@ from headway.recipes import find
 from headway.types import Jobs
 from tests.pack.driven import CHAT, SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=60)
 PACE = OnlinePace()  # nobody teaches it here
 
 

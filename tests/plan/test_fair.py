@@ -18,7 +18,7 @@ def cost(request: Request) -> int:
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 200))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(SIZES, min_size=4, max_size=30), st.integers(1, 6), st.integers(0, 2**31))
 def test_two_backlogged_tenants_differ_by_less_than_one_request(
     sizes: list[tuple[int, int]], running: int, seed: int

@@ -25,7 +25,7 @@ PROGRAM = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PROGRAM, st.integers(1, 3), st.integers(0, 3))
 def test_sheds_only_what_may_be_shed_and_only_when_saturated(
     program: list[tuple[bool, str, Slo, int, int]], running: int, lead: int

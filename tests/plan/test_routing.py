@@ -12,7 +12,7 @@ from headway.plan.routing import least_loaded, round_robin
 from headway.types import Backlog, InstanceDown, InstanceUp, Returned, Send
 from tests.plan.place import Place, ask, instance
 
-EXAMPLES = settings(max_examples=100, deadline=None)
+EXAMPLES = settings(max_examples=100)
 
 
 @EXAMPLES

@@ -16,7 +16,7 @@ from tests.plan.place import Place, ask, instance
 RATES = st.floats(0.0, 20.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_the_assignment_is_the_best_of_all(data: st.DataObject) -> None:
     """Against every assignment of every single instance: models served, then requests served."""

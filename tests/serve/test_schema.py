@@ -42,7 +42,7 @@ def in_openai_s_shape(_: Any, response: Any, __: Any) -> None:
 
 @schema.parametrize()
 @settings(
-    max_examples=100, deadline=None, derandomize=True, database=None,
+    max_examples=100, derandomize=True, database=None,
     phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 def test_made_up_calls(case: schemathesis.Case, gateway: Gateway) -> None:

@@ -33,7 +33,7 @@ def check(engine: SimulatedEngine) -> None:
 
 @pytest.mark.parametrize("recipe", ["vllm", "priority", "edf", "slack"])
 @given(loads, st.integers(1, 8), st.integers(23, 80), st.sampled_from([16, 100, 512]), st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_blocks_and_slots_are_conserved(
     recipe: str, load: list[tuple[int, int, float | None]], running: int, blocks: int, budget: int, every: int
 ) -> None:

@@ -42,7 +42,7 @@ def node(pace: str, running: int, blocks: int, budget: int) -> Node:
     st.sampled_from(PACES), st.integers(1, 40), st.integers(40, 400), st.integers(16, 700),
     st.floats(0.5, 60), st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_same_outcome(
     recipe: str, pace: str, running: int, blocks: int, budget: int, rate: float, seed: int
 ) -> None:

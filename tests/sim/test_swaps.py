@@ -98,7 +98,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_nothing_is_lost_or_answered_twice(case: dict[str, Any]) -> None:
     one, two = (Simulation(**case).run() for _ in range(2))
@@ -224,7 +224,7 @@ def test_impossible_failures_are_refused(failure: Failure) -> None:
         Simulation(find("vllm"), [machine("e0")], at(0.0), failures=[failure]).run()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 10), st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 6)), max_size=30))
 def test_host_memory_holds_the_latest_that_fit(size: int, uses: list[tuple[str, int]]) -> None:
     memory, bytes_of = HostMemory(size), dict(uses)

@@ -45,7 +45,7 @@ def requests(some: Workload) -> list[Request]:
 
 
 @given(st.floats(0.5, 20), st.floats(1, 2), st.floats(5, 50), seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_diurnal_arrivals_are_sorted_inside_and_as_many_as_asked(rate, peak, period, seed):
     duration = 4 * period
     times = workload.diurnal(rate, peak, period, duration, rng(seed))
@@ -133,13 +133,13 @@ def test_a_request_is_its_row():
 
 
 @given(seeds, st.integers(0, 200))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_same_seed_gives_the_same_columns(seed, n):
     assert same(made(n, seed), made(n, seed))
 
 
 @given(seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_another_seed_gives_others(seed):
     assert not same(made(200, seed), made(200, seed + 1))
 
@@ -215,7 +215,7 @@ def test_one_class_from_columns():
 
 
 @given(seeds, st.integers(0, 60), st.integers(0, 60))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_joining_keeps_every_request(seed, n, m):
     one = made(n, seed)
     other = workload.single(np.arange(m) / 7, 10, 20, slo=Slo(tpot=1), tier="batch", model="new", tenant="z")

@@ -13,10 +13,12 @@ import numpy as np
 
 from headway.bench.measures import Row
 from headway.engines.clockwork import Clockwork, config, scheduler
+from headway.engines.vllm.process import two_ended_pool
+from headway.recipes import find
 from headway.types import Floats
 
 RUNNING = (16, 64, 256)
-RECIPES = ("vllm", "edf", "slack", "ecoserve")
+RECIPES = ("vllm", "edf", "slack", "bros", "ecoserve")
 _BLOCK, _PROMPT = 32, 64
 
 
@@ -46,9 +48,10 @@ def steady(running: int, name: str, steps: int, seed: int) -> Clockwork:
 
     length = _PROMPT + steps + 64
     blocks = running * (length // _BLOCK + 2) + 2
+    ends = name != "stock" and find(name).kv == "two-ended"
     setup = config(
         max_running=running, max_batched_tokens=8192, max_model_len=2048, block_size=_BLOCK,
-        recipe=None if name == "stock" else name,
+        recipe=None if name == "stock" else name, pool=two_ended_pool(1.0) if ends else None,
     )  # fmt: skip
     clock = Clockwork(scheduler(setup, blocks, _BLOCK, None if name == "stock" else HeadwayScheduler))
     rng = np.random.default_rng(seed)
