@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import time
 
 import numpy as np
 import pytest
@@ -27,13 +28,15 @@ async def one(fake: Fake, planned: Call | None = None, **options):
 
 
 async def test_a_completed_answer_is_timed_from_its_plan():
+    began = time.monotonic()
     record = await one(Fake(words=4, wait=0.1, gap=0.05), call(0.05))
+    took = time.monotonic() - began
     assert record.ok
     assert record.status == 200
     assert record.at == 0.05
     assert record.at <= record.sent < record.first < record.last
-    assert 0.099 <= record.ttft < 1
-    assert 0.24 <= record.e2el < 2
+    assert 0.099 <= record.ttft <= record.e2el - 0.14
+    assert record.e2el < took
     assert (record.prompt_tokens, record.output_tokens) == (11, 8)
     assert record.tpot == pytest.approx((record.e2el - record.ttft) / 7)
     assert record.itl.dtype == np.float32
