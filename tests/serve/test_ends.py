@@ -304,10 +304,16 @@ def test_stopping_ends_what_is_open(serve: Serve, fake: Fake, monkeypatch: pytes
     until(lambda: fake.last()["open"] == 0)
 
 
+def listens(gateway: Gateway) -> bool:
+    with socket.socket() as line:
+        return line.connect_ex(("127.0.0.1", gateway.config.server.port)) == 0
+
+
 def test_an_answer_on_its_way_is_finished_first(serve: Serve, fake: Fake) -> None:
     with serve() as gateway, hanging(gateway, **fakes(hold="exit")) as line:
         until(lambda: fake.last()["open"] == 1)
         gateway.server.should_exit = True
+        until(lambda: not listens(gateway))  # it is stopping, and the answer has not begun
         fake.release("exit")
         seen = b""
         while part := line.recv(65536):
