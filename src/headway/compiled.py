@@ -2,12 +2,14 @@
 
 What is compiled is plain Python over numpy columns, so that it can also be read, and stepped through with
 NUMBA_DISABLE_JIT=1. Machine code contains that of the functions it calls, and numba's cache looks only at a
-function's own file; so it is kept in a folder named after all of Headway's source.
+function's own file; so it is kept in a folder named after the source of every module with compiled functions
+and of every Headway module that these import.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -19,6 +21,7 @@ from typing import Any, TypeVar, cast
 from llvmlite.binding import ffi
 from numba import config, njit
 
+_IMPORT = re.compile(r"^\s*(?:from|import) (headway(?:\.\w+)*)", re.MULTILINE)
 _KEPT = 8  # versions: a developer goes back and forth between some
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,14 +41,32 @@ def _folder() -> str:
     """Return where this version's machine code is kept; those of versions not used for long are deleted."""
     places = os.environ.get("HEADWAY_CACHE"), os.environ.get("XDG_CACHE_HOME")
     root = Path(places[0] or Path(places[1] or "~/.cache") / "headway").expanduser().absolute() / "compiled"
-    source = sorted(Path(__file__).parent.rglob("*.py"))
-    here = root / sha256(b"".join(path.read_bytes() for path in source)).hexdigest()[:16]
+    here = root / sha256(b"".join(path.read_bytes() for path in _sources())).hexdigest()[:16]
     with suppress(OSError):  # a home that cannot be written: numba then falls back to a place of its own
         here.mkdir(parents=True, exist_ok=True)
         os.utime(here)
         for old in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             rmtree(old, ignore_errors=True)
     return str(here)
+
+
+def _sources() -> list[Path]:
+    """Return the files that machine code can depend on, sorted: those that compile, and what they import."""
+    package = Path(__file__).parent
+    todo = [path for path in package.rglob("*.py") if "@compiled" in path.read_text()]
+    seen: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            todo += [file for name in _IMPORT.findall(path.read_text()) for file in _files_of(package, name)]
+    return sorted(seen)
+
+
+def _files_of(package: Path, name: str) -> list[Path]:
+    """Return the files of a dotted name under `headway`: the module, or all modules of a package."""
+    path = package.joinpath(*name.split(".")[1:])
+    return [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else sorted(path.glob("*.py"))
 
 
 def _without_dunders(library: Any) -> None:

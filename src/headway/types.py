@@ -120,7 +120,7 @@ class Jobs(Table):
     and KV. held: paused by control. serial: order of arrival at this engine; evictions: how often its KV
     was taken. host, start, span: the row lives, behind its own blocks, in `span` blocks that row `host` lends
     it, from the host's block `start` on (span 0 = it borrows nothing). lent: the first of its own blocks that
-    a row has lent, 0 = none (`memory/lending.py`).
+    a row has lent, 0 = none (`memory/reservations.py`).
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
@@ -158,7 +158,7 @@ class Loadable:
     cold_s: float
     warm_s: float
     limit: int
-    pace: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
+    latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Instance:
     lead: int = 2  # requests sent ahead, so that a freed slot is refilled without a round trip
     loadable: tuple[Loadable, ...] = ()
     warm: tuple[str, ...] = ()
-    pace: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
+    latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
 
     @property
     def window(self) -> int:

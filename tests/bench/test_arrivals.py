@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim import traces, workload
+from headway.sim.workload import traces, traffic
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -26,7 +26,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 @given(st.floats(0.1, 50), st.floats(0.2, 5), st.floats(1, 200), seeds)
 @settings(max_examples=200)
 def test_arrivals_are_sorted_inside_and_as_many_as_asked(rate, burstiness, duration, seed):
-    times = workload.gamma(rate, burstiness, duration, rng(seed))
+    times = traffic.gamma(rate, burstiness, duration, rng(seed))
     assert times.dtype == np.float64
     assert np.all(np.diff(times) >= 0)
     assert np.all((times >= 0) & (times < duration))
@@ -38,20 +38,20 @@ def test_arrivals_are_sorted_inside_and_as_many_as_asked(rate, burstiness, durat
 @given(seeds)
 @settings(max_examples=30)
 def test_the_same_seed_gives_the_same_arrivals(seed):
-    drawn = workload.poisson(5, 20, rng(seed))
-    assert np.array_equal(drawn, workload.poisson(5, 20, rng(seed)))
-    assert np.array_equal(drawn, workload.gamma(5, 1.0, 20, rng(seed)))
+    drawn = traffic.poisson(5, 20, rng(seed))
+    assert np.array_equal(drawn, traffic.poisson(5, 20, rng(seed)))
+    assert np.array_equal(drawn, traffic.gamma(5, 1.0, 20, rng(seed)))
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_vllms(burstiness):
-    gaps = np.diff(workload.gamma(20, burstiness, 2000, rng()))
+    gaps = np.diff(traffic.gamma(20, burstiness, 2000, rng()))
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
 def test_endless_burstiness_is_a_metronome():
-    assert workload.gamma(2, math.inf, 2.4, rng()) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert traffic.gamma(2, math.inf, 2.4, rng()) == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_endless_burstiness_is_a_metronome():
 )
 def test_impossible_arrivals_are_refused(bad):
     with pytest.raises(ConfigError, match="above 0"):
-        workload.gamma(*bad, rng())
+        traffic.gamma(*bad, rng())
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=50).map(sorted), st.floats(0.01, 1000))
@@ -67,7 +67,7 @@ def test_rescaling_keeps_the_shape(times, rate):
     times = np.array(times)
     if times[-1] - times[0] < 1e-6:
         return
-    scaled = workload.rescale(times, rate)
+    scaled = traffic.rescale(times, rate)
     assert scaled[0] == 0
     assert (times.size - 1) / scaled[-1] == pytest.approx(rate)
     assert scaled / scaled[-1] == pytest.approx((times - times[0]) / (times[-1] - times[0]), abs=1e-9)
@@ -76,15 +76,15 @@ def test_rescaling_keeps_the_shape(times, rate):
 @pytest.mark.parametrize("times", [[], [3.0], [3.0, 3.0]])
 def test_one_instant_has_no_rate(times):
     with pytest.raises(ConfigError, match="no rate"):
-        workload.rescale(np.array(times), 1.0)
+        traffic.rescale(np.array(times), 1.0)
 
 
 def test_spreading_fills_the_steps():
     times = np.repeat([0.0, 3.0, 6.0], 10)
-    spread = workload.spread(times, rng())
+    spread = traffic.spread(times, rng())
     assert np.all(np.diff(spread) > 0)
     assert np.array_equal(spread // 3 * 3, times)
-    assert np.array_equal(workload.spread(times[:10], rng()), times[:10])
+    assert np.array_equal(traffic.spread(times[:10], rng()), times[:10])
 
 
 # ---- recorded

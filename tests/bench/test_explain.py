@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.bench import explain, misses
+from headway.bench.simulate import explain, slo_violations
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.sim import runfolder
-from headway.sim.runfolder import Run
-from headway.sim.story import Reader
+from headway.sim.record import run_folder
+from headway.sim.record.run_folder import Run
+from headway.sim.record.timeline import Reader
 from tests.sim.recorded import record
 
 
@@ -30,12 +30,12 @@ def late() -> Run:
 
 @pytest.fixture(scope="module")
 def folder(late: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runfolder.save(late, tmp_path_factory.mktemp("out") / "runs" / "edf")
+    return run_folder.save(late, tmp_path_factory.mktemp("out") / "runs" / "edf")
 
 
 def test_misses_are_those_of_the_records(late: Run) -> None:
     work, out = late.workload, late.outcome
-    excess = misses.late(work, out)
+    excess = slo_violations.late(work, out)
     for i in range(len(work)):
         ttft, e2e = out.first[i] - work.arrival[i], out.end[i] - work.arrival[i]
         tokens = max(int(work.output[i]) - 1, 1)
@@ -44,16 +44,16 @@ def test_misses_are_those_of_the_records(late: Run) -> None:
         assert excess["tpot"][i] == pytest.approx(max(tpot - work.tpot[i], 0.0) * tokens)
         assert excess["e2e"][i] == pytest.approx(max(e2e - work.e2e[i], 0.0))
         slo = work.request(i).slo
-        assert all(kept.met for kept in misses.of(late, i)) == slo.met(ttft, tpot, e2e)
+        assert all(kept.met for kept in slo_violations.of(late, i)) == slo.met(ttft, tpot, e2e)
     assert {name for name, column in excess.items() if column.any()} == {"ttft", "tpot", "e2e"}
 
 
 def test_the_worst_are_in_order_and_none_of_them_was_on_time(late: Run) -> None:
-    rows = misses.worst(late, 1000).tolist()
-    most = [misses.of(late, i)[0].late for i in rows]
+    rows = slo_violations.worst(late, 1000).tolist()
+    most = [slo_violations.of(late, i)[0].late for i in rows]
     assert most == sorted(most, reverse=True)
     assert most[-1] > 0
-    met = [i for i in range(len(late.workload)) if all(kept.met for kept in misses.of(late, i))]
+    met = [i for i in range(len(late.workload)) if all(kept.met for kept in slo_violations.of(late, i))]
     assert sorted([*rows, *met]) == list(range(len(late.workload)))
 
 
@@ -70,7 +70,7 @@ def reasons(run: Run) -> set[str]:
         text = explain.verdict(run, reader.story(i))
         assert text.startswith(f"r{i} ({run.workload.tiers[run.workload.tier[i]]})")
         assert text.endswith(".")
-        kept = misses.of(run, i)
+        kept = slo_violations.of(run, i)
         if kept and all(one.met for one in kept):
             assert "was on time" in text
         else:
@@ -87,7 +87,7 @@ def test_every_verdict_is_one_sentence_that_says_what_and_why(late: Run) -> None
 
 
 def test_the_numbers_of_a_verdict_by_hand(late: Run) -> None:
-    i = int(np.nanargmax(misses.late(late.workload, late.outcome)["ttft"]))
+    i = int(np.nanargmax(slo_violations.late(late.workload, late.outcome)["ttft"]))
     story = Reader(late).story(i)
     seen = late.outcome.first[i] - late.workload.arrival[i]
     text = explain.verdict(late, story)
@@ -148,15 +148,20 @@ def test_a_request_that_never_ended(late: Run) -> None:
 @pytest.mark.parametrize("wrong", ["r99999", "99999", "chat", "", "r-1", "r1x"])
 def test_an_unknown_request_is_answered_with_near_ones(late: Run, wrong: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        misses.find(late, wrong)
+        slo_violations.find(late, wrong)
     assert f"r0 to r{len(late.workload) - 1}" in caught.value.message
     near = re.findall(r"r\d+", caught.value.fix)
     assert near == list(dict.fromkeys(near))
-    assert all(misses.find(late, one) < len(late.workload) for one in near)
+    assert all(slo_violations.find(late, one) < len(late.workload) for one in near)
 
 
 def test_a_request_may_be_written_with_or_without_r(late: Run) -> None:
-    assert misses.find(late, "r7") == misses.find(late, "7") == misses.find(late, " r07 ") == 7
+    assert (
+        slo_violations.find(late, "r7")
+        == slo_violations.find(late, "7")
+        == slo_violations.find(late, " r07 ")
+        == 7
+    )
 
 
 # ---- the command
@@ -189,4 +194,4 @@ def test_the_commands_errors(folder: Path) -> None:
 def test_a_run_without_late_requests_says_so(late: Run, tmp_path: Path, limit: float, said: str) -> None:
     long = np.full(len(late.workload), limit)
     calm = replace(late, workload=replace(late.workload, ttft=long, tpot=long, e2e=long))
-    assert said in CliRunner().invoke(app, ["explain", str(runfolder.save(calm, tmp_path))]).stdout
+    assert said in CliRunner().invoke(app, ["explain", str(run_folder.save(calm, tmp_path))]).stdout

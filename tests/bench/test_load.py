@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from headway.bench import load
-from headway.bench.records import Call
+from headway.bench.load import generator
+from headway.bench.load.records import Call
 from headway.types import Slo
 from tests.bench.fake import METRICS, Fake, serving
 
@@ -23,7 +23,7 @@ def call(at: float = 0.0, prompt: str = "hello", **more) -> Call:
 
 async def one(fake: Fake, planned: Call | None = None, **options):
     async with serving(fake):
-        (record,) = await load.run(fake.url, "m", [planned or call()], progress=False, **options)
+        (record,) = await generator.run(fake.url, "m", [planned or call()], progress=False, **options)
     return record
 
 
@@ -105,7 +105,7 @@ async def test_a_failure_is_recorded_and_misses_its_promise(how, status, error):
 
 
 async def test_nobody_there_is_recorded():
-    (record,) = await load.run("http://127.0.0.1:9", "m", [call()], progress=False)
+    (record,) = await generator.run("http://127.0.0.1:9", "m", [call()], progress=False)
     assert record.status is None
     assert record.error.startswith("ClientConnectorError")
 
@@ -134,7 +134,7 @@ async def test_it_is_open_loop_and_in_planned_order():
     planned = [call(at) for at in (0.2, 0.0, 0.1, 0.15, 0.05)]
     fake = Fake(hold=5)
     async with serving(fake):
-        records = await load.run(fake.url + "/v1/", "m", planned, progress=False)
+        records = await generator.run(fake.url + "/v1/", "m", planned, progress=False)
     assert [record.at for record in records] == [0.0, 0.05, 0.1, 0.15, 0.2]
     assert fake.most_open == 5  # none waited for another's answer
     assert all(0 <= record.sent - record.at < 1 for record in records)
@@ -143,7 +143,7 @@ async def test_it_is_open_loop_and_in_planned_order():
 async def test_many_at_once_share_no_socket():
     fake = Fake(hold=150, words=1)
     async with serving(fake):
-        records = await load.run(fake.url, "m", [call() for _ in range(150)], progress=False)
+        records = await generator.run(fake.url, "m", [call() for _ in range(150)], progress=False)
     assert fake.most_open == 150  # aiohttp's own limit would have been 100
     assert all(record.ok for record in records)
 
@@ -152,7 +152,7 @@ async def test_failures_do_not_stop_the_others():
     fake = Fake(script=lambda prompt: prompt)
     prompts = ["", "429", "drop", "", "garbage", ""]
     async with serving(fake):
-        records = await load.run(
+        records = await generator.run(
             fake.url, "m", [call(i / 100, p) for i, p in enumerate(prompts)], progress=False
         )
     assert [record.ok for record in records] == [not prompt for prompt in prompts]
@@ -162,7 +162,7 @@ async def test_a_cancelled_run_reports_what_it_has():
     fake = Fake(words=1, script=lambda prompt: "")
     planned = [call(0.0), call(30.0)]
     async with serving(fake):
-        running = asyncio.create_task(load.run(fake.url, "m", planned, progress=False))
+        running = asyncio.create_task(generator.run(fake.url, "m", planned, progress=False))
         await asyncio.wait_for(fake.done.wait(), 10)
         await asyncio.sleep(0.3)  # for its last bytes; the second is planned half a minute from now
         running.cancel()
@@ -173,7 +173,7 @@ async def test_a_cancelled_run_reports_what_it_has():
 async def test_a_cancelled_call_is_said_to_be_cut_off():
     fake = Fake(wait=30)
     async with serving(fake):
-        running = asyncio.create_task(load.run(fake.url, "m", [call()], progress=False))
+        running = asyncio.create_task(generator.run(fake.url, "m", [call()], progress=False))
         await asyncio.wait_for(fake.came.wait(), 10)
         running.cancel()
         (record,) = await running
@@ -183,13 +183,13 @@ async def test_a_cancelled_call_is_said_to_be_cut_off():
 
 
 async def test_no_calls_no_records():
-    assert await load.run("http://127.0.0.1:9", "m", [], progress=False) == []
+    assert await generator.run("http://127.0.0.1:9", "m", [], progress=False) == []
 
 
 async def test_the_bar_goes_to_stderr(capsys):
     fake = Fake(script=lambda prompt: prompt)
     async with serving(fake):
-        await load.run(fake.url, "m", [call(0, ""), call(0.01, "429")])
+        await generator.run(fake.url, "m", [call(0, ""), call(0.01, "429")])
     seen = capsys.readouterr()
     assert seen.out == ""
     assert "1/2 done 2 sent 1 failed" in " ".join(seen.err.split())
@@ -207,30 +207,30 @@ headway_engine_up{instance="e1"} 1.0
 
 async def test_counters_are_summed_over_engines():
     async with serving(Fake()) as fake:
-        assert await load.scrape(fake.url + "/v1") == {"preemptions": 7.0}
+        assert await generator.scrape(fake.url + "/v1") == {"preemptions": 7.0}
     async with serving(Fake(metrics=OURS)) as fake:
-        assert await load.scrape(fake.url) == {"preemptions": 7.0, "recomputed": 45.0}
+        assert await generator.scrape(fake.url) == {"preemptions": 7.0, "recomputed": 45.0}
 
 
 @pytest.mark.parametrize("page", [None, "vllm:other 1\n", "vllm:num_preemptions_total nonsense\n"])
 async def test_no_counters_to_read_are_none(page):
     async with serving(Fake(metrics=page)) as fake:
-        assert await load.scrape(fake.url) == {}
+        assert await generator.scrape(fake.url) == {}
 
 
 async def test_counters_of_nobody_are_none():
-    assert await load.scrape("http://127.0.0.1:9") == {}
+    assert await generator.scrape("http://127.0.0.1:9") == {}
 
 
 def test_what_only_one_reading_has_is_unknown():
-    assert load.gained({"a": 2.0, "b": 1.0}, {"a": 5.0, "c": 1.0}) == {"a": 3.0}
+    assert generator.gained({"a": 2.0, "b": 1.0}, {"a": 5.0, "c": 1.0}) == {"a": 3.0}
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed(monkeypatch):
     seen = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: seen.append(limits))
-    load._allow_files(500)
-    load._allow_files(2000)
-    load._allow_files(10**6)
+    generator._allow_files(500)
+    generator._allow_files(2000)
+    generator._allow_files(10**6)
     assert seen == [(2000, 4096), (4096, 4096)]

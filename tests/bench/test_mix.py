@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from headway.bench import mix, prompts
+from headway.bench.load import mix, prompts
 from headway.errors import ConfigError
 from headway.types import Slo
 

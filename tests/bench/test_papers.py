@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from headway.bench.cli import bench_app
 from headway.bench.papers import PAPERS, bros
 from headway.bench.papers.bros import Point, judge
-from headway.bench.papers.watch import Prompt
+from headway.bench.papers.observers import Prompt
 from headway.errors import ConfigError
-from headway.recipes import find
+from headway.recipes.registry import find
 from headway.sim.outcome import Outcome
-from headway.sim.workload import concat, single
+from headway.sim.workload.traffic import concat, single
 
 
 def outcome(first: list[float], end: list[float]) -> Outcome:

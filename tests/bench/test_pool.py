@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.bench import compare, mix, pool, systems
-from headway.bench.records import Record
-from headway.bench.systems import standard_engine
-from headway.engines.vllm.process import block_size, command
+from headway.bench.live import compare, kv_sizing, systems
+from headway.bench.live.systems import standard_engine
+from headway.bench.load import mix
+from headway.bench.load.records import Record
+from headway.engines.vllm.process.launch import block_size, command
 from headway.errors import ConfigError
 from headway.types import Slo
 from tests.bench.fake import Fake, serving
@@ -24,13 +25,13 @@ SHORT = mix.Mix("short", (mix.Tier("a", max_tokens=100, prompt_tokens=(200, 200)
 @given(st.integers(1, 4096), st.sampled_from([16, 32, 128]))
 def test_enough_for_one_request_is_enough(length: int, size: int) -> None:
     engine = replace(ENGINE, max_model_len=length, args=("--block-size", str(size)))
-    fewest = pool.least(engine)
+    fewest = kv_sizing.least(engine)
     assert (fewest - 2) * size < length <= (fewest - 1) * size, "one block is vLLM's own"
-    pool.check(replace(engine, blocks=fewest))
-    pool.check(engine)
+    kv_sizing.check(replace(engine, blocks=fewest))
+    kv_sizing.check(engine)
     if fewest > 1:
         with pytest.raises(ConfigError, match=f"hold one request of {length}") as error:
-            pool.check(replace(engine, blocks=fewest - 1))
+            kv_sizing.check(replace(engine, blocks=fewest - 1))
         assert str(fewest) in error.value.fix
 
 
@@ -45,14 +46,14 @@ def test_a_block_is_what_the_command_line_says(words: tuple[str, ...]) -> None:
 async def test_a_third_of_a_full_batch() -> None:
     """300 tokens and the template are 10 to 11 blocks of 32; a third of 64 such requests."""
     engine = replace(ENGINE, max_running=64, max_model_len=1024, args=("--block-size", "32"))
-    blocks = (await pool.tight(engine, SHORT, 0)).blocks
+    blocks = (await kv_sizing.tight(engine, SHORT, 0)).blocks
     assert 64 * 10 / 3 <= blocks <= 64 * 12 / 3
-    assert await pool.tight(engine, SHORT, 0) == await pool.tight(engine, SHORT, 0)
+    assert await kv_sizing.tight(engine, SHORT, 0) == await kv_sizing.tight(engine, SHORT, 0)
 
 
 async def test_it_never_is_too_small_to_start() -> None:
-    engine = await pool.tight(replace(ENGINE, max_running=1), SHORT, 0)
-    assert engine.blocks == pool.least(engine)
+    engine = await kv_sizing.tight(replace(ENGINE, max_running=1), SHORT, 0)
+    assert engine.blocks == kv_sizing.least(engine)
 
 
 def test_stock_vllm_is_counted_and_has_no_host_pool() -> None:

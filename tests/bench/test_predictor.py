@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench import predictor
-from headway.bench.predictor import Asked, Seen
+from headway.bench.live import predictor
+from headway.bench.live.predictor import Asked, Seen
 from headway.errors import ConfigError
-from headway.forecast.padded import SHARE
-from headway.forecast.predictor import traits
-from headway.serve.embedding import one_thread
+from headway.forecast.lengths.padded import SHARE
+from headway.forecast.lengths.predictor import features
+from headway.serve.lengths.embedding import one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def made_up(n: int = 240) -> Asked:
     made = np.array(
         [rng.integers(15, 25) if text[0] == "a" else rng.integers(150, 250) for text in texts], float
     )
-    looks = np.array([traits(text, 8, Letters()(text)) for text in texts])
+    looks = np.array([features(text, 8, Letters()(text)) for text in texts])
     return Asked("made-up", texts, tuple(predictor._request(f"m{i}", 8) for i in range(n)), looks, made)
 
 
@@ -75,7 +75,7 @@ def test_the_meaning_tells_apart_what_looks_alike_and_the_baselines_cannot() -> 
 def test_online_nothing_is_known_before_it_was_answered() -> None:
     asked = made_up()
     seen = predictor.prequential(asked)
-    changed = Asked(asked.name, asked.texts, asked.requests, asked.traits, asked.made.copy())
+    changed = Asked(asked.name, asked.texts, asked.requests, asked.features, asked.made.copy())
     changed.made[150:] = 7
     again = predictor.prequential(changed)
     for name, one in seen.items():
@@ -117,7 +117,7 @@ def test_data_sets_are_read_and_shuffled_together(tmp_path: Path, monkeypatch: p
     assert sorted(both.made) == sorted([5, 9, *made_up(20).made])
     i = both.texts.index("a three")
     assert both.made[i] == 9
-    np.testing.assert_array_equal(both.traits[i], asked.traits[1])
+    np.testing.assert_array_equal(both.features[i], asked.features[1])
     del rows[0]["output_tokens"]
     with gzip.open(tmp_path / "prompts" / "alpaca.jsonl.gz", "wt") as file:
         file.write("\n".join(map(json.dumps, rows)))

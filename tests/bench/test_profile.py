@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from headway.bench import profile, profilereport
-from headway.bench.page import About
-from headway.bench.profile import Target
-from headway.bench.profilereport import Found
-from headway.engines.vllm.diary import Diary
+from headway.bench.live import profile as live
+from headway.bench.live import profile_report
+from headway.bench.live.profile import Target
+from headway.bench.live.profile_report import Found
+from headway.bench.output.page import About
+from headway.engines.vllm.plugin.iteration_log import IterationLog
 from headway.errors import ConfigError, EngineError
-from headway.forecast.forms import Additive, Shapes
-from headway.forecast.pacefile import load
+from headway.forecast.latency.laws import Additive, Shapes
+from headway.forecast.latency.profiles import load
 from headway.types import Batch
 
 LAW = Additive(0.002, 2e-4, 0.0, 1e-5, 0.0)
@@ -49,7 +50,7 @@ class Engine:
     refuse: bool = False
     waiting: list[Asked] = field(default_factory=list)
     running: list[Asked] = field(default_factory=list)
-    diary: Diary = field(default_factory=Diary)
+    diary: IterationLog = field(default_factory=IterationLog)
 
     async def loop(self) -> None:
         while True:
@@ -136,9 +137,9 @@ def model(folder: Path) -> Path:
 
 async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> None:
     async with serving(Engine()) as url:
-        target = await profile.attached(url + "/v1", str(model(tmp_path)))
+        target = await live.attached(url + "/v1", str(model(tmp_path)))
         assert target.name == "fake"
-        measured = await profile.measure(target, np.random.default_rng(0), quick=True, bar=False)
+        measured = await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     assert (measured.limits.max_running, measured.limits.kv_tokens) == (RUNNING, 12_800)
     fits = measured.fits()
     law = fits.forms["additive"]
@@ -146,41 +147,41 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
     # A sleep lasts up to a millisecond longer than asked for, and the loop has work of its own.
     assert np.all(law.seconds(shapes) > 0.9 * LAW.seconds(shapes))
     assert np.all(law.seconds(shapes) < LAW.seconds(shapes) + 0.004)
-    pace = measured.pace(fits, "FAKE")
-    assert pace.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
-    assert pace.weights_bytes == 1000
-    assert 0 < (pace.request_overhead_s or 0) < 0.05
+    profile = measured.profile(fits, "FAKE")
+    assert profile.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert profile.weights_bytes == 1000
+    assert 0 < (profile.request_overhead_s or 0) < 0.05
     assert len(measured.seen) > 5
     assert measured.passes == [len(measured.rows)]
     assert measured.spread(law) is None
     measured.passes = [len(measured.rows) // 2, len(measured.rows) - len(measured.rows) // 2]
     assert 0 < (measured.spread(law) or 0) < 0.5
-    found = Found(measured, fits, pace)
-    files = profilereport.write(tmp_path / "out", found, 1.0, About())
+    found = Found(measured, fits, profile)
+    files = profile_report.write(tmp_path / "out", found, 1.0, About())
     assert {f.name for f in files} == {"pace.json", "report.json", "profile.png", "report.html"}
     assert load(tmp_path / "out" / "pace.json").additive == law
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert {row["system"] for row in rows if row["id"] == "residual.mean_pct"} == set(fits.forms)
-    assert profilereport.table(found, About()).row_count == len(fits.forms)
+    assert profile_report.table(found, About()).row_count == len(fits.forms)
 
 
 async def test_what_cannot_be_profiled_says_why(tmp_path: Path) -> None:
     async with serving(Engine(control=False)) as url:
-        target = await profile.attached(url, None)
+        target = await live.attached(url, None)
         with pytest.raises(ConfigError, match="no scheduler that could be asked"):
-            await profile.measure(target, np.random.default_rng(0), quick=True, bar=False)
+            await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     async with serving(Engine(refuse=True)) as url:
         target = Target(url, url, "fake", str(tmp_path))
         with pytest.raises(EngineError, match="refused a probe"):
-            await profile.measure(target, np.random.default_rng(0), quick=True, bar=False)
+            await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     with pytest.raises(ConfigError, match="No vLLM answers"):
-        await profile.attached("http://127.0.0.1:9", None)
+        await live.attached("http://127.0.0.1:9", None)
     with pytest.raises(ConfigError, match="not an HTTP address"):
-        await profile.attached("localhost:8000", None)
+        await live.attached("localhost:8000", None)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_model_directory_must_be_whole(tmp_path: Path, missing: str) -> None:
     (model(tmp_path) / missing).unlink()
     with pytest.raises(ConfigError):
-        profile._shape(str(tmp_path))
+        live._shape(str(tmp_path))

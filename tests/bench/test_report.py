@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headway.bench import measures, plots, report
-from headway.bench.records import Record
+from headway.bench.load import metrics
+from headway.bench.load.records import Record
+from headway.bench.output import plots, report
 from headway.types import Slo
 
 CHAT = Slo(ttft=1.5, tpot=0.150)
@@ -117,7 +118,7 @@ def test_what_never_completed_has_no_figures():
 
 
 def test_failures_are_counted_by_kind():
-    assert measures.failures([*HAND, HAND[3], record(error="OSError: x")]) == {"HTTP 429": 2, "OSError": 1}
+    assert metrics.failures([*HAND, HAND[3], record(error="OSError: x")]) == {"HTTP 429": 2, "OSError": 1}
 
 
 def test_notes_say_what_one_must_know():
@@ -274,7 +275,7 @@ def test_figures_are_always_sound(first, second, counted):
         seen = by_id(results, system)
         parts = [value for (id, setting), value in seen.items() if id == "requests" and setting != "all"]
         assert sum(parts) == seen["requests", "all"]
-        for metric in measures.METRICS:
+        for metric in metrics.METRICS:
             marks = [seen[f"{metric}.{p}", "all"] for p in ("p50", "p90", "p99")]
             assert marks == [None] * 3 or marks == sorted(marks)
     assert printed(report.table(results))

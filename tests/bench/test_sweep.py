@@ -18,17 +18,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.bench import plots_sweep, sweep_report
-from headway.bench import sweep as sweeps
-from headway.bench.simulate import Fleet
-from headway.bench.sweep import Cell, Sweep
+from headway.bench.simulate import sweep as sweeps
+from headway.bench.simulate import sweep_plots, sweep_report
+from headway.bench.simulate.sweep import Cell, Sweep
+from headway.bench.simulate.whatif import Fleet
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.forecast.pace import OnlinePace
-from headway.pack.classic import Fcfs
-from headway.plan import classic
+from headway.forecast.latency.online import OnlineLatency
+from headway.pack.ranked import Fcfs
+from headway.plan import ordered
 from headway.ports import Packer
-from headway.recipes import Recipe
+from headway.recipes.recipe import Recipe
 
 SMALL = Sweep(("vllm", "edf"), (4.0, 8.0), 2, 0, 4.0)
 
@@ -58,13 +58,13 @@ class Slow:
         return self.inner.pack(*state)
 
 
-def recipe(name: str, packer: Callable[[int, int, OnlinePace], Any]) -> Recipe:
-    return Recipe(name, "for tests", lambda: classic.Ordered(classic.by_arrival), packer)
+def recipe(name: str, packer: Callable[[int, int, OnlineLatency], Any]) -> Recipe:
+    return Recipe(name, "for tests", lambda: ordered.Ordered(ordered.by_arrival), packer)
 
 
 BROKEN = recipe("broken", lambda *_: Broken())
 DEADLY = recipe("deadly", lambda *_: Deadly())
-SLOW = recipe("slow", lambda running, budget, pace: Slow(Fcfs(running)))
+SLOW = recipe("slow", lambda running, budget, profile: Slow(Fcfs(running)))
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +124,13 @@ def test_a_half_written_or_foreign_file_is_no_cell(swept: Path, tmp_path: Path) 
 
 
 def test_a_cell_is_the_simulation_of_its_seed(swept: Path) -> None:
-    from headway.bench import measures
-    from headway.bench.mix import promise
-    from headway.bench.simulate import chat_batch, simulate
+    from headway.bench.load import metrics
+    from headway.bench.load.mix import promise
+    from headway.bench.simulate.whatif import chat_batch, simulate
 
     cell = SMALL.cells()[-1]
     workload = chat_batch(cell.rate, cell.duration, cell.seed, promise(cell.slo), 2048)
-    rows = measures.figures(simulate([cell.recipe], cell.fleet, workload, bar=False).records)
+    rows = metrics.figures(simulate([cell.recipe], cell.fleet, workload, bar=False).records)
     data = sweeps.done(cell, swept)
     assert data is not None
     assert data["rows"] == [[row.id, row.setting, row.ours, row.unit] for row in rows]
@@ -169,12 +169,12 @@ def test_missing_cells_leave_gaps(swept: Path) -> None:
     text = console.export_text()
     assert "a [note]" in text
     assert any("8" in line and line.rstrip(" │").endswith("-") for line in text.splitlines())
-    assert all(png.startswith(b"\x89PNG") for png in plots_sweep.draw(curves).values())
+    assert all(png.startswith(b"\x89PNG") for png in sweep_plots.draw(curves).values())
 
 
 def test_nothing_at_all_can_be_drawn() -> None:
     curves = sweep_report.collect(SMALL, {})
-    assert set(plots_sweep.draw(curves)) == {"attainment-rate", "latency-rate", "throughput-rate"}
+    assert set(sweep_plots.draw(curves)) == {"attainment-rate", "latency-rate", "throughput-rate"}
 
 
 # ---- the command

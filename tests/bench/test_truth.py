@@ -9,21 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench import conformance, mix, simulate, truth, truthreport
-from headway.bench.conformance import Tally
-from headway.bench.mix import BUILTIN
-from headway.bench.page import About
-from headway.bench.profile import Measured, Target
-from headway.bench.records import Call, Record
-from headway.bench.systems import standard_engine
-from headway.bench.truth import Pair, Replay, Run, Setup
-from headway.bench.truthreport import Findings, compared
+from headway.bench.live.profile import Measured, Target
+from headway.bench.live.systems import standard_engine
+from headway.bench.load import mix
+from headway.bench.load.mix import BUILTIN
+from headway.bench.load.records import Call, Record
+from headway.bench.output.page import About
+from headway.bench.simulate import whatif
+from headway.bench.validate import conformance, report, validate
+from headway.bench.validate.conformance import Tally
+from headway.bench.validate.report import Findings, compared
+from headway.bench.validate.validate import Pair, Replay, Run, Setup
 from headway.errors import ConfigError
-from headway.forecast.pacefile import PaceFile, load
-from headway.forecast.profile import Limits, Samples, fit_all
-from headway.recipes import find
+from headway.forecast.latency.measurement import Limits, Samples, fit_all
+from headway.forecast.latency.profiles import LatencyProfile, load
+from headway.recipes.registry import find
 from headway.sim.run import Simulation
-from headway.sim.workload import poisson
+from headway.sim.workload.traffic import poisson
 
 ENGINE = standard_engine("smollm2", max_running=8, blocks=None)
 PACE = replace(
@@ -52,13 +54,13 @@ def answered(calls: list[Call]) -> list[Record]:
     ]  # fmt: skip
 
 
-def replay(recipe: str, setting: str = "below", rate: float = 2.0, pace: PaceFile = PACE) -> Replay:
+def replay(recipe: str, setting: str = "below", rate: float = 2.0, profile: LatencyProfile = PACE) -> Replay:
     """A 'real' run that the simulator itself made, with a pace of its own."""
     calls = asked(rate)
-    work = truth.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
-    outcome = Simulation(find(recipe), [truth.node(pace, ENGINE)], work).run()
+    work = validate.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
+    outcome = Simulation(find(recipe), [validate.node(profile, ENGINE)], work).run()
     rows: list[list[float | None]] = [[0.0, 0.02, 0.021, 4.0, 900.0, 0.0, 0.0]] * 9
-    return Replay(recipe, setting, rate, calls, simulate.records(work, outcome), rows, [], 0.0)
+    return Replay(recipe, setting, rate, calls, whatif.records(work, outcome), rows, [], 0.0)
 
 
 def run_of(replays: list[Replay]) -> Run:
@@ -70,7 +72,7 @@ def run_of(replays: list[Replay]) -> Run:
 
 
 def pair_of(one: Replay) -> Pair:
-    return truth.pair(one, run_of([one]), Setup(BUILTIN["chat-batch"], ENGINE))
+    return validate.pair(one, run_of([one]), Setup(BUILTIN["chat-batch"], ENGINE))
 
 
 @pytest.mark.parametrize("recipe", ["vllm", "slack"])
@@ -90,7 +92,7 @@ def test_a_slower_machine_is_seen_in_every_figure_of_an_overload() -> None:
 def test_the_workload_has_what_the_real_run_had() -> None:
     calls = asked(3.0)
     records = answered(calls)
-    work = truth.workload(list(zip(calls, records, strict=True)), "m")
+    work = validate.workload(list(zip(calls, records, strict=True)), "m")
     assert work.output.tolist() == [record.output_tokens for record in records]
     assert work.prompt.tolist() == [record.prompt_tokens for record in records]
     assert work.arrival.tolist() == [call.at for call in calls]
@@ -120,30 +122,30 @@ def test_rows_have_the_agreed_ids_and_attainment_is_in_points(tmp_path: Path) ->
     assert (rows["error.ttft.mean"].system, rows["error.ttft.mean"].setting) == ("slack", "above")
     assert rows["conformance.identical_pct"].ours == pytest.approx(99.8)
     assert any("differs from vLLM" in line for line in found.notes())
-    result = json.loads(json.dumps(truthreport.to_json(found, 1.0), allow_nan=False))
+    result = json.loads(json.dumps(report.to_json(found, 1.0), allow_nan=False))
     assert result["host"] == "vllm"
     assert all(row["paper"] is None for row in result["rows"])
-    files = {file.name for file in truthreport.write(tmp_path, found, 1.0, About("command", 0, "load"))}
+    files = {file.name for file in report.write(tmp_path, found, 1.0, About("command", 0, "load"))}
     assert files == {"report.json", "report.html", "slack-above.png", "pace-slack.json"}
     assert load(tmp_path / "pace-slack.json").interruption_s == 0.003
-    assert truthreport.table(found, About(workload="load")).row_count == len(IDS) + 1 + 2
+    assert report.table(found, About(workload="load")).row_count == len(IDS) + 1 + 2
 
 
 @pytest.mark.parametrize("text", ["1", "1,2,3", "a,b", "0,1", "1,-2", "nan,1"])
 def test_rates_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="not two rates"):
-        truth.fixed(text)
+        validate.fixed(text)
 
 
 def test_stock_has_no_diary_and_an_unknown_recipe_is_none() -> None:
     for names in ((), ("vllm-fcfs",), ("slak",)):
         with pytest.raises(ConfigError):
-            truth.check(names)
-    truth.check(("vllm", "slack"))
+            validate.check(names)
+    validate.check(("vllm", "slack"))
 
 
 def test_quick_is_one_system_and_short() -> None:
-    setup = truth.shortened(Setup(BUILTIN["chat-batch"], ENGINE))
+    setup = validate.shortened(Setup(BUILTIN["chat-batch"], ENGINE))
     assert setup.systems == ("vllm",)
     assert setup.quick
     assert setup.duration <= 5

@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headway.bench.papers.observers import Gauges, Prompt, inside
 from headway.bench.papers.trial import node
-from headway.bench.papers.watch import Gauges, Prompt, inside
-from headway.engines.two_ended import Swapping, TwoEnded
-from headway.forecast.pace import OnlinePace
-from headway.memory.ledger import Ledger
-from headway.recipes import find
+from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
+from headway.recipes.registry import find
 from headway.sim.forecasts import Oracle
-from headway.sim.host import Host, Node, words
+from headway.sim.instance import Host, InstanceSpec, words
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
-from headway.sim.workload import Workload, concat, single
+from headway.sim.workload.traffic import Workload, concat, single
 from headway.types import Batch, Instance, Jobs, Slo
 
 
@@ -32,7 +32,7 @@ class Second:
 
 
 def run(load: Workload, observer: Prompt | Gauges, clock: list[float], until: float = np.inf) -> Outcome:
-    place = Node(Instance("e0", "default", 8, 64, 16, 512), Second(), 16, 512)
+    place = InstanceSpec(Instance("e0", "default", 8, 64, 16, 512), Second(), 16, 512)
     simulation = Simulation(inside(find("vllm"), clock), [place], load, Oracle(load), until=until)
     return simulation.run(observer=observer)
 
@@ -68,9 +68,9 @@ def test_a_run_ends_when_it_is_told_to() -> None:
 @pytest.mark.parametrize(
     ("recipe", "tokens", "kind", "overlap", "told"),
     [
-        ("bros", 1000, TwoEnded, True, "two-ended KV blocks, 1,000 tokens of host room"),
-        ("bros-plain-blocks", 1000, Swapping, True, "plain KV blocks, 1,000 tokens of host room"),
-        ("vllm-v0-swap", 1000, Swapping, False, "plain KV blocks, 1,000 tokens of host room"),
+        ("bros", 1000, TwoEndedEngine, True, "two-ended KV blocks, 1,000 tokens of host room"),
+        ("bros-plain-blocks", 1000, HostPoolEngine, True, "plain KV blocks, 1,000 tokens of host room"),
+        ("vllm-v0-swap", 1000, HostPoolEngine, False, "plain KV blocks, 1,000 tokens of host room"),
         ("bros", 0, None, None, "plain KV blocks, no host room"),
         ("bros", None, None, None, "plain KV blocks, no host room"),
         (
@@ -88,8 +88,8 @@ def test_an_engine_has_the_memory_that_its_recipe_uses(
 ) -> None:
     place = replace(node(), host_tokens=tokens)
     engine = Host(place, find(recipe)).engine
-    assert isinstance(engine, Swapping) == (kind is not None)
-    if kind is not None and isinstance(engine, Swapping):
+    assert isinstance(engine, HostPoolEngine) == (kind is not None)
+    if kind is not None and isinstance(engine, HostPoolEngine):
         assert type(engine) is kind
         assert (engine.overlap, engine.host) == (overlap, tokens)
         assert engine.copy_seconds == place.copy_seconds > 0
@@ -98,7 +98,7 @@ def test_an_engine_has_the_memory_that_its_recipe_uses(
 
 def test_a_timed_recipe_decides_as_the_recipe_itself() -> None:
     clock: list[float] = []
-    packer = inside(find("slack"), clock).packer(8, 512, OnlinePace())
+    packer = inside(find("slack"), clock).packer(8, 512, OnlineLatency())
     assert not inside(find("slack"), clock).pull
-    assert packer.pack(Jobs(4), Ledger(8, 8, 16, 8), 0.0).order.size == 0
+    assert packer.pack(Jobs(4), KvBudget(8, 8, 16, 8), 0.0).order.size == 0
     assert len(clock) == 1

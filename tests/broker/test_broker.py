@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from headway.broker import KINDS, SqliteBroker, open_broker
 from headway.broker import sqlite as module
+from headway.broker.port import Broker, Job
 from headway.errors import ConfigError, HeadwayError
-from headway.ports import Broker, Job
 
 CHAT = "/v1/chat/completions"
 

@@ -24,8 +24,8 @@ import pytest
 
 from headway.broker import SqliteBroker
 from headway.broker import sqlite as module
+from headway.broker.port import Job
 from headway.errors import ConfigError, HeadwayError
-from headway.ports import Job
 
 
 def job(id: str = "a", **more: Any) -> Job:
@@ -57,7 +57,7 @@ PUTTERS = 8
 CHILD = """
 import asyncio, itertools, os, sys
 from headway.broker import SqliteBroker
-from headway.ports import Job
+from headway.broker.port import Job
 
 path, round, putters = sys.argv[1], sys.argv[2], int(sys.argv[3])
 say = lambda *words: os.write(1, (" ".join(words) + "\\n").encode())

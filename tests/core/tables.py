@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.memory.ledger import Ledger
+from headway.memory.budget import KvBudget
 from headway.types import Ints, Jobs
 
 SIZE = 4
@@ -21,7 +21,7 @@ class Moment:
 
     jobs: Jobs
     ranked: Ints
-    ledger: Ledger
+    ledger: KvBudget
     max_running: int
     budget: int
 
@@ -57,7 +57,7 @@ def moments(draw: st.DrawFn, *, held: bool = True) -> Moment:
         order.append((jobs.urgency[i], i))
     ranked = np.array([i for _, i in sorted(order) if not jobs.held[i]], np.int64)
     budget = 1 + bits.take(64) if wide else max_running + bits.take(16)
-    return Moment(jobs, ranked, Ledger(total, free, SIZE, slots), max_running, budget)
+    return Moment(jobs, ranked, KvBudget(total, free, SIZE, slots), max_running, budget)
 
 
 def _row(jobs: Jobs, name: str, bits: Bits, free: int, total: int, slots: int, held: bool) -> int:

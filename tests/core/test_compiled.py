@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,18 +12,28 @@ import numpy as np
 from llvmlite.binding import ffi
 
 import headway
-from headway.compiled import compiled
-from headway.forecast.pace import seconds_of
+from headway.compiled import _sources, compiled
+from headway.forecast.latency.online import seconds_of
 from headway.types import Floats
 
 ROOT = Path(headway.__file__).parent
 
 
-def test_machine_code_is_kept_by_the_version_of_all_source() -> None:
+def test_machine_code_is_kept_by_the_version_of_what_it_is_made_from() -> None:
     """A caller's file may stay the same while what it calls changes: the folder must not."""
     folder = Path(seconds_of._cache._cache_path)  # type: ignore[attr-defined]
-    digest = sha256(b"".join(path.read_bytes() for path in sorted(ROOT.rglob("*.py")))).hexdigest()[:16]
+    digest = sha256(b"".join(path.read_bytes() for path in _sources())).hexdigest()[:16]
     assert digest in folder.parts or os.environ.get("NUMBA_CACHE_DIR")
+
+
+def test_all_that_the_largest_compiled_loop_loads_is_part_of_its_version() -> None:
+    code = "import headway.sim.compiled_loop, sys; print(*(m.__file__ for m in sys.modules.values() "
+    code += "if m.__name__.startswith('headway.') and m.__file__))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    known = {str(path) for path in _sources()}
+    empty = {str(path) for path in ROOT.rglob("__init__.py")}
+    assert set(loaded.stdout.split()) - empty <= known
+    assert str(ROOT / "serve" / "app.py") not in known
 
 
 def test_llvmlite_makes_up_no_attributes() -> None:

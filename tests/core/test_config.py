@@ -12,7 +12,7 @@ import pytest
 
 from headway.config import Broker, Config, Engine, Key, Predictor, Server, Tier, load, parse, show, write
 from headway.errors import ConfigError
-from headway.recipes import RECIPES, find
+from headway.recipes.registry import RECIPES, find
 from headway.types import Slo
 
 SECRET = "sk-very-secret-0123456789"
@@ -276,7 +276,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, mend: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["no.such.module:x", "headway.recipes:nothing", "headway.recipes:find", ":x"]
+    "name", ["no.such.module:x", "headway.recipes.registry:nothing", "headway.recipes.registry:find", ":x"]
 )
 def test_a_recipe_from_outside_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded|must be a headway"):

@@ -8,19 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.baselines import ROUTERS
-from headway.recipes import RECIPES
-from headway.types import (
-    Failed,
-    Finished,
-    InstanceUp,
-    Request,
-    Returned,
-    Send,
-    Slo,
-    Started,
-    Tick,
-)
+from headway.recipes.baselines import ROUTERS
+from headway.recipes.registry import RECIPES
+from headway.types import Failed, Finished, InstanceUp, Request, Returned, Send, Slo, Started, Tick
 from tests.core.world import FLEET, World, controller
 
 PROGRAMS = st.lists(st.integers(0, 2**34 - 1), min_size=5, max_size=80)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.lengths import TaskLengths
-from headway.forecast.pace import OnlinePace
+from headway.forecast.latency.online import OnlineLatency
+from headway.forecast.lengths.task import TaskLengths
 from headway.types import Batch, Floats, Request
 
 
@@ -85,24 +85,24 @@ def seconds(batch: Batch, law: Floats = LAW) -> float:
     return float(np.dot(law, shape))
 
 
-def worst(pace: OnlinePace, law: Floats = LAW, seed: int = 99) -> float:
+def worst(latency: OnlineLatency, law: Floats = LAW, seed: int = 99) -> float:
     """Largest relative error over batches never seen."""
     return max(
-        abs(pace.seconds(batch) / seconds(batch, law) - 1)
+        abs(latency.seconds(batch) / seconds(batch, law) - 1)
         for batch in shapes(np.random.default_rng(seed), 300)
     )
 
 
-def taught(n: int, *, noise: float = 0.05, seed: int = 0, law: Floats = LAW) -> OnlinePace:
-    pace, rng = OnlinePace(), np.random.default_rng(seed)
+def taught(n: int, *, noise: float = 0.05, seed: int = 0, law: Floats = LAW) -> OnlineLatency:
+    latency, rng = OnlineLatency(), np.random.default_rng(seed)
     for batch in shapes(rng, n):
-        pace.learn(batch, seconds(batch, law) * rng.lognormal(0, noise))
-    return pace
+        latency.learn(batch, seconds(batch, law) * rng.lognormal(0, noise))
+    return latency
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_pace_learns_an_additive_law_within_5_per_cent(seed: int) -> None:
-    assert worst(OnlinePace()) > 0.5  # the prior is another machine
+    assert worst(OnlineLatency()) > 0.5  # the prior is another machine
     assert worst(taught(1000, seed=seed)) < 0.05
 
 
@@ -120,46 +120,46 @@ def test_a_machine_unlike_the_prior_is_roughly_known_after_tens_of_iterations() 
 
 
 def test_one_iteration_that_hung_does_not_spoil_the_forecast() -> None:
-    pace = taught(1000)
-    before = worst(pace)
-    pace.learn(Batch(8, 4000, 0), 30.0)
-    assert worst(pace) < before + 0.1
+    latency = taught(1000)
+    before = worst(latency)
+    latency.learn(Batch(8, 4000, 0), 30.0)
+    assert worst(latency) < before + 0.1
 
 
 def test_rare_hangs_move_the_forecast_no_more_than_their_share() -> None:
-    pace, rng = OnlinePace(), np.random.default_rng(1)
+    latency, rng = OnlineLatency(), np.random.default_rng(1)
     for batch in shapes(rng, 2000):
         hung = rng.random() < 0.02
-        pace.learn(batch, seconds(batch) * (1000 if hung else rng.lognormal(0, 0.05)))
-    assert worst(pace) < 0.25  # 2 % of surprises, each counted at most threefold
+        latency.learn(batch, seconds(batch) * (1000 if hung else rng.lognormal(0, 0.05)))
+    assert worst(latency) < 0.25  # 2 % of surprises, each counted at most threefold
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_the_pace_recovers_when_the_machine_changes_its_speed(factor: float) -> None:
-    pace, rng = taught(3000), np.random.default_rng(2)
+    latency, rng = taught(3000), np.random.default_rng(2)
     for batch in shapes(rng, 1500):
-        pace.learn(batch, factor * seconds(batch) * rng.lognormal(0, 0.05))
-    assert worst(pace, LAW * factor) < 0.15
+        latency.learn(batch, factor * seconds(batch) * rng.lognormal(0, 0.05))
+    assert worst(latency, LAW * factor) < 0.15
 
 
 @MACHINES
 @pytest.mark.parametrize("batch", [Batch(256, 102_400, 0), Batch(1, 10, 0), Batch(16, 4800, 512, 131_072)])
 def test_equal_batches_for_long_are_forecast_right_from_the_first_start(law: Floats, batch: Batch) -> None:
     """One shape says nothing of five coefficients: their sum must be right, and none may run away."""
-    pace, rng = OnlinePace(), np.random.default_rng(3)
+    latency, rng = OnlineLatency(), np.random.default_rng(3)
     for _ in range(3000):
-        pace.learn(batch, seconds(batch, law) * rng.lognormal(0, 0.05))
-    assert abs(pace.seconds(batch) / seconds(batch, law) - 1) < 0.02
+        latency.learn(batch, seconds(batch, law) * rng.lognormal(0, 0.05))
+    assert abs(latency.seconds(batch) / seconds(batch, law) - 1) < 0.02
 
 
 def test_hours_of_equal_batches_do_not_spoil_what_was_learned_of_others() -> None:
     """Forgetting alone would let the unexcited coefficients drift and then jump."""
-    pace, rng = taught(2000), np.random.default_rng(3)
+    latency, rng = taught(2000), np.random.default_rng(3)
     batch, mixed = Batch(8, 8 * 400, 0), Batch(8, 3200, 512, 131_072)
     for _ in range(10_000):
-        pace.learn(batch, seconds(batch) * rng.lognormal(0, 0.05))
-    assert abs(pace.seconds(batch) / seconds(batch) - 1) < 0.03
-    assert abs(pace.seconds(mixed) / seconds(mixed) - 1) < 0.15
+        latency.learn(batch, seconds(batch) * rng.lognormal(0, 0.05))
+    assert abs(latency.seconds(batch) / seconds(batch) - 1) < 0.03
+    assert abs(latency.seconds(mixed) / seconds(mixed) - 1) < 0.15
 
 
 BATCH = st.builds(
@@ -176,16 +176,16 @@ BATCH = st.builds(
 def test_no_measurement_makes_a_forecast_negative_or_larger_for_less_work(
     measured: list[tuple[Batch, float]], batch: Batch, tokens: int
 ) -> None:
-    pace = OnlinePace()
+    latency = OnlineLatency()
     for seen, took in measured:
-        pace.learn(seen, took)
+        latency.learn(seen, took)
     less = Batch(batch.decodes // 2, batch.context // 2, batch.prefill // 2, batch.prefill_context // 2)
-    assert 1e-4 <= pace.seconds(less) <= pace.seconds(batch) < np.inf
-    alone = pace.prefill_seconds(np.array([tokens, 2.0 * tokens]))
+    assert 1e-4 <= latency.seconds(less) <= latency.seconds(batch) < np.inf
+    alone = latency.prefill_seconds(np.array([tokens, 2.0 * tokens]))
     assert 1e-4 <= alone[0] <= alone[1]
 
 
 def test_a_prompt_alone_takes_what_a_batch_of_it_takes() -> None:
-    pace = taught(500)
-    alone = pace.prefill_seconds(np.array([600.0]))[0]
-    assert alone == pytest.approx(pace.seconds(Batch(0, 0, 600, 600 * 600 // 2)))
+    latency = taught(500)
+    alone = latency.prefill_seconds(np.array([600.0]))[0]
+    assert alone == pytest.approx(latency.seconds(Batch(0, 0, 600, 600 * 600 // 2)))

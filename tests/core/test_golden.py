@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from headway.controller import Controller
-from headway.forecast.lengths import TaskLengths
-from headway.forecast.pace import OnlinePace
-from headway.recipes import RECIPES
+from headway.core.controller import Controller
+from headway.forecast.latency.online import OnlineLatency
+from headway.forecast.lengths.task import TaskLengths
+from headway.recipes.registry import RECIPES
 from headway.types import Arrived, Event, Finished, Instance, InstanceUp, Request, Send, Slo, Started
 from tests.core.toy import Ran, Task, ToyEngine
 
@@ -124,11 +124,11 @@ class Host:
 
 def decisions(recipe: str) -> list[str]:
     """Run the workload to its end and return one JSON line per decision."""
-    policy, pace = RECIPES[recipe], OnlinePace()
+    policy, latency = RECIPES[recipe], OnlineLatency()
     engines = {
         name: ToyEngine(
-            policy.packer(instance.max_running, BUDGET, pace), blocks=instance.blocks_total,
-            size=instance.block_size, slots=slots, budget=BUDGET, pace=pace,
+            policy.packer(instance.max_running, BUDGET, latency), blocks=instance.blocks_total,
+            size=instance.block_size, slots=slots, budget=BUDGET, latency=latency,
         )
         for name, (instance, slots) in FLEET.items()
     }  # fmt: skip

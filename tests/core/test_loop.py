@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.pace import OnlinePace
-from headway.recipes import RECIPES
+from headway.forecast.latency.online import OnlineLatency
+from headway.recipes.registry import RECIPES
 from headway.types import Slo
 from tests.core.tables import SIZE, Bits
 from tests.core.toy import Ran, Task, ToyEngine, run_all
@@ -27,11 +27,11 @@ def task(i: int, bits: Bits, blocks: int) -> Task:
 
 
 def engine(recipe: str, *, blocks: int, running: int, slots: int, budget: int) -> ToyEngine:
-    pace = OnlinePace()
-    packer = RECIPES[recipe].packer(running, budget, pace)
+    latency = OnlineLatency()
+    packer = RECIPES[recipe].packer(running, budget, latency)
     if recipe == "slack":
         packer.min_chunk = 8  # type: ignore[attr-defined]
-    return ToyEngine(packer, blocks=blocks, size=SIZE, slots=slots, budget=budget, pace=pace)
+    return ToyEngine(packer, blocks=blocks, size=SIZE, slots=slots, budget=budget, latency=latency)
 
 
 def alone(tasks: list[Task], chunk: int) -> int:

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.latency_profiles import build
+from tools.latency_profiles.layers import grid
 
 from headway.errors import ConfigError
-from headway.forecast import builtin
-from headway.forecast.forms import (
-    FORMS,
+from headway.forecast.latency.laws import (
+    LAWS,
     Additive,
     Bros,
-    Form,
+    LatencyLaw,
     Roofline,
     Shapes,
     SloAware,
@@ -27,12 +28,19 @@ from headway.forecast.forms import (
     fit,
     nonnegative,
 )
-from headway.forecast.layers import grid
-from headway.forecast.pacefile import BUILTIN, VERSION, FixedPace, PaceFile, load, names, parse
+from headway.forecast.latency.profiles import (
+    BUILTIN,
+    VERSION,
+    FixedLatency,
+    LatencyProfile,
+    load,
+    names,
+    parse,
+)
 from headway.types import Batch, Floats
 
 ADDITIVE = Additive(0.01, 5e-4, 1.4e-6, 3e-4, 1e-7)
-LAWS: list[Form] = [
+FITTED: list[LatencyLaw] = [
     ADDITIVE,
     Stepped(0.01, 5e-4, 1.4e-6, 3e-4, 1e-7, 6e-3),
     Roofline(0.004, 0.008, 2e-5, 2e-7, 6e-5, 2e-9),
@@ -44,12 +52,12 @@ PURE = [batch for batch in GRID if not (batch.prefill and batch.decodes)]
 WHOLE = [b for b in PURE if b.decodes or b.prefill_context == b.prefill**2 // 2]
 
 
-def measured(law: Form, batches: list[Batch]) -> Floats:
+def measured(law: LatencyLaw, batches: list[Batch]) -> Floats:
     return law.seconds(Shapes.of(batches))
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.NAME)
-def test_a_form_finds_the_law_that_made_the_data(law: Form) -> None:
+@pytest.mark.parametrize("law", FITTED, ids=lambda law: law.NAME)
+def test_a_form_finds_the_law_that_made_the_data(law: LatencyLaw) -> None:
     batches = WHOLE if isinstance(law, SloAware) else GRID
     found, off = fit(law.NAME, batches, measured(law, batches))
     assert off["all"].mean < 1e-3
@@ -59,9 +67,9 @@ def test_a_form_finds_the_law_that_made_the_data(law: Form) -> None:
         assert found.array() == pytest.approx(law.array(), rel=1e-6)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.NAME)
-@pytest.mark.parametrize("name", FORMS)
-def test_no_coefficient_is_ever_negative(name: str, law: Form) -> None:
+@pytest.mark.parametrize("law", FITTED, ids=lambda law: law.NAME)
+@pytest.mark.parametrize("name", LAWS)
+def test_no_coefficient_is_ever_negative(name: str, law: LatencyLaw) -> None:
     noise = np.random.default_rng(7).lognormal(0, 0.3, len(GRID))
     found, _ = fit(name, GRID, measured(law, GRID) * noise)
     values = np.array([getattr(found, field) for field in found.__dataclass_fields__ if field != "NAME"])
@@ -118,7 +126,7 @@ def valid() -> dict[str, Any]:
 
 
 def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
-    for law in LAWS:
+    for law in FITTED:
         file = replace(load("opt-13b-a100"), form=law, kv_tokens=None, load_cold_s=None)
         file.save(tmp_path / "mine.json")
         assert load(tmp_path / "mine.json") == file
@@ -136,22 +144,22 @@ def test_overheads_are_kept_and_left_out_of_files_that_do_not_know_them(tmp_path
 
 
 def test_the_pace_does_not_learn() -> None:
-    pace, batch = FixedPace(ADDITIVE), Batch(8, 4000, 0)
-    before = pace.seconds(batch)
+    latency, batch = FixedLatency(ADDITIVE), Batch(8, 4000, 0)
+    before = latency.seconds(batch)
     assert before == pytest.approx(0.01 + 8 * 5e-4 + 4000 * 1.4e-6)
-    pace.learn(batch, 100.0)
-    assert pace.seconds(batch) == before
+    latency.learn(batch, 100.0)
+    assert latency.seconds(batch) == before
 
 
 def test_the_pace_of_prompts_is_that_of_their_batches() -> None:
-    for law in LAWS:
-        pace = FixedPace(law)
-        alone = pace.prefill_seconds(np.array([16.0, 600.0]))
-        assert alone == pytest.approx([pace.seconds(Batch(0, 0, n, n * n // 2)) for n in (16, 600)])
+    for law in FITTED:
+        latency = FixedLatency(law)
+        alone = latency.prefill_seconds(np.array([16.0, 600.0]))
+        assert alone == pytest.approx([latency.seconds(Batch(0, 0, n, n * n // 2)) for n in (16, 600)])
 
 
 def test_an_iteration_is_never_without_time() -> None:
-    assert FixedPace(Additive(0, 0, 0, 0, 0)).seconds(Batch(1, 1, 0)) == 1e-4
+    assert FixedLatency(Additive(0, 0, 0, 0, 0)).seconds(Batch(1, 1, 0)) == 1e-4
 
 
 def without(key: str, table: str | None = None) -> dict[str, Any]:
@@ -253,41 +261,41 @@ PLAUSIBLE = [
 
 
 @pytest.fixture(params=names())
-def file(request: pytest.FixtureRequest) -> PaceFile:
+def file(request: pytest.FixtureRequest) -> LatencyProfile:
     return load(request.param)
 
 
 def test_the_files_are_those_that_the_script_makes() -> None:
-    assert names() == sorted(builtin.FILES)
+    assert names() == sorted(build.FILES)
 
 
 @pytest.mark.parametrize(("name", "batch", "low", "high"), PLAUSIBLE)
 def test_a_built_in_pace_is_plausible(name: str, batch: Batch, low: float, high: float) -> None:
     file = load(name)
-    assert low < file.pace().seconds(batch) < high
-    assert low < FixedPace(file.additive).seconds(batch) < high
+    assert low < file.latency().seconds(batch) < high
+    assert low < FixedLatency(file.additive).seconds(batch) < high
 
 
-def test_more_work_never_takes_less_time(file: PaceFile) -> None:
+def test_more_work_never_takes_less_time(file: LatencyProfile) -> None:
     start = Batch(8, 8 * 512, 256, 256 * 128)
-    for pace in (file.pace(), FixedPace(file.additive)):
+    for latency in (file.latency(), FixedLatency(file.additive)):
         for column in ("decodes", "context", "prefill", "prefill_context"):
             more = [replace(start, **{column: getattr(start, column) * k}) for k in (1, 2, 4, 8, 16, 32)]
-            times = [pace.seconds(batch) for batch in more]
+            times = [latency.seconds(batch) for batch in more]
             assert times == sorted(times), column
 
 
-def test_a_file_is_complete_and_says_where_it_is_from(file: PaceFile) -> None:
+def test_a_file_is_complete_and_says_where_it_is_from(file: LatencyProfile) -> None:
     coefficients = file.coefficients()
     assert coefficients.dtype == np.float64
     assert coefficients.shape == (5,)
     assert coefficients @ np.array([1, 8, 4096, 100, 5000]) == pytest.approx(
-        FixedPace(file.additive).seconds(Batch(8, 4096, 100, 5000))
+        FixedLatency(file.additive).seconds(Batch(8, 4096, 100, 5000))
     )
     assert file.kv_tokens is not None
     assert file.kv_tokens % file.block_size == 0
     assert {"coefficients", "kv_tokens", "load", "kv_copy"} <= set(file.source)
-    assert set(file.errors) == set(FORMS)
+    assert set(file.errors) == set(LAWS)
     assert file.errors[file.form.NAME]["all"].mean < 0.10
 
 
@@ -300,7 +308,7 @@ def test_what_was_modelled_says_so() -> None:
 def test_the_script_needs_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HEADWAY_DATA", raising=False)
     with pytest.raises(ConfigError, match="Set it to the folder that holds profiles"):
-        builtin.main(["--out", str(tmp_path)])
+        build.main(["--out", str(tmp_path)])
 
 
 @pytest.mark.skipif(
@@ -308,7 +316,7 @@ def test_the_script_needs_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     reason="HEADWAY_DATA is not set; the profiles are not in the repository",
 )
 def test_the_script_makes_the_committed_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    builtin.main(["--out", str(tmp_path)])
+    build.main(["--out", str(tmp_path)])
     for name in names():
         assert (tmp_path / f"{name}.json").read_bytes() == (BUILTIN / f"{name}.json").read_bytes(), name
     assert "opt-13b-a100" in capsys.readouterr().out

@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from headway.forecast.pace import OnlinePace
-from headway.memory.ledger import Ledger
-from headway.pack.classic import Fcfs, Ranked, by_due, by_priority
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
+from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
 from headway.pack.slack import Slack
 from headway.ports import Packer
 from headway.types import Batch, Jobs, Step
 
 NOW = 1000.0
-PLENTY = Ledger(10_000, 10_000, 16, 64)
+PLENTY = KvBudget(10_000, 10_000, 16, 64)
 
 
 class Table:
@@ -38,7 +38,7 @@ class Table:
         return self
 
     def pack(self, packer: Packer, free: int = 10_000, slots: int = 64) -> Packed:
-        ledger = Ledger(free + int(self.jobs.blocks.sum()), free, 16, slots)
+        ledger = KvBudget(free + int(self.jobs.blocks.sum()), free, 16, slots)
         return Packed(self.jobs, packer.pack(self.jobs, ledger, NOW))
 
 
@@ -57,7 +57,7 @@ def ranked(running: int, budget: int = 512) -> Ranked:
 
 
 def slack(running: int = 8, budget: int = 2048, **options: float) -> Slack:
-    return Slack(running, budget, OnlinePace(), **options)  # type: ignore[arg-type]
+    return Slack(running, budget, OnlineLatency(), **options)  # type: ignore[arg-type]
 
 
 # ---- first come, first served
@@ -284,11 +284,11 @@ def test_prompt_chunks_shrink_with_the_slack_of_answers_in_progress() -> None:
 
 
 def test_an_iteration_takes_no_longer_than_answers_in_progress_can_wait() -> None:
-    pace = OnlinePace()
+    latency = OnlineLatency()
     for tokens in (1.0, 2.0, 3.0):
-        step = answering(tokens).pack(Slack(8, 2048, pace))
+        step = answering(tokens).pack(Slack(8, 2048, latency))
         n = step.tokens["prompt"]
-        assert pace.seconds(Batch(1, 41, n, n * n // 2)) <= tokens * 0.1
+        assert latency.seconds(Batch(1, 41, n, n * n // 2)) <= tokens * 0.1
 
 
 def test_without_answers_in_progress_a_prompt_gets_the_whole_budget() -> None:
@@ -298,13 +298,13 @@ def test_without_answers_in_progress_a_prompt_gets_the_whole_budget() -> None:
 
 def test_without_answers_in_progress_an_iteration_still_ends_in_time_for_an_arrival() -> None:
     n = chunk(Table().waiting("prompt", 4000), max_step=0.2)
-    assert 0.15 < OnlinePace().seconds(Batch(0, 0, n, n * n // 2)) <= 0.2
+    assert 0.15 < OnlineLatency().seconds(Batch(0, 0, n, n * n // 2)) <= 0.2
 
 
 def test_a_late_answer_catches_up_at_half_its_pace_and_prompts_go_on() -> None:
     n = chunk(answering(-50), min_chunk=48)
     assert n > 48
-    assert OnlinePace().seconds(Batch(1, 41, n, n * n // 2)) <= 0.1 / 2
+    assert OnlineLatency().seconds(Batch(1, 41, n, n * n // 2)) <= 0.1 / 2
 
 
 def test_prompts_progress_by_min_chunk_whatever_was_promised() -> None:
@@ -332,5 +332,5 @@ def test_prompts_without_a_promise_do_not_spend_the_slack_of_answers() -> None:
     made, first = 10, NOW + 0.4
     table = Table().running("answer", made=made, first=first, ttft=1.0, tpot=0.1).waiting("prompt", 4000)
     n = chunk(table)
-    assert OnlinePace().seconds(Batch(1, 41, n, n * n // 2)) <= 0.1
+    assert OnlineLatency().seconds(Batch(1, 41, n, n * n // 2)) <= 0.1
     assert n > slack().min_chunk

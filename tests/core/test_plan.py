@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.plan.actions import sends
-from headway.plan.classic import Ordered, by_arrival, by_due, by_hope, by_priority
-from headway.ports import Cluster
+from headway.core.cluster import Cluster
+from headway.plan.dispatch import sends
+from headway.plan.ordered import Ordered, by_arrival, by_attainable_deadline, by_due, by_priority
 from headway.types import Backlog, Instance
 from tests.core.tables import Bits
 from tests.core.world import FLEET, MODELS
 
 NOW = 100.0
-RANKS = {"arrival": by_arrival, "priority": by_priority, "due": by_due, "hope": by_hope}
+RANKS = {"arrival": by_arrival, "priority": by_priority, "due": by_due, "hope": by_attainable_deadline}
 
 
 def cluster(*instances: Instance) -> Cluster:
@@ -156,7 +156,7 @@ def test_hope_puts_the_late_behind_those_that_can_be_met_and_before_best_effort(
     add(place, "late", due=NOW - 1)
     add(place, "soon", due=NOW + 1)
     add(place, "later", due=NOW + 2)
-    assert line(place, Ordered(by_hope)) == ["soon", "later", "late", "free"]
+    assert line(place, Ordered(by_attainable_deadline)) == ["soon", "later", "late", "free"]
 
 
 def test_hope_does_not_demote_what_runs_already() -> None:
@@ -164,7 +164,7 @@ def test_hope_does_not_demote_what_runs_already() -> None:
     place = cluster()
     add(place, "runs", due=NOW - 1, at="e0")
     add(place, "soon", due=NOW + 1)
-    assert line(place, Ordered(by_hope)) == ["runs", "soon"]
+    assert line(place, Ordered(by_attainable_deadline)) == ["runs", "soon"]
 
 
 @pytest.mark.parametrize(("displaces", "head"), [(True, "alarm"), (False, "bulk")])

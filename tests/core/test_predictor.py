@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.kernel import PLAIN, SAMPLES, History, Traits, fit
-from headway.forecast.lengths import TaskLengths
-from headway.forecast.padded import SHARE, Padded
-from headway.forecast.padding import Adaptive, Costs, SweetSpot
-from headway.forecast.predictor import Predictor, traits
+from headway.forecast.lengths.padded import SHARE, Padded
+from headway.forecast.lengths.padding import Adaptive, Costs, PaddingTuner
+from headway.forecast.lengths.predictor import Predictor, features
+from headway.forecast.lengths.ridge import PLAIN, SAMPLES, History, Traits, fit
+from headway.forecast.lengths.task import TaskLengths
 from headway.types import Floats, Forecast, Request
 
 ROOM = 4096
@@ -46,18 +46,18 @@ def asked(predictor: Predictor, looks: Traits, task: str = "default") -> list[Fo
     return [predictor.forecast(ask(f"t{i}", task)) for i in range(len(looks))]
 
 
-# ---- traits
+# ---- features
 
 
 def test_traits_are_sizes_and_marks_then_the_meaning() -> None:
-    look = np.expm1(traits("Why? def f(): return 12\nNow.", 7, np.ones(3, np.float32)))
+    look = np.expm1(features("Why? def f(): return 12\nNow.", 7, np.ones(3, np.float32)))
     np.testing.assert_allclose(look[:PLAIN], [7, 28, 1, 1, 2, 2, 6, 1], rtol=1e-5)
     assert look.shape == (PLAIN + 3,)
 
 
 @given(st.text(max_size=300), st.integers(0, 10**6))
 def test_traits_of_any_text_are_finite(text: str, tokens: int) -> None:
-    look = traits(text, tokens)
+    look = features(text, tokens)
     assert look.shape == (PLAIN,)
     assert np.isfinite(look).all()
 
@@ -215,7 +215,7 @@ def test_fits_become_rarer_as_the_history_grows() -> None:
 def test_the_share_found_is_the_newsvendors_critical_ratio(ratio: float, seed: int) -> None:
     """Forecasts are true, costs linear: the cheapest share is under / (under + over)."""
     rng = np.random.default_rng(seed)
-    spot = SweetSpot(Costs(over=1 - ratio, under=ratio), window=2000, margin=0.0)
+    spot = PaddingTuner(Costs(over=1 - ratio, under=ratio), window=2000, margin=0.0)
     for scale in rng.uniform(50, 400, 2000):
         forecast = Forecast(np.sort(rng.gamma(2.0, scale, 64)))
         spot.learn(forecast, int(np.ceil(rng.choice(forecast.samples))))
@@ -226,7 +226,7 @@ def test_the_share_found_is_the_newsvendors_critical_ratio(ratio: float, seed: i
 def test_forecasts_that_are_off_are_made_up_for(factor: float, above: bool) -> None:
     """Answers `factor` times as long as forecast: more padding when that is more, less when it is less."""
     rng = np.random.default_rng(3)
-    spot = SweetSpot()
+    spot = PaddingTuner()
     for _ in range(600):
         forecast = Forecast(np.sort(rng.gamma(4.0, 40, 64)))
         spot.learn(forecast, int(np.ceil(factor * rng.choice(forecast.samples))))
@@ -235,7 +235,7 @@ def test_forecasts_that_are_off_are_made_up_for(factor: float, above: bool) -> N
 
 
 def test_noise_does_not_move_the_share() -> None:
-    spot, rng = SweetSpot(), np.random.default_rng(4)
+    spot, rng = PaddingTuner(), np.random.default_rng(4)
     moves, last = 0, spot.share
     for _ in range(3000):
         forecast = Forecast(np.sort(rng.gamma(2.0, 100, 64)))
@@ -247,7 +247,7 @@ def test_noise_does_not_move_the_share() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=60))
 def test_the_sums_are_those_of_the_last_answers(answers: list[tuple[int, int]]) -> None:
-    spot = SweetSpot(Costs(regroup=9.0), shares=(0.1, 0.5, 0.9), window=16)
+    spot = PaddingTuner(Costs(regroup=9.0), shares=(0.1, 0.5, 0.9), window=16)
     for length, made in answers:
         spot.learn(Forecast(np.array([length / 2, length])), made)
     lengths = [np.ceil(np.quantile([n / 2, n], spot._shares)) for n, _ in answers]
@@ -261,7 +261,7 @@ def test_costs_of_too_short_and_too_long() -> None:
 
 
 def test_adaptive_pads_to_the_spots_share_and_teaches_it_what_was_forecast_before() -> None:
-    tasks, spot = TaskLengths(), SweetSpot(least=1, shares=(0.5, 0.9), start=0.5, margin=0.0)
+    tasks, spot = TaskLengths(), PaddingTuner(least=1, shares=(0.5, 0.9), start=0.5, margin=0.0)
     lengths = Adaptive(tasks, spot)
     for made in (10, 20, 30, 40):
         tasks.learn(ask(0), made)

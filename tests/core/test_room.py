@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.pace import OnlinePace
-from headway.pack.classic import Fcfs, Ranked, by_due, by_priority
-from headway.pack.room import arrange, grant, missing
+from headway.forecast.latency.online import OnlineLatency
+from headway.pack.allocation import allocate, grant, missing
+from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
 from headway.pack.slack import Slack
 from headway.ports import Packer
 from headway.types import Ints, Step
@@ -21,7 +21,7 @@ EXAMPLES = settings(max_examples=300)
 
 
 def arranged(moment: Moment) -> Step:
-    return arrange(moment.jobs, moment.ranked, moment.ledger, moment.max_running, moment.budget)
+    return allocate(moment.jobs, moment.ranked, moment.ledger, moment.max_running, moment.budget)
 
 
 def granted(step: Step) -> Ints:
@@ -207,7 +207,7 @@ PACKERS: dict[str, Callable[[Moment], Packer]] = {
     "fcfs": lambda m: Fcfs(m.max_running),
     "priority": lambda m: Ranked(by_priority, m.max_running, m.budget),
     "edf": lambda m: Ranked(by_due, m.max_running, m.budget),
-    "slack": lambda m: Slack(m.max_running, m.budget, OnlinePace(), min_chunk=8),
+    "slack": lambda m: Slack(m.max_running, m.budget, OnlineLatency(), min_chunk=8),
 }
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.forecast.pace import OnlinePace
-from headway.memory.ledger import Ledger
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
 from headway.ports import Packer
 from headway.types import Batch, Jobs, Slo, Step
 
@@ -45,9 +45,9 @@ class ToyEngine:
     """Packs, applies and accounts. `preempted` counts what stock vLLM had to take away by itself."""
 
     def __init__(
-        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, pace: OnlinePace
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, latency: OnlineLatency
     ) -> None:
-        self.packer, self.pace, self.budget = packer, pace, budget
+        self.packer, self.latency, self.budget = packer, latency, budget
         self.total, self.size, self.slots = blocks, size, slots
         self.free, self.preempted, self.now = blocks, 0, 0.0
         self.jobs = Jobs(2)
@@ -71,8 +71,8 @@ class ToyEngine:
             **promises,
         )
 
-    def ledger(self) -> Ledger:
-        return Ledger(self.total, self.free, self.size, self.slots)
+    def ledger(self) -> KvBudget:
+        return KvBudget(self.total, self.free, self.size, self.slots)
 
     def step(self) -> Ran:
         """Run one iteration and let time pass."""
@@ -191,7 +191,7 @@ class ToyEngine:
         before, decode = self.jobs.computed[rows], new == 1
         context, prompt = int(before[decode].sum()), new[~decode]
         pairs = int((prompt * before[~decode] + prompt * prompt // 2).sum())
-        return self.pace.seconds(Batch(int(decode.sum()), context, int(prompt.sum()), pairs))
+        return self.latency.seconds(Batch(int(decode.sum()), context, int(prompt.sum()), pairs))
 
 
 def run_all(engine: ToyEngine, limit: int) -> list[Ran]:

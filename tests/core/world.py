@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.controller import Controller
-from headway.forecast.lengths import TaskLengths
-from headway.recipes import find
+from headway.core.controller import Controller
+from headway.forecast.lengths.task import TaskLengths
+from headway.recipes.registry import find
 from headway.types import (
     Arrived,
     Command,

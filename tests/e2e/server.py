@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from headway.config import Broker, Config, Engine, Server, write
-from headway.engines.vllm.process import free_port
+from headway.engines.vllm.process.launch import free_port
 
 
 @dataclass

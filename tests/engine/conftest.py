@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway import model
-from headway.engines.vllm.process import host_pool
+from headway.engines.vllm.process.launch import host_pool
+from headway.models import resolve
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -71,10 +71,10 @@ def engine() -> Iterator[Engine]:
     os.environ.update(ENV)
     from vllm import LLM
 
-    from headway.engines.vllm.hook import HeadwayScheduler
+    from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     llm = LLM(
-        str(model.fetch()), dtype="float32", max_model_len=1024, max_num_seqs=16, enforce_eager=True,
+        str(resolve.fetch()), dtype="float32", max_model_len=1024, max_num_seqs=16, enforce_eager=True,
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=512, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "slack", "max_running": 8}},

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines import clockwork
-from headway.engines.vllm.hook import HeadwayScheduler
+from headway.engines.vllm import oracle
+from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCK = 16
@@ -26,11 +26,11 @@ def test_same_steps_as_stock(
         "max_running": running, "max_batched_tokens": max(budget, running), "max_model_len": 368,
         "block_size": BLOCK,
     }  # fmt: skip
-    stock = clockwork.Clockwork(clockwork.scheduler(clockwork.config(**setup), blocks, BLOCK))
-    ours = clockwork.Clockwork(
-        clockwork.scheduler(clockwork.config(**setup, recipe="vllm"), blocks, BLOCK, HeadwayScheduler)
+    stock = oracle.SchedulerOracle(oracle.scheduler(oracle.config(**setup), blocks, BLOCK))
+    ours = oracle.SchedulerOracle(
+        oracle.scheduler(oracle.config(**setup, recipe="vllm"), blocks, BLOCK, HeadwayScheduler)
     )
-    expected = [list(step.items()) for step in clockwork.run(stock, arrivals)]
-    assert [list(step.items()) for step in clockwork.run(ours, arrivals)] == expected
+    expected = [list(step.items()) for step in oracle.run(stock, arrivals)]
+    assert [list(step.items()) for step in oracle.run(ours, arrivals)] == expected
     assert ours.finished == stock.finished
     assert len(ours.finished) == len(load)

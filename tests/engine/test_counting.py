@@ -10,23 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.conformance import BLOCK, Case, _config, _facts, draw
-from headway.engines import clockwork
-from headway.engines.clockwork import Clockwork
-from headway.engines.vllm.control import _control
-from headway.engines.vllm.counting import CountingScheduler, Recorder
-from headway.engines.vllm.hook import HeadwayScheduler
+from headway.bench.validate.conformance import BLOCK, Case, _config, _facts, draw
+from headway.engines.vllm import oracle
+from headway.engines.vllm.oracle import SchedulerOracle
+from headway.engines.vllm.plugin.control import _control
+from headway.engines.vllm.plugin.hook import HeadwayScheduler
+from headway.engines.vllm.plugin.scheduler_stats import CountingScheduler, Recorder
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def build(case: Case, cls: type[Any] | None, *, policy: str = "fcfs", recipe: str | None = None) -> Clockwork:
+def build(
+    case: Case, cls: type[Any] | None, *, policy: str = "fcfs", recipe: str | None = None
+) -> SchedulerOracle:
     budget, slots = max(case.budget, case.max_running), case.max_running * (1 if recipe is None else 2)
     setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy)
-    return Clockwork(clockwork.scheduler(setup, case.blocks + 1, BLOCK, cls))
+    return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, cls))
 
 
-def decisions(case: Case, clock: Clockwork) -> list[tuple[Any, ...]]:
+def decisions(case: Case, clock: SchedulerOracle) -> list[tuple[Any, ...]]:
     """Run a workload to its end; return every step: order and tokens, preemptions, free blocks."""
     steps, todo = [], sorted(enumerate(case.tasks), key=lambda item: item[1].at)
     pool = clock.scheduler.kv_cache_manager.block_pool

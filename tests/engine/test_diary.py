@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from headway.engines import clockwork
-from headway.engines.clockwork import Clockwork
-from headway.engines.vllm.control import _control
-from headway.engines.vllm.diary import Diary
-from headway.engines.vllm.hook import HeadwayScheduler
+from headway.engines.vllm import oracle
+from headway.engines.vllm.oracle import SchedulerOracle
+from headway.engines.vllm.plugin.control import _control
+from headway.engines.vllm.plugin.hook import HeadwayScheduler
+from headway.engines.vllm.plugin.iteration_log import IterationLog
 from headway.types import Batch
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def clock(recipe: str = "vllm") -> Clockwork:
-    setup = clockwork.config(
+def clock(recipe: str = "vllm") -> SchedulerOracle:
+    setup = oracle.config(
         max_running=2, max_batched_tokens=64, max_model_len=512, block_size=16, recipe=recipe, slots=4
     )
-    return Clockwork(clockwork.scheduler(setup, 64, 16, HeadwayScheduler))
+    return SchedulerOracle(oracle.scheduler(setup, 64, 16, HeadwayScheduler))
 
 
-def asked(made: Clockwork, **message: Any) -> dict[str, Any]:
+def asked(made: SchedulerOracle, **message: Any) -> dict[str, Any]:
     class Core:
         scheduler = made.scheduler
 
@@ -67,7 +67,7 @@ def test_an_answer_of_one_token_begins_when_it_ends() -> None:
 
 
 def test_the_diary_forgets_its_oldest_rows() -> None:
-    diary = Diary(kept=3)
+    diary = IterationLog(kept=3)
     for i in range(5):
         diary.decide(float(i))
         diary.begin(float(i), Batch(1, i, 0))

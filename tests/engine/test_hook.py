@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from headway.engines import clockwork
-from headway.engines.clockwork import Clockwork
-from headway.engines.vllm.control import _control
-from headway.engines.vllm.hook import HeadwayScheduler
+from headway.engines.vllm import oracle
+from headway.engines.vllm.oracle import SchedulerOracle
+from headway.engines.vllm.plugin.control import _control
+from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
 pytestmark = pytest.mark.filterwarnings("default")
-Make = Callable[..., Clockwork]
+Make = Callable[..., SchedulerOracle]
 BLOCKS = 200
 
 
@@ -21,12 +21,12 @@ BLOCKS = 200
 def make() -> Make:
     def build(
         recipe: str, running: int = 2, budget: int = 256, blocks: int = BLOCKS, slots: int = 8
-    ) -> Clockwork:
-        setup = clockwork.config(
+    ) -> SchedulerOracle:
+        setup = oracle.config(
             max_running=running, max_batched_tokens=budget, max_model_len=1024, block_size=16,
             recipe=recipe, slots=slots,
         )  # fmt: skip
-        return Clockwork(clockwork.scheduler(setup, blocks, 16, HeadwayScheduler))
+        return SchedulerOracle(oracle.scheduler(setup, blocks, 16, HeadwayScheduler))
 
     return build
 
@@ -35,7 +35,7 @@ def facts(id: str, **values: Any) -> dict[str, Any]:
     return {"headway_id": id, "headway_arrival": 0.0} | {f"headway_{k}": v for k, v in values.items()}
 
 
-def control(clock: Clockwork, **message: Any) -> dict[str, Any]:
+def control(clock: SchedulerOracle, **message: Any) -> dict[str, Any]:
     class Core:
         scheduler = clock.scheduler
 

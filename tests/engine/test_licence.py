@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench import conformance
-from headway.bench.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
-from headway.engines.simulated import SimulatedEngine
-from headway.pack import bros
-from headway.recipes import names
+from headway.bench.validate import conformance
+from headway.bench.validate.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
+from headway.engines.simulated.engine import SimulatedEngine
+from headway.pack.bros import packer
+from headway.recipes.bros import BROS
+from headway.recipes.registry import names
 from headway.types import Slo, Step
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
 NOBODY = np.empty(0, np.int64)
 PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names())]
-PAIRS += [(name, POOL) for name in bros.VARIANTS]
+PAIRS += [(name, POOL) for name in BROS]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
 tasks = st.builds(
     Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3),
@@ -99,7 +100,7 @@ def test_a_crowd_of_prompts_that_finds_no_blocks_stops_nobody(seed: int) -> None
 
 
 def test_a_standstill_is_a_difference_and_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bros.Bros, "pack", lambda self, jobs, ledger, now: Step(NOBODY, NOBODY))
+    monkeypatch.setattr(packer.Bros, "pack", lambda self, jobs, ledger, now: Step(NOBODY, NOBODY))
     tally = compare(draw(np.random.default_rng(3)), "bros", POOL)
     assert tally.difference is not None
     assert "nobody runs" in tally.difference

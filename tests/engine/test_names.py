@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.engines.vllm import hook
+from headway.engines.vllm.plugin import hook
 
 pytestmark = pytest.mark.filterwarnings("default")
 SOURCE = Path(hook.__file__).read_text()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from headway.config import Config, Engine
-from headway.engines import clockwork
-from headway.engines.clockwork import Clockwork
-from headway.engines.vllm.hook import HeadwayScheduler
-from headway.engines.vllm.process import command
+from headway.engines.vllm import oracle
+from headway.engines.vllm.oracle import SchedulerOracle
+from headway.engines.vllm.plugin.hook import HeadwayScheduler
+from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError
 from headway.serve.main import preflight
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 SIZE, LONGEST = 16, 512
 
 
-def clock_of(recipe: str, blocks: int, host_gib: float = 0.0) -> Clockwork:
-    setup = clockwork.config(
+def clock_of(recipe: str, blocks: int, host_gib: float = 0.0) -> SchedulerOracle:
+    setup = oracle.config(
         max_running=16, max_batched_tokens=256, max_model_len=LONGEST, block_size=SIZE, recipe=recipe,
         host_gib=host_gib,
     )  # fmt: skip
-    clock = Clockwork(clockwork.scheduler(setup, blocks + 1, SIZE, HeadwayScheduler))
+    clock = SchedulerOracle(oracle.scheduler(setup, blocks + 1, SIZE, HeadwayScheduler))
     audited(clock.scheduler)
     return clock
 
@@ -63,7 +63,7 @@ def audit(scheduler: Any, ran: dict[str, int]) -> None:
     )
 
 
-def crowd(clock: Clockwork, seed: int, count: int = 24, noise: float = 0.7) -> None:
+def crowd(clock: SchedulerOracle, seed: int, count: int = 24, noise: float = 0.7) -> None:
     """Add requests with long answers and short, predicted badly."""
     rng = np.random.default_rng(seed)
     for i in range(count):
@@ -73,12 +73,12 @@ def crowd(clock: Clockwork, seed: int, count: int = 24, noise: float = 0.7) -> N
         clock.add(f"r{i}", int(rng.integers(1, 120)), output, facts=facts)
 
 
-def counters(clock: Clockwork) -> dict[str, Any]:
+def counters(clock: SchedulerOracle) -> dict[str, Any]:
     state: dict[str, Any] = clock.scheduler.control({"op": "state"})["counters"]
     return state
 
 
-def all_back(clock: Clockwork) -> bool:
+def all_back(clock: SchedulerOracle) -> bool:
     """Tell whether nobody holds anything; the last to leave does so in the next step."""
     clock.step()
     jobs = clock.scheduler.jobs
@@ -221,13 +221,13 @@ def test_no_more_is_held_than_a_request_can_have() -> None:
     [("enable_prefix_caching", "shares prefixes"), ("async_scheduling", "runs overlapped")],
 )
 def test_an_engine_that_cannot_says_so_when_it_starts(setting: str, what: str) -> None:
-    setup = clockwork.config(
+    setup = oracle.config(
         max_running=2, max_batched_tokens=64, max_model_len=64, block_size=SIZE, recipe="ecoserve"
     )
     part = setup.cache_config if setting == "enable_prefix_caching" else setup.scheduler_config
     setattr(part, setting, True)
     with pytest.raises(ConfigError, match=what):
-        clockwork.scheduler(setup, 20, SIZE, HeadwayScheduler)
+        oracle.scheduler(setup, 20, SIZE, HeadwayScheduler)
 
 
 # ---- serving

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.ecoserve import VARIANTS
-from headway.engines.simulated import SimulatedEngine
-from headway.forecast.pace import OnlinePace
-from headway.memory import lending
-from headway.pack.decoupled import Counts, Decoupled, Options
-from headway.pack.queues import ACTIVE
+from headway.engines.simulated.engine import SimulatedEngine
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory import reservations
+from headway.pack.ecoserve.packer import Counts, EcoServe, Options
+from headway.pack.ecoserve.queues import ACTIVE
+from headway.recipes.ecoserve import VARIANTS
 from headway.types import Slo
 
 SIZE = 16
@@ -24,7 +24,7 @@ class Drive:
     """One engine under an EcoServe packer, with everything checked in every iteration."""
 
     def __init__(self, options: Options, blocks: int, *, copy: float = 1e-5, slots: int = 64) -> None:
-        self.packer = Decoupled(256, OnlinePace(), options, copy)
+        self.packer = EcoServe(256, OnlineLatency(), options, copy)
         self.engine = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=slots, budget=256, max_model_len=blocks * SIZE
         )
@@ -42,7 +42,7 @@ class Drive:
         done = self.engine.complete(ran, self.now)
         self.made |= {id: before[id] + 1 for id in done.ids}
         self.iterations += 1
-        lending.check(jobs.data, jobs.rows(), SIZE, self.blocks, self.engine.free)
+        reservations.check(jobs.data, jobs.rows(), SIZE, self.blocks, self.engine.free)
 
 
 def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -> tuple[Drive, Counts]:

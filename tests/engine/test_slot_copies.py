@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines.vllm import right_end
-from headway.engines.vllm.slotcopies import IN, OUT, WITHIN, HostSlots, copies_of
-from headway.memory import checkpoint, slots, two_ended
-from headway.memory.slots import BEST_EFFORT, FREE, HOST, REAL_TIME, SAVE
+from headway.engines.vllm.plugin import right_aligned_attention
+from headway.engines.vllm.plugin.slot_copies import IN, OUT, WITHIN, HostSlots, copies_of
+from headway.memory.two_ended import allocation, block_table, checkpoint
+from headway.memory.two_ended.block_table import BEST_EFFORT, FREE, HOST, REAL_TIME, SAVE
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZE, BLOCKS, LONGEST = 4, 5, 24
@@ -20,7 +20,7 @@ class Memory:
     """A book whose copies are carried out on arrays, as by the worker. A token's KV is row * 100 + token."""
 
     def __init__(self, host: int) -> None:
-        self.book = slots.new(BLOCKS, SIZE, LONGEST, host, 4, decode_only=True)
+        self.book = block_table.new(BLOCKS, SIZE, LONGEST, host, 4, decode_only=True)
         self.slots = HostSlots(LONGEST)
         self.device = np.full((BLOCKS + 1) * SIZE, -1)
         self.host = np.full(host, -1)
@@ -31,7 +31,7 @@ class Memory:
             (self.host if way == OUT else self.device)[target] = taken
             assert way in (IN, OUT, WITHIN)
         assert self.slots.held() == self.book.counts[HOST] <= self.host.size
-        self.book.counts[slots.ORDERS] = 0
+        self.book.counts[block_table.ORDERS] = 0
 
     def place(self, row: int, token: int) -> int:
         block, at = int(self.book.table[row, token // SIZE]), token % SIZE
@@ -40,9 +40,9 @@ class Memory:
 
     def grow(self, row: int, tokens: int) -> None:
         book = self.book
-        here = two_ended.come_back(book, row) if book.away[row] else checkpoint.restore(book, row)
+        here = allocation.come_back(book, row) if book.away[row] else checkpoint.restore(book, row)
         before = int(book.stored[row])
-        done = here and two_ended.grow(book, row, tokens)
+        done = here and allocation.grow(book, row, tokens)
         self.carry_out()
         if done:
             self.attend(row, before)
@@ -66,9 +66,9 @@ def test_every_row_reads_what_it_wrote(acts: list[tuple[int, str, int]], host: i
     memory = Memory(host)
     book = memory.book
     for row, act, tokens in acts:
-        two_ended.begin(book)
+        allocation.begin(book)
         if book.kind[row] == 0:
-            two_ended.enter(book, row, REAL_TIME if row % 2 else BEST_EFFORT)
+            allocation.enter(book, row, REAL_TIME if row % 2 else BEST_EFFORT)
         book.pinned[row] = book.kind[row] == BEST_EFFORT
         if act == "leave" or book.stored[row] + book.away[row] + tokens > LONGEST:
             checkpoint.forget(book, row)
@@ -79,16 +79,16 @@ def test_every_row_reads_what_it_wrote(acts: list[tuple[int, str, int]], host: i
             memory.carry_out()
         else:
             memory.grow(row, 1 if tokens > 3 else tokens)
-        two_ended.check_integrity(book)
+        allocation.check_integrity(book)
 
 
 SHAPES = [(32, 3, 64), (128, 2, 128), (64, 1, 256)]  # slots of a block, heads, elements
 
 
 def test_a_host_slot_that_changes_hands_within_a_step_is_written_by_one_copy_after_the_other() -> None:
-    book = slots.new(4, 32, 64, 64, 2)
+    book = block_table.new(4, 32, 64, 64, 2)
     for kind, row in ((SAVE, 0), (FREE, 0), (SAVE, 1)):
-        slots.order(book, kind, row, 0, 8, row, row)
+        block_table.order(book, kind, row, 0, 8, row, row)
     first, second = copies_of(book, HostSlots(64))
     assert (first.way, second.way) == (OUT, OUT)
     assert first.target.tolist() == second.target.tolist()
@@ -108,13 +108,17 @@ def test_a_slot_copied_elsewhere_reads_as_before(kind: str, size: int, heads: in
     dtype = getattr(torch, kind)
     cache = torch.zeros(4, heads, size, 2 * dim, dtype=dtype)
     query = torch.randn(1, heads, dim).to(dtype)
-    right_end._write(cache, torch.randn(size, 2, heads, dim).to(dtype), size + torch.arange(size))
-    where, flat = right_end.layout(cache, size), cache.view(4, -1)
+    right_aligned_attention._write(
+        cache, torch.randn(size, 2, heads, dim).to(dtype), size + torch.arange(size)
+    )
+    where, flat = right_aligned_attention.layout(cache, size), cache.view(4, -1)
     assert sorted(where.flatten().tolist()) == list(range(cache[0].numel()))
     backwards = torch.arange(size).flip(0)
     flat[2][where[backwards]] = flat[1][where]
     flat[3][where[backwards]] = flat[2][where]
-    first, turned, back = (right_end.attend(cache, query, [block], size, -1) for block in (1, 2, 3))
+    first, turned, back = (
+        right_aligned_attention.attend(cache, query, [block], size, -1) for block in (1, 2, 3)
+    )
     assert first.abs().max() > 0
     near = 2e-2 if kind == "bfloat16" else 1e-5
     assert torch.allclose(turned.float(), first.float(), atol=near), "the same tokens, turned round"
@@ -128,7 +132,7 @@ def test_the_attention_reads_from_the_right_only_through_the_window(
 ) -> None:
     import torch
 
-    dtype, attend = getattr(torch, kind), right_end.attend
-    assert right_end.reads_from_the_right(size, heads, dim, dtype)
-    monkeypatch.setattr(right_end, "attend", lambda *args: attend(*args[:-1], -1))
-    assert not right_end.reads_from_the_right(size, heads, dim, dtype)
+    dtype, attend = getattr(torch, kind), right_aligned_attention.attend
+    assert right_aligned_attention.reads_from_the_right(size, heads, dim, dtype)
+    monkeypatch.setattr(right_aligned_attention, "attend", lambda *args: attend(*args[:-1], -1))
+    assert not right_aligned_attention.reads_from_the_right(size, heads, dim, dtype)

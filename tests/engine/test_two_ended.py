@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines.two_ended import Swapping, TwoEnded
-from headway.forecast.pace import OnlinePace
-from headway.pack.bros import Bros
-from headway.pack.sizing import BatchSize
+from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
+from headway.forecast.latency.online import OnlineLatency
+from headway.pack.bros.batch_size import BatchSize
+from headway.pack.bros.packer import Bros
 from headway.types import Slo
 
 CHAT = Slo(ttft=0.4, tpot=0.2)
@@ -19,19 +19,19 @@ _NONE = Slo()
 
 def build(
     blocks: int, host: int, *, two_ended: bool = True, places: int = 8, decode_only: bool = False
-) -> Swapping:
-    packer = Bros(places, 64, OnlinePace(), two_ended=two_ended, sizing=BatchSize(base=4))
+) -> HostPoolEngine:
+    packer = Bros(places, 64, OnlineLatency(), two_ended=two_ended, sizing=BatchSize(base=4))
     if not two_ended:
-        return Swapping(
+        return HostPoolEngine(
             packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4
         )
-    return TwoEnded(
+    return TwoEndedEngine(
         packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4,
         decode_only=decode_only,
     )  # fmt: skip
 
 
-def drive(engine: Swapping, asks: list[tuple[int, int, bool, int]]) -> dict[str, int]:
+def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dict[str, int]:
     """Run until all have ended; each ask comes `after` so many iterations. Returns the tokens each made."""
     made: dict[str, int] = {}
     now, iteration = 0.0, 0
@@ -46,7 +46,7 @@ def drive(engine: Swapping, asks: list[tuple[int, int, bool, int]]) -> dict[str,
         assert np.unique(ran.rows).size == ran.rows.size
         assert (ran.tokens > 0).all()
         names = {row: engine.jobs.keys[row] for row in ran.rows.tolist()}
-        if isinstance(engine, TwoEnded):
+        if isinstance(engine, TwoEndedEngine):
             engine.check_integrity()
             assert (engine.book.stored[ran.rows] == engine.jobs.computed[ran.rows] + ran.tokens).all()
             assert (engine.book.host[ran.rows] == 0).all(), "who runs is here"
@@ -75,7 +75,7 @@ def test_every_request_ends_with_its_tokens(
     made = drive(engine, asks)
     assert made == {f"r{i}": output for i, (_, output, _, _) in enumerate(asks)}
     assert engine.free == blocks, "everything is free at the end"
-    if isinstance(engine, TwoEnded):
+    if isinstance(engine, TwoEndedEngine):
         engine.check_integrity()
         assert not engine.book.host.any()
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway import model
-from headway.engines.vllm import right_end
-from headway.engines.vllm.process import two_ended_pool
-from headway.memory import two_ended
-from headway.memory.ledger import Ledger
-from headway.pack.bros import Bros
-from headway.pack.sizing import BatchSize
-from headway.recipes import find
+from headway.engines.vllm.plugin import right_aligned_attention
+from headway.engines.vllm.process.launch import two_ended_pool
+from headway.memory.budget import KvBudget
+from headway.memory.two_ended import allocation
+from headway.models import resolve
+from headway.pack.bros.batch_size import BatchSize
+from headway.pack.bros.packer import Bros
+from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import ENV, Engine
 
@@ -34,12 +34,12 @@ def engine() -> Iterator[Engine]:
     from vllm import LLM
     from vllm.distributed.kv_transfer import kv_transfer_state as one_per_process
 
-    from headway.engines.vllm.hook import HeadwayScheduler
+    from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     # Another file's engine may still be there, and vLLM would take its connector for this one's.
     other, one_per_process._KV_CONNECTOR_AGENT = one_per_process._KV_CONNECTOR_AGENT, None
     llm = LLM(
-        str(model.fetch()), dtype="float32", max_model_len=320, max_num_seqs=24, enforce_eager=True,
+        str(resolve.fetch()), dtype="float32", max_model_len=320, max_num_seqs=24, enforce_eager=True,
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=320, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "bros", "max_running": 8}},
@@ -58,7 +58,7 @@ def ask(i: int) -> list[int]:
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
     """Each request's tokens when nobody shares anything with it: best effort only, few at a time."""
-    engine.scheduler.packer = find("vllm").packer(3, 320, engine.scheduler.pace)
+    engine.scheduler.packer = find("vllm").packer(3, 320, engine.scheduler.latency)
     for i, tokens in enumerate(TOKENS):
         engine.add(f"r{i}", ask(i), tokens)
     done = engine.run()
@@ -72,7 +72,7 @@ class Chaos:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         rng, rows = self.rng, self.rng.permutation(jobs.rows())
         order = rows[: int(rng.integers(1, 9))]
         tokens = rng.integers(1, 200, order.size)
@@ -86,7 +86,7 @@ def whole(scheduler: Any) -> None:
     """Nothing is left of anybody, here or on the host."""
     ends = scheduler.holding
     scheduler._refresh(0.0)
-    two_ended.check_integrity(ends.book)
+    allocation.check_integrity(ends.book)
     assert scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
     assert not ends.host.held()
     assert not ends._known
@@ -95,7 +95,7 @@ def whole(scheduler: Any) -> None:
 
 
 def bros(scheduler: Any) -> Bros:
-    return Bros(8, 320, scheduler.pace, sizing=BatchSize(base=8))
+    return Bros(8, 320, scheduler.latency, sizing=BatchSize(base=8))
 
 
 def run_all(engine: Engine, order: Sequence[int] = range(12)) -> dict[str, list[int]]:
@@ -139,7 +139,7 @@ def test_without_the_window_tokens_would_be_wrong(
     engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These tests can see it when best effort attends to somebody else's KV."""
-    monkeypatch.setattr(right_end, "_call", lambda *_: None)
+    monkeypatch.setattr(right_aligned_attention, "_call", lambda *_: None)
     engine.scheduler.packer = Chaos(5)
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(1, 12, 2)] == alone[1::2], "real-time ones lie as always"
@@ -149,7 +149,7 @@ def test_without_the_window_tokens_would_be_wrong(
 class Everybody:
     """All run, as they came."""
 
-    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         rows = jobs.rows()
         order = rows[np.argsort(jobs.serial[rows])]
         return Step(order, np.full(order.size, 320), rows[:0], rows[:0])
@@ -160,7 +160,7 @@ def test_what_sharing_costs_an_iteration(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, shared: int
 ) -> None:
     """Eight of each kind decode; fillers leave so few empty blocks that so many real-time ones share."""
-    scheduler, attend = engine.scheduler, right_end._call
+    scheduler, attend = engine.scheduler, right_aligned_attention._call
     seconds: dict[bool, list[float]] = {True: [], False: []}
     made: list[bool] = []
     calls = True
@@ -181,7 +181,7 @@ def test_what_sharing_costs_an_iteration(
     for i in range(8):
         engine.add(f"r{i}", ask(0)[:4], 13, ttft=1.0)
     engine.step()
-    monkeypatch.setattr(right_end, "_call", call)
+    monkeypatch.setattr(right_aligned_attention, "_call", call)
     for i in range(8):
         calls = i % 2 == 0  # every second iteration without them: wrong, but timed
         began = time.perf_counter()

@@ -6,8 +6,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.memory import checkpoint, slots, two_ended
-from headway.memory.slots import BEST_EFFORT, FREE, LOAD, MIRROR, MOVE, NOBODY, ORDERS, REAL_TIME, SAVE, Book
+from headway.memory.two_ended import allocation, block_table, checkpoint
+from headway.memory.two_ended.block_table import (
+    BEST_EFFORT,
+    FREE,
+    LOAD,
+    MIRROR,
+    MOVE,
+    NOBODY,
+    ORDERS,
+    REAL_TIME,
+    SAVE,
+    TwoEndedTable,
+)
 
 Token = tuple[int, int, int]  # row, the row's life, token
 
@@ -22,13 +33,13 @@ class Pool:
     rows: int = 6
     longest: int = 40
     decode_only: bool = False
-    book: Book = field(init=False)
+    book: TwoEndedTable = field(init=False)
     device: dict[tuple[int, int], Token] = field(default_factory=dict)
     host: dict[tuple[int, int], Token] = field(default_factory=dict)
     lives: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.book = slots.new(
+        self.book = block_table.new(
             self.blocks, self.size, self.longest, self.host_limit, self.rows,
             decode_only=self.decode_only,
         )  # fmt: skip
@@ -37,26 +48,26 @@ class Pool:
     # ---- what an engine does
 
     def begin(self, running: list[int]) -> None:
-        two_ended.begin(self.book)
+        allocation.begin(self.book)
         for row in running:
             self.book.pinned[row] = self.book.kind[row] == BEST_EFFORT
 
     def enter(self, row: int, kind: int) -> None:
         self.lives[row] += 1
-        two_ended.enter(self.book, row, kind)
+        allocation.enter(self.book, row, kind)
 
     def grow(self, row: int, tokens: int) -> bool:
         """Read the row back, give it slots, carry out the copies, then compute: write the new tokens."""
         book = self.book
         if book.away[row]:
-            if not two_ended.come_back(book, row):
+            if not allocation.come_back(book, row):
                 self.carry_out()
                 return False
         elif not checkpoint.restore(book, row):
             self.carry_out()
             return False
         before = int(book.stored[row])
-        done = two_ended.grow(book, row, tokens)
+        done = allocation.grow(book, row, tokens)
         self.carry_out()
         if done:
             self.read(row, before)
@@ -129,7 +140,7 @@ class Pool:
 
     def check(self) -> None:
         """Everything is whole, and what a row does not have on the device is on the host."""
-        two_ended.check_integrity(self.book)
+        allocation.check_integrity(self.book)
         book = self.book
         for row in range(self.rows):
             tokens = int(book.stored[row])

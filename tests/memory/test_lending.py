@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines import kernels
-from headway.engines.kernels import FREE, HOLDING, Limits
-from headway.memory import lending
+from headway.engines.simulated import kernels
+from headway.engines.simulated.kernels import FREE, HOLDING, Limits
+from headway.memory import reservations
 from headway.memory.exact import goal_of, pooled, reserve_of
 from headway.types import Ints, Jobs
 
@@ -22,7 +22,7 @@ def some(*rows: int) -> Ints:
     return np.array(rows, np.int64)
 
 
-class Book:
+class TwoEndedTable:
     """A small engine's account, worked by hand: one operation at a time."""
 
     def __init__(self, blocks: int) -> None:
@@ -51,14 +51,14 @@ class Book:
         return bool(ran.rows.size)
 
     def lend(self, guest: int, host: int, start: int, span: int) -> None:
-        lending.lend(self.jobs.data, some(guest), some(host), some(start), some(span))
+        reservations.lend(self.jobs.data, some(guest), some(host), some(start), some(span))
 
     def end(self, row: int) -> None:
         kernels.release(self.jobs.data, self.balance, row)
         self.jobs.remove(self.jobs.names([row])[0])
 
     def check(self) -> None:
-        lending.check(self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.balance[FREE]))
+        reservations.check(self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.balance[FREE]))
         assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running & self.jobs.live)
 
 
@@ -66,7 +66,7 @@ class Program:
     """Random operations that a packer might do, each allowed only where it is allowed."""
 
     def __init__(self, seed: int, blocks: int) -> None:
-        self.rng, self.book = np.random.default_rng(seed), Book(blocks)
+        self.rng, self.book = np.random.default_rng(seed), TwoEndedTable(blocks)
         self.seen = dict.fromkeys(("lent", "nested", "inherited"), 0)
 
     def pick(self, *, running: bool) -> int | None:
@@ -88,8 +88,8 @@ class Program:
         if host is None or len(self.book.jobs) >= 12:
             return
         book, jobs = self.book, self.book.jobs
-        front, least = lending.front_of(jobs.data, host), lending.least_of(jobs.data, host)
-        slot = lending.slot_in(front, lending.stop_of(jobs.data, host), least, SIZE)
+        front, least = reservations.front_of(jobs.data, host), reservations.least_of(jobs.data, host)
+        slot = reservations.slot_in(front, reservations.stop_of(jobs.data, host), least, SIZE)
         if slot.stop <= slot.start:
             return
         span = int(self.rng.integers(1, slot.stop - slot.start + 1))
@@ -117,7 +117,7 @@ class Program:
         end = -(-int(jobs.computed[row] + tokens) // SIZE)
         if jobs.lent[row] and end > jobs.lent[row]:
             return  # it would run into its guest
-        if jobs.span[row] and end > lending.room_of(jobs.data, row):
+        if jobs.span[row] and end > reservations.room_of(jobs.data, row):
             return
         self.book.step(row, tokens)
 
@@ -168,9 +168,9 @@ def test_the_programs_lend_nest_and_inherit() -> None:
     assert min(seen.values()) > 30, seen
 
 
-def hosted() -> tuple[Book, int, int]:
+def hosted() -> tuple[TwoEndedTable, int, int]:
     """A host of 10 blocks with a guest in its last three."""
-    book = Book(20)
+    book = TwoEndedTable(20)
     host = book.come(8, 40)
     assert host is not None
     guest = book.jobs.add("guest", prompt=4, serial=99)
@@ -223,7 +223,7 @@ def test_a_guests_guest_stays_where_it_is() -> None:
     [(0, 1, "first block"), (5, 6, "tail"), (5, 0, "has blocks")],
 )
 def test_a_loan_lies_in_its_hosts_tail(start: int, span: int, why: str) -> None:
-    book = Book(20)
+    book = TwoEndedTable(20)
     host = book.come(8, 40)
     assert host is not None
     guest = book.jobs.add("guest", prompt=4, serial=99)
@@ -233,10 +233,10 @@ def test_a_loan_lies_in_its_hosts_tail(start: int, span: int, why: str) -> None:
 
 def test_slots_halve_what_is_left() -> None:
     """EcoServe 3.4: l/2, then l/4, then l/8."""
-    assert lending.slot_in(0, 16, 1, SIZE) == (8, 16, 32)
-    assert lending.slot_in(0, 8, 1, SIZE) == (4, 8, 16)
-    assert lending.slot_in(0, 4, 1, SIZE) == (2, 4, 8)
-    assert lending.slot_in(30, 8, 1, SIZE) == (8, 8, 2)
+    assert reservations.slot_in(0, 16, 1, SIZE) == (8, 16, 32)
+    assert reservations.slot_in(0, 8, 1, SIZE) == (4, 8, 16)
+    assert reservations.slot_in(0, 4, 1, SIZE) == (2, 4, 8)
+    assert reservations.slot_in(30, 8, 1, SIZE) == (8, 8, 2)
 
 
 def test_the_pool_is_kept_for_prompts_that_wait() -> None:

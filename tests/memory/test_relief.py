@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from headway.forecast.pace import OnlinePace
-from headway.memory.relief import PAUSE, RECOMPUTE, SWAP, cheapest, costs_of
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.preemption_cost import PAUSE, RECOMPUTE, SWAP, cheapest, costs_of
 
-THETA = OnlinePace().theta
+THETA = OnlineLatency().theta
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_the_cheapest_way_depends_on_the_job(tokens: int, wait: float, copy: flo
 def test_costs_are_seconds_of_the_pace() -> None:
     costs = costs_of(THETA, 512, 4.0, 2, 1e-3)
     assert costs.swap == pytest.approx(1.024)
-    assert costs.recompute == pytest.approx(OnlinePace().prefill_seconds(512.0))
-    assert costs.pause == pytest.approx(2 * OnlinePace().prefill_seconds(1.0))
+    assert costs.recompute == pytest.approx(OnlineLatency().prefill_seconds(512.0))
+    assert costs.pause == pytest.approx(2 * OnlineLatency().prefill_seconds(1.0))

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.memory import two_ended
-from headway.memory.slots import BEST_EFFORT, DROPPED, EMPTY, HOST, REAL_TIME
+from headway.memory.two_ended import allocation
+from headway.memory.two_ended.block_table import BEST_EFFORT, DROPPED, EMPTY, HOST, REAL_TIME
 from tests.memory.pool import NOBODY, Pool, random_program
 
 _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs
@@ -85,7 +85,7 @@ def test_a_row_moves_to_an_empty_block_when_its_slots_have_another_owner() -> No
     pool.grow(2, 8), pool.grow(1, 3)
     assert pool.book.table[1, 0] == pool.book.table[0, 0]
     pool.leave(2)
-    assert two_ended.checkpoint.lost_places(pool.book, np.array([0])).tolist() == [1]
+    assert allocation.checkpoint.lost_places(pool.book, np.array([0])).tolist() == [1]
     pool.begin([0])
     assert pool.grow(0, 1)
     assert pool.book.table[1, 0] not in pool.book.table[0, :2]
@@ -138,7 +138,7 @@ def test_without_any_free_left_end_there_is_no_block() -> None:
     pool = Pool(blocks=1, size=4)
     pool.enter(0, REAL_TIME), pool.enter(1, REAL_TIME)
     assert pool.grow(0, 1)
-    assert two_ended.find_block(pool.book) == NOBODY
+    assert allocation.find_block(pool.book) == NOBODY
     assert not pool.grow(1, 1)
     assert pool.book.held[1] == 0
     pool.check()

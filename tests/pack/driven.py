@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.engines.simulated import Ran, SimulatedEngine
-from headway.pack.classic import StockPriority
+from headway.engines.simulated.engine import Ran, SimulatedEngine
+from headway.pack.ranked import StockPriority
 from headway.ports import Packer
 from headway.types import Ints, Slo
 

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from headway.baselines import BASELINES, ROUTERS
-from headway.bench.simulate import Fleet, simulate
+from headway.bench.simulate.whatif import Fleet, simulate
 from headway.cli import app
 from headway.config import Config
-from headway.ecoserve import ECOSERVE
 from headway.errors import ConfigError
-from headway.forecast.pace import OnlinePace
+from headway.forecast.latency.online import OnlineLatency
 from headway.ports import Packer
-from headway.recipes import ABLATIONS, RECIPES, find, names
+from headway.recipes.baselines import BASELINES, ROUTERS
+from headway.recipes.ecoserve import ECOSERVE
+from headway.recipes.registry import ABLATIONS, RECIPES, find, names
 from headway.serve.main import preflight
-from headway.sim.run import Node, Simulation
-from headway.sim.workload import Workload, single
+from headway.sim.run import InstanceSpec, Simulation
+from headway.sim.workload.traffic import Workload, single
 from headway.types import Batch, Instance
 from tests.pack.driven import Ask, Driven, Limits, limits, loads
 
@@ -33,7 +33,7 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 def packer(name: str, limits: Limits) -> Packer:
-    return find(name).packer(limits.running, limits.budget, OnlinePace())
+    return find(name).packer(limits.running, limits.budget, OnlineLatency())
 
 
 def test_names() -> None:
@@ -104,7 +104,7 @@ def crowd(count: int) -> Workload:
 @every
 def test_the_queue_is_the_engines_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that waits is inside, so that the packer chooses among all; and all of it ends."""
-    node = Node(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512, copy_seconds=1e-5)
+    node = InstanceSpec(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512, copy_seconds=1e-5)
     seen: list[int] = []
     recipe = find(name)
     real = type(packer(name, Limits())).pack
@@ -121,16 +121,16 @@ def test_the_queue_is_the_engines_own(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Node(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512)
+    node = InstanceSpec(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512)
     seen: list[int] = []
     recipe = find("vllm")
-    real = type(recipe.packer(8, 512, OnlinePace())).pack
+    real = type(recipe.packer(8, 512, OnlineLatency())).pack
 
     def pack(self: Packer, jobs, ledger, now):  # type: ignore[no-untyped-def]
         seen.append(len(jobs))
         return real(self, jobs, ledger, now)
 
-    monkeypatch.setattr("headway.pack.classic.Fcfs.pack", pack)
+    monkeypatch.setattr("headway.pack.ranked.Fcfs.pack", pack)
     Simulation(recipe, [node], crowd(60), fast=False).run()
     assert max(seen) <= node.instance.window
 

@@ -7,24 +7,24 @@ import math
 import numpy as np
 import pytest
 
-from headway.forecast.pace import OnlinePace
-from headway.memory.ledger import Ledger
-from headway.memory.two_ended import TwoEndedLedger
-from headway.pack import algorithm_1
-from headway.pack.bros import Bros
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
+from headway.memory.two_ended.allocation import TwoEndedBudget
+from headway.pack.bros import algorithm_1
+from headway.pack.bros.batch_size import BatchSize
+from headway.pack.bros.packer import Bros
 from headway.pack.kernels import due_of
-from headway.pack.sizing import BatchSize
-from headway.recipes import find
+from headway.recipes.registry import find
 from headway.types import Ints, Jobs, Step
 
 NOW, SIZE = 100.0, 16
 
 
-def steady() -> OnlinePace:
+def steady() -> OnlineLatency:
     """Iterations of 10 ms, and 1 ms per prompt token or answer: made up, so that times can be said."""
-    pace = OnlinePace()
-    pace.theta[:] = [0.010, 0.016, 0.0, 0.512, 0.0]
-    return pace
+    latency = OnlineLatency()
+    latency.theta[:] = [0.010, 0.016, 0.0, 0.512, 0.0]
+    return latency
 
 
 def packer(places: int = 4, **options: object) -> Bros:
@@ -33,10 +33,10 @@ def packer(places: int = 4, **options: object) -> Bros:
     return made
 
 
-def account(jobs: Jobs, total: int = 100, *, shared: bool = True, copy: float = 0.0) -> TwoEndedLedger:
+def account(jobs: Jobs, total: int = 100, *, shared: bool = True, copy: float = 0.0) -> TwoEndedBudget:
     free = total - int(jobs.blocks.sum())
     moves: Ints = np.zeros(len(jobs.keys), np.int64)
-    return TwoEndedLedger(total, free, SIZE, 64, copy, moves, shared)
+    return TwoEndedBudget(total, free, SIZE, 64, copy, moves, shared)
 
 
 def answering(jobs: Jobs, id: str, left: float, *, made: int = 10, prompt: int = 30) -> None:
@@ -207,7 +207,7 @@ def test_without_a_host_it_is_evicted_instead() -> None:
     jobs = Jobs()
     batch_job(jobs, "be", prompt=160)
     asking(jobs, "rt", 0.3, prompt=40)
-    step = packer().pack(jobs, Ledger(11, 1, SIZE, 64), NOW)
+    step = packer().pack(jobs, KvBudget(11, 1, SIZE, 64), NOW)
     assert order(jobs, step) == ["rt"]
     assert jobs.names(step.evict) == ["be"]
     assert not step.save.size
@@ -265,13 +265,13 @@ def test_a_request_near_its_limit_resets_the_batch() -> None:
     ("bros-no-replacement", "replaces", False), ("bros-lost-last", "lost_last", True),
 ])  # fmt: skip
 def test_recipes(name: str, field: str, value: bool) -> None:
-    made = find(name).packer(256, 2048, OnlinePace())
+    made = find(name).packer(256, 2048, OnlineLatency())
     assert isinstance(made, Bros)
     assert getattr(made, field) is value
     assert made.sizing.size == 128
 
 
 def test_without_sizing_the_batch_stays_at_the_base() -> None:
-    made = find("bros-no-sizing").packer(256, 2048, OnlinePace())
+    made = find("bros-no-sizing").packer(256, 2048, OnlineLatency())
     assert isinstance(made, Bros)
     assert not made.sizing.adapts

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines.simulated import Ran, SimulatedEngine
-from headway.forecast.pace import OnlinePace
-from headway.pack import queues
-from headway.pack.decoupled import Decoupled, Options
-from headway.pack.queues import ACTIVE, MINE, QUEUED
+from headway.engines.simulated.engine import Ran, SimulatedEngine
+from headway.forecast.latency.online import OnlineLatency
+from headway.pack.ecoserve import queues
+from headway.pack.ecoserve.packer import EcoServe, Options
+from headway.pack.ecoserve.queues import ACTIVE, MINE, QUEUED
 from headway.types import Jobs, Slo
 
 SIZE = 16
@@ -24,7 +24,7 @@ class Engine:
     """A simulated engine under an EcoServe packer, one iteration at a time."""
 
     def __init__(self, options: Options, blocks: int = 60, copy: float = math.inf) -> None:
-        self.packer = Decoupled(512, OnlinePace(), options, copy)
+        self.packer = EcoServe(512, OnlineLatency(), options, copy)
         self.host = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=64, budget=512, max_model_len=blocks * SIZE
         )

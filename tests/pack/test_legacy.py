@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.memory.ledger import Ledger
-from headway.pack.legacy import Orca, VllmV0
+from headway.memory.budget import KvBudget
+from headway.pack.baselines.vllm_v0 import Orca, VllmV0
 from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 from tests.pack.v0 import Reference
 
@@ -114,7 +114,7 @@ def test_orca_never_reserves_more_than_there_is_and_never_preempts(asks: list[As
     for seen in run.go(asks):
         jobs = run.engine.jobs
         rows = jobs.rows()[jobs.running[jobs.rows()]]
-        ledger = Ledger(limits.blocks, run.engine.free, SIZE, limits.slots)
+        ledger = KvBudget(limits.blocks, run.engine.free, SIZE, limits.slots)
         assert int(run.packer.reserved(jobs, rows, ledger).sum()) <= limits.blocks
         assert not seen.evicted
         assert seen.copied == 0

@@ -6,22 +6,22 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.pace import OnlinePace
-from headway.pack.mlfq import SkipJoin
+from headway.forecast.latency.online import OnlineLatency
+from headway.pack.baselines.fastserve import FastServe
 from headway.types import Batch
 from tests.pack.driven import Ask, Driven, Limits, ample, limits, loads
 
 EXAMPLES = settings(max_examples=60)
-PACE = OnlinePace()  # nobody teaches it here, so quanta stay
+PACE = OnlineLatency()  # nobody teaches it here, so quanta stay
 SHORTEST = PACE.seconds(Batch(1, 0, 0))
 
 
-def queue(limits: Limits, **options: float) -> tuple[SkipJoin, Driven]:
-    packer = SkipJoin(limits.running, limits.budget, PACE, **options)  # type: ignore[arg-type]
+def queue(limits: Limits, **options: float) -> tuple[FastServe, Driven]:
+    packer = FastServe(limits.running, limits.budget, PACE, **options)  # type: ignore[arg-type]
     return packer, Driven(packer, limits)
 
 
-def levels(packer: SkipJoin, run: Driven) -> dict[str, int]:
+def levels(packer: FastServe, run: Driven) -> dict[str, int]:
     return {name: int(packer.ladder.level[row]) for name, row in run.engine.jobs.row_of.items()}
 
 

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.pace import OnlinePace
-from headway.memory.ledger import Ledger
-from headway.pack.chunked import Chunked
-from headway.pack.classic import Fcfs
-from headway.pack.multires import MultiRes
-from headway.pack.rotate import Alternate
-from headway.pack.srtf import Shortest
-from headway.recipes import find
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
+from headway.pack.baselines.chunked import Chunked
+from headway.pack.baselines.multires import MultiRes
+from headway.pack.baselines.round_robin import RoundRobin
+from headway.pack.baselines.srtf import Srtf
+from headway.pack.ranked import Fcfs
+from headway.recipes.registry import find
 from headway.types import Jobs
 from tests.pack.driven import CHAT, SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 
 EXAMPLES = settings(max_examples=60)
-PACE = OnlinePace()  # nobody teaches it here
+PACE = OnlineLatency()  # nobody teaches it here
 
 
 # ---- chunked prefill
@@ -79,15 +79,15 @@ def test_shortest_remaining_first_beats_first_come_on_one_server(asks: list[Ask]
     """With exact lengths it is optimal there (Schrage); an iteration is the unit of work."""
     asks = [Ask(a.prompt, a.output, 0 if i == 0 else a.after) for i, a in enumerate(asks)]
     one = Limits(running=1, budget=100, slots=32)
-    ours = mean_end(Driven(Shortest(1, 100, PACE), one), asks)
+    ours = mean_end(Driven(Srtf(1, 100, PACE), one), asks)
     assert ours <= mean_end(Driven(Fcfs(1), one), asks) + 1e-9
-    assert ours <= mean_end(Driven(Shortest(1, 100, PACE, preempts=False), one), asks) + 1e-9
+    assert ours <= mean_end(Driven(Srtf(1, 100, PACE, preempts=False), one), asks) + 1e-9
 
 
 @given(loads(), ample)
 @EXAMPLES
 def test_shortest_job_first_never_displaces(asks: list[Ask], limits: Limits) -> None:
-    for seen in Driven(Shortest(limits.running, limits.budget, PACE, preempts=False), limits).go(asks):
+    for seen in Driven(Srtf(limits.running, limits.budget, PACE, preempts=False), limits).go(asks):
         assert not seen.paused - _in_prompt(seen, asks)
         assert not seen.evicted
 
@@ -96,14 +96,14 @@ def test_a_shorter_one_displaces_only_with_preemption() -> None:
     asks = [Ask(10, 40), Ask(10, 3, after=5)]
     ends = {}
     for preempts in (True, False):
-        run = Driven(Shortest(1, 100, PACE, preempts), Limits(running=1, budget=100, slots=4))
+        run = Driven(Srtf(1, 100, PACE, preempts), Limits(running=1, budget=100, slots=4))
         list(run.go(asks))
         ends[preempts] = run.ends["r1"]
     assert ends == {True: 8, False: 43}
 
 
 def test_a_prompt_counts_towards_what_remains() -> None:
-    run = Driven(Shortest(1, 500, PACE), Limits(running=1, budget=500, slots=4))
+    run = Driven(Srtf(1, 500, PACE), Limits(running=1, budget=500, slots=4))
     assert list(next(run.go([Ask(400, 5), Ask(10, 5)])).tokens) == ["r1"]
 
 
@@ -139,7 +139,7 @@ def test_multires_takes_the_demand_nearest_to_what_is_free(free: int, first: str
     if free < 100:
         row = jobs.add("old", prompt=5, left=1.0, made=1, computed=5, serial=0, blocks=100 - free)
         jobs.running[row] = True
-    step = MultiRes(8, 200).pack(jobs, Ledger(100, free, SIZE, 16), 0.0)
+    step = MultiRes(8, 200).pack(jobs, KvBudget(100, free, SIZE, 16), 0.0)
     assert next(name for name in jobs.names(step.order) if name != "old") == first
 
 
@@ -163,7 +163,7 @@ def test_multires_swaps_the_last_come_when_answers_outgrow_their_allocation() ->
 def test_round_robin_gives_places_in_turn(asks: list[Ask], limits: Limits) -> None:
     """Nobody of either queue has two places more than the other queue while that one has somebody waiting."""
     wide = Limits(limits.running, 2000, 1000, 64)
-    for seen in Driven(Alternate(limits.running, 2000), wide).go(asks):
+    for seen in Driven(RoundRobin(limits.running, 2000), wide).go(asks):
         queues = {True: 0, False: 0}
         left = {True: 0, False: 0}
         for name in seen.inside + seen.waiting:
@@ -177,14 +177,21 @@ def test_round_robin_gives_places_in_turn(asks: list[Ask], limits: Limits) -> No
 def test_round_robin_begins_with_a_promise_and_keeps_the_order_of_each_queue() -> None:
     asks = [Ask(10, 5), Ask(10, 5), Ask(10, 5, slo=CHAT), Ask(10, 5), Ask(10, 5, slo=CHAT), Ask(10, 5)]
     wide = Limits(running=6, budget=200)
-    assert list(next(Driven(Alternate(6, 200), wide).go(asks)).tokens) == ["r2", "r0", "r4", "r1", "r3", "r5"]
+    assert list(next(Driven(RoundRobin(6, 200), wide).go(asks)).tokens) == [
+        "r2",
+        "r0",
+        "r4",
+        "r1",
+        "r3",
+        "r5",
+    ]
     narrow = Limits(running=3, budget=200)
-    assert list(next(Driven(Alternate(3, 200), narrow).go(asks)).tokens) == ["r2", "r0", "r4"]
+    assert list(next(Driven(RoundRobin(3, 200), narrow).go(asks)).tokens) == ["r2", "r0", "r4"]
 
 
 def test_multires_names_who_comes_back_once() -> None:
     jobs = Jobs()
     jobs.add("back", prompt=40, made=3, computed=42, saved=42, left=9.0, serial=1)
     jobs.add("new", prompt=40, left=9.0, serial=2)
-    step = MultiRes(8, 200).pack(jobs, Ledger(100, 100, SIZE, 16), 0.0)
+    step = MultiRes(8, 200).pack(jobs, KvBudget(100, 100, SIZE, 16), 0.0)
     assert jobs.names(step.order) == ["back", "new"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.controller import Controller
+from headway.core.controller import Controller
 from headway.ports import Planner
 from headway.types import Arrived, Command, Finished, Forecast, Instance, InstanceUp, Reject, Request, Send
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from headway.plan.classic import Ordered, by_arrival
-from headway.ports import Cluster
+from headway.core.cluster import Cluster
+from headway.plan.ordered import Ordered, by_arrival
 from headway.types import (
     Instance,
     InstanceDown,

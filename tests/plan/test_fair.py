@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.plan.fair import FairShare
+from headway.plan.baselines.vtc import VirtualTokenCounter
 from headway.types import Failed, Request
 from tests.plan.place import Place, ask, instance
 
@@ -25,7 +25,7 @@ def test_two_backlogged_tenants_differ_by_less_than_one_request(
 ) -> None:
     """The paper's theorem 4.4 has 2 max(w_p L, w_q M); with lengths known it is the largest request."""
     rng = np.random.default_rng(seed)
-    place = Place(FairShare(), instance("e0", running, lead=0))
+    place = Place(VirtualTokenCounter(), instance("e0", running, lead=0))
     place.come(ask("first", 0.0, tenant="c"))  # the engine is not idle when a and b come
     for i in range(running - 1):
         place.come(ask(f"x{i}", 0.0, tenant="c"))
@@ -44,7 +44,7 @@ def test_two_backlogged_tenants_differ_by_less_than_one_request(
 
 
 def test_within_a_tenant_first_come_first_served() -> None:
-    place = Place(FairShare(), instance("e0", 1, lead=0))
+    place = Place(VirtualTokenCounter(), instance("e0", 1, lead=0))
     for i in range(6):
         place.come(ask(f"r{i}", float(i), prompt=100 - i, tenant="ab"[i % 2]))
     while place.inside:
@@ -55,7 +55,7 @@ def test_within_a_tenant_first_come_first_served() -> None:
 
 
 def test_who_asks_for_little_does_not_wait_behind_who_asks_for_much() -> None:
-    place = Place(FairShare(), instance("e0", 1, lead=0))
+    place = Place(VirtualTokenCounter(), instance("e0", 1, lead=0))
     for i in range(20):
         place.come(ask(f"big{i}", float(i), tenant="big"))
     place.come(ask("small", 20.0, tenant="small"))
@@ -66,7 +66,7 @@ def test_who_asks_for_little_does_not_wait_behind_who_asks_for_much() -> None:
 
 def test_a_tenant_that_was_away_is_lifted() -> None:
     """Its counter stands far behind; without the lift it would be served alone until it had caught up."""
-    place = Place(FairShare(), instance("e0", 1, lead=0))
+    place = Place(VirtualTokenCounter(), instance("e0", 1, lead=0))
     for i in range(10):
         place.come(ask(f"a{i}", float(i), tenant="a"))
     for i in range(8):
@@ -82,7 +82,7 @@ def test_a_tenant_that_was_away_is_lifted() -> None:
 
 
 def test_what_failed_in_the_queue_costs_nothing() -> None:
-    planner = FairShare()
+    planner = VirtualTokenCounter()
     place = Place(planner, instance("e0", 1, lead=0))
     for i in range(3):
         place.come(ask(f"r{i}", 0.0, prompt=50))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.plan.gate import Gate
+from headway.plan.baselines.flow_control import FlowControl
 from headway.types import Reject, Request, Slo
 from tests.plan.place import Place, ask, instance
 
@@ -30,7 +30,7 @@ PROGRAM = st.lists(
 def test_sheds_only_what_may_be_shed_and_only_when_saturated(
     program: list[tuple[bool, str, Slo, int, int]], running: int, lead: int
 ) -> None:
-    gate = Gate()
+    gate = FlowControl()
     fleet = [instance(f"e{i}", running, model="mnm"[i], blocks=100, lead=lead) for i in range(3)]
     place = Place(gate, *fleet)
     for i, (comes, model, slo, priority, prompt) in enumerate(program):
@@ -54,7 +54,7 @@ def test_sheds_only_what_may_be_shed_and_only_when_saturated(
 
 
 def test_interactive_before_deadline_before_best_effort_and_edf_inside() -> None:
-    place = Place(Gate(), instance("e0", 1, lead=0))
+    place = Place(FlowControl(), instance("e0", 1, lead=0))
     place.come(ask("first"))
     slos = {"none": Slo(), "late": Slo(ttft=50.0), "soon": Slo(ttft=20.0), "report": Slo(e2e=1.0)}
     for i, (id, slo) in enumerate(slos.items()):
@@ -65,7 +65,7 @@ def test_interactive_before_deadline_before_best_effort_and_edf_inside() -> None
 
 
 def test_the_gate_shuts_at_four_fifths_of_the_kv() -> None:
-    place = Place(Gate(), instance("e0", 100, blocks=10))
+    place = Place(FlowControl(), instance("e0", 100, blocks=10))
     for i in range(9):
         place.come(ask(f"r{i}", float(i), prompt=6, answer=10))  # one block each
     assert len(place.inside) == 8
@@ -76,7 +76,7 @@ def test_the_gate_shuts_at_four_fifths_of_the_kv() -> None:
     [(Slo(), 1, True), (Slo(), 0, False), (Slo(e2e=9.0), 1, False), (Slo(ttft=1.0), 5, False)],
 )
 def test_what_may_be_shed(slo: Slo, priority: int, shed: bool) -> None:
-    place = Place(Gate(), instance("e0", 1, lead=0))
+    place = Place(FlowControl(), instance("e0", 1, lead=0))
     place.come(ask("first"))
     place.come(ask("r", 1.0, slo=slo, priority=priority))
     assert place.rejected == (["r"] if shed else [])
@@ -84,6 +84,6 @@ def test_what_may_be_shed(slo: Slo, priority: int, shed: bool) -> None:
 
 
 def test_nothing_is_shed_while_no_instance_is_up() -> None:
-    place = Place(Gate())
+    place = Place(FlowControl())
     place.come(ask("r", priority=5))
     assert place.rejected == []

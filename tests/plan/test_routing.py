@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.plan.notes import Notes
-from headway.plan.routing import least_loaded, round_robin
+from headway.plan.baselines.load_balancing import least_loaded, round_robin
+from headway.plan.request_column import RequestColumn
 from headway.types import Backlog, InstanceDown, InstanceUp, Returned, Send
 from tests.plan.place import Place, ask, instance
 
@@ -83,7 +83,7 @@ def test_many_that_are_dealt_at_once_are_spread() -> None:
 
 
 def test_a_note_is_not_about_the_next_request_in_its_row() -> None:
-    backlog, notes = Backlog(capacity=1), Notes()
+    backlog, notes = Backlog(capacity=1), RequestColumn()
     row = np.array([backlog.add("old", serial=1)])
     notes.put(backlog, row, 7.0)
     assert notes.get(backlog, row).tolist() == [7.0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.plan.shepherd import Shepherd, assign
+from headway.plan.baselines.shepherd import Shepherd, assign
 from headway.types import Arrived, Finished, Instance, Loadable, Slo, Swap, Swapped, Tick
 from tests.plan.place import Place, ask, instance
 

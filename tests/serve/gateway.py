@@ -20,8 +20,8 @@ import httpx
 import openai
 
 from headway.config import Broker, Config, Engine, Server, Tier
-from headway.engines.vllm.process import Child, free_port
-from headway.serve.driver import Driver
+from headway.engines.vllm.process.launch import Child, free_port
+from headway.serve.dispatcher import Dispatcher
 from headway.serve.main import _Server, bind
 
 # One client for all tests: making one reads the machine's certificates, which takes longer than most calls.
@@ -57,7 +57,15 @@ class Fake:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> Fake:
-        argv = [sys.executable, "-m", "headway.bench.instant", "--port", str(self.port), "--tokens", "8"]
+        argv = [
+            sys.executable,
+            "-m",
+            "headway.bench.live.fake_engine",
+            "--port",
+            str(self.port),
+            "--tokens",
+            "8",
+        ]
         self.child = Child(argv, dict(os.environ), self.folder / f"fake-{self.port}.log")
         self.child.start()
         until(self.answers, 20)
@@ -98,7 +106,7 @@ class Gateway:
     """A gateway that runs, and how to look inside."""
 
     config: Config
-    driver: Driver
+    driver: Dispatcher
     server: Served
     url: str
 
@@ -156,7 +164,7 @@ def serving(config: Config, *, ready: bool = True) -> Iterator[Gateway]:
     with bind(config.server.host, 0) as sock:
         port = sock.getsockname()[1]
         config = replace(config, server=replace(config.server, port=port))
-        driver = Driver(config, log_dir=Path(config.broker.path or ".").parent)
+        driver = Dispatcher(config, log_dir=Path(config.broker.path or ".").parent)
         server = Served(driver, config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="gateway")
         thread.start()

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import Broker, Config, Predictor
-from headway.forecast.kernel import PLAIN, History
-from headway.serve.answers import keep, recall
-from headway.serve.foresight import Foresight
+from headway.forecast.lengths.ridge import PLAIN, History
+from headway.serve.lengths.history import keep, recall
+from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
@@ -37,9 +37,9 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "lengths.npz"
     for history in (some(5), some(70, PLAIN + 3)):
         keep(path, history)
-        back = recall(path, history.traits.shape[1])
+        back = recall(path, history.features.shape[1])
         assert back is not None
-        assert (back.traits == history.traits).all()
+        assert (back.features == history.features).all()
         assert (back.made == history.made).all()
         assert back.tasks == history.tasks
     assert os.listdir(path.parent) == ["lengths.npz"], "nothing half written is left"
@@ -55,10 +55,10 @@ def test_no_file_is_no_history_and_nothing_to_complain_of(
 
 BAD: dict[str, dict[str, Any]] = {
     "not alike": {"made": np.ones(4)},
-    "of other types": {"traits": np.ones((5, PLAIN))},
+    "of other types": {"features": np.ones((5, PLAIN))},
     "cannot be a length": {"made": np.zeros(5)},
-    "cannot be a length or a trait": {"traits": np.full((5, PLAIN), np.nan, np.float32)},
-    "another predictor.embedding": {"traits": np.ones((5, PLAIN + 1), np.float32)},
+    "cannot be a length or a trait": {"features": np.full((5, PLAIN), np.nan, np.float32)},
+    "another predictor.embedding": {"features": np.ones((5, PLAIN + 1), np.float32)},
     "allow_pickle": {"tasks": np.array([{}] * 5)},
 }
 
@@ -68,7 +68,7 @@ def test_a_file_of_something_else_is_not_used_and_says_why(
     why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, good = tmp_path / "lengths.npz", some()
-    columns = {"traits": good.traits, "tasks": np.array(good.tasks), "made": good.made}
+    columns = {"features": good.features, "tasks": np.array(good.tasks), "made": good.made}
     np.savez(path, **(columns | BAD[why]))
     assert recall(path, PLAIN) is None
     assert why in caplog.text
@@ -93,7 +93,7 @@ def test_a_file_too_large_is_not_read(
 ) -> None:
     path = tmp_path / "lengths.npz"
     keep(path, some())
-    monkeypatch.setattr("headway.serve.answers._MOST", 100)
+    monkeypatch.setattr("headway.serve.lengths.history._MOST", 100)
     assert recall(path, PLAIN) is None
     assert "larger" in caplog.text
 
@@ -137,7 +137,7 @@ async def test_few_answers_are_kept_and_no_model_is_made_of_them(
 ) -> None:
     caplog.set_level(logging.WARNING)
     keep(tmp_path / "few.npz", some(5))
-    host = Foresight(PADDED, PLAINLY, Metrics(), tmp_path / "few.npz")
+    host = LengthService(PADDED, PLAINLY, Metrics(), tmp_path / "few.npz")
     await host.start()
     assert host.predictor is not None
     assert (host.predictor.known, host.predictor.due) == (5, False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.config import Broker
-from headway.engines.vllm.process import free_port
+from headway.engines.vllm.process.launch import free_port
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
 from tests.serve.test_ends import fakes

@@ -19,7 +19,7 @@ import pytest
 
 from headway.cli import app
 from headway.config import Broker, Config, Engine, Server, write
-from headway.engines.vllm.process import free_port
+from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from tests.serve.gateway import WEB, Fake, until
 
@@ -34,7 +34,7 @@ def headway(*arguments: str, folder: Path, **environment: str) -> subprocess.Pop
 
 
 @dataclass
-class Taken:
+class Preempted:
     """What makes a start impossible: a port that is in use, a queue that another gateway has."""
 
     port: int
@@ -42,13 +42,13 @@ class Taken:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taken]:
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preempted]:
     import fcntl
 
     queue = tmp_path_factory.mktemp("queue") / "queue.sqlite"
     with socket.create_server(("127.0.0.1", 0)) as sock, Path(f"{queue}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Taken(sock.getsockname()[1], str(queue))
+        yield Preempted(sock.getsockname()[1], str(queue))
 
 
 Mistake = tuple[str, list[str], str, str]  # the file, the options, what is wrong, the mend
@@ -68,7 +68,7 @@ MORE: dict[str, Mistake] = {
 }
 
 
-def command(mistake: Mistake, taken: Taken, file: Path) -> list[str]:
+def command(mistake: Mistake, taken: Preempted, file: Path) -> list[str]:
     """Write the mistake's file and return the arguments of `headway`."""
     text, options, _, _ = mistake
     if text != "-":
@@ -78,7 +78,7 @@ def command(mistake: Mistake, taken: Taken, file: Path) -> list[str]:
     return ["serve", "--config", str(file), *options, *port]
 
 
-def test_mistakes_are_named_with_their_mend(taken: Taken, tmp_path: Path) -> None:
+def test_mistakes_are_named_with_their_mend(taken: Preempted, tmp_path: Path) -> None:
     """All at once, because each start costs seconds of imports."""
     started = {
         name: headway(*command(mistake, taken, tmp_path / f"{name}.toml"), folder=tmp_path / name)
@@ -95,7 +95,7 @@ def test_mistakes_are_named_with_their_mend(taken: Taken, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_more_mistakes(name: str, taken: Taken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     with pytest.raises(ConfigError) as raised:
         app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
@@ -114,7 +114,7 @@ if os.environ.get("STANDIN") == "broken":
     sys.exit(3)
 subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
 os.environ.pop("PYTHONPATH")
-line = [sys.executable, "-m", "headway.bench.instant", "--port", arguments["--port"]]
+line = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", arguments["--port"]]
 os.execv(sys.executable, line)
 """
 
@@ -179,7 +179,7 @@ def test_its_engine_is_started_again_and_ended(run: Any) -> None:
     assert len(first) >= 2, "the engine and its own child"
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=10).status_code == 200
-    engine = next(one for one in first if "headway.bench.instant" in one.cmdline())
+    engine = next(one for one in first if "headway.bench.live.fake_engine" in one.cmdline())
     engine.kill()
     assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
     assert left(first) == [], "nothing of the dead engine is left"
@@ -194,7 +194,7 @@ def test_its_engine_is_started_again_and_ended(run: Any) -> None:
 def test_its_engine_ends_when_it_is_killed(run: Any) -> None:
     started = run()
     until(started.ready, 40)
-    engine = [one for one in started.family() if "headway.bench.instant" in one.cmdline()]
+    engine = [one for one in started.family() if "headway.bench.live.fake_engine" in one.cmdline()]
     others = [one for one in started.family() if "sleep" in one.cmdline()]
     started.process.kill()
     assert left(engine) == []

@@ -17,7 +17,7 @@ import pytest
 
 from headway.broker import MemoryBroker
 from headway.config import Broker
-from headway.engines.vllm.process import free_port
+from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, Fake, Gateway, until
@@ -281,7 +281,7 @@ def test_a_bug_of_ours_is_an_error_in_openai_s_shape(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    for owner, name in ((type(gateway.driver), "check_room"), (type(gateway.driver), "begin")):
+    for owner, name in ((type(gateway.driver), "check_capacity"), (type(gateway.driver), "begin")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, broken)
             answer = gateway.post(gateway.chat())

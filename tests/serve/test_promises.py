@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.config import Key, Tier
-from headway.engines.vllm.facts import Facts, read_facts
+from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway
 
@@ -27,10 +27,10 @@ def ask(gateway: Gateway, fake: Fake) -> Any:
     return send
 
 
-def facts(body: dict[str, Any]) -> Facts:
+def facts(body: dict[str, Any]) -> RequestMetadata:
     """Read the body's facts as the scheduler does."""
     params = SimpleNamespace(extra_args=body["vllm_xargs"], max_tokens=body["max_tokens"])
-    return read_facts(SimpleNamespace(sampling_params=params, request_id="vllm's", arrival_time=-1.0))
+    return read_metadata(SimpleNamespace(sampling_params=params, request_id="vllm's", arrival_time=-1.0))
 
 
 def promises(body: dict[str, Any]) -> dict[str, float]:

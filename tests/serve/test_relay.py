@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.serve.relay import _Events
+from headway.serve.streaming import _Events
 
 DONE = b"data: [DONE]\n\n"
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 
 from headway.config import Config
-from headway.serve.gateway import build
+from headway.serve.app import build
 from tests.serve.gateway import Gateway
 
 ERROR = {"message", "type", "param", "code"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.engines.vllm.client import VllmEngine
-from headway.engines.vllm.process import free_port
+from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.launch import free_port
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
 from tests.serve.test_ends import fakes

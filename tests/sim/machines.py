@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.sim.run import Load, Node
-from headway.sim.workload import Workload, concat, single
+from headway.sim.run import InstanceSpec, Load
+from headway.sim.workload.traffic import Workload, concat, single
 from headway.types import Batch, Floats, Instance, Slo
 
 
@@ -30,10 +30,10 @@ GIB = 1 << 30
 def machine(
     id: str, *models: str, each: float = 0.1, running: int = 4, blocks: int = 200, host: int = 0,
     cold: float = 10.0, warm: float = 1.0, longest: int = 1000,
-) -> Node:  # fmt: skip
+) -> InstanceSpec:  # fmt: skip
     """A node that serves its first model and can load the others; each has 1 GiB of weights."""
     forms = [
-        Node(
+        InstanceSpec(
             Instance(id, model, running, blocks, 16, longest), Constant(each), 2 * running, 256,
             0.0, Load(cold, warm, GIB), (), host * GIB,
         )

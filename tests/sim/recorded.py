@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.engines.simulated import Ran
-from headway.memory.ledger import Ledger
-from headway.pack.room import arrange
-from headway.plan import classic
-from headway.recipes import RECIPES, Recipe
-from headway.sim.recorder import Recorder
-from headway.sim.run import Node, Outcome, Simulation
-from headway.sim.runfolder import Header, Machine, Run
-from headway.sim.workload import TrafficClass, Workload, make, poisson
+from headway.engines.simulated.engine import Ran
+from headway.memory.budget import KvBudget
+from headway.pack.allocation import allocate
+from headway.plan import ordered
+from headway.recipes.registry import RECIPES, Recipe
+from headway.sim.record.recorder import Recorder
+from headway.sim.record.run_folder import Header, Machine, Run
+from headway.sim.run import InstanceSpec, Outcome, Simulation
+from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Batch, Instance, Jobs, Slo, Step
 
 
@@ -30,14 +30,14 @@ class Linear:
 
 
 @dataclass
-class Swapping:
+class HostPoolEngine:
     """First come, first served, but now and then the youngest running row goes to the host and returns."""
 
     max_running: int
     budget: int
     steps: int = 0
 
-    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         self.steps += 1
         rows = jobs.rows()
         ranked = rows[np.lexsort((jobs.serial[rows],))]
@@ -45,11 +45,14 @@ class Swapping:
         if self.steps % 7 == 0 and running.size > 1:
             saved = running[-1:]
             return Step(running[:-1], save=saved, max_running=self.max_running, token_budget=self.budget)
-        return arrange(jobs, ranked, ledger, self.max_running, self.budget)
+        return allocate(jobs, ranked, ledger, self.max_running, self.budget)
 
 
 SWAPPING = Recipe(
-    "swapping", "for tests", lambda: classic.Ordered(classic.by_due), lambda n, b, pace: Swapping(n, b)
+    "swapping",
+    "for tests",
+    lambda: ordered.Ordered(ordered.by_due),
+    lambda n, b, latency: HostPoolEngine(n, b),
 )
 ALL = {**RECIPES, "swapping": SWAPPING}
 
@@ -65,9 +68,9 @@ def mixed(seed: int, rate: float = 14.0, duration: float = 8.0) -> Workload:
     return workload.take(np.flatnonzero(workload.prompt + workload.output <= 2048))
 
 
-def fleet(count: int, blocks: int = 300, running: int = 16) -> list[Node]:
+def fleet(count: int, blocks: int = 300, running: int = 16) -> list[InstanceSpec]:
     return [
-        Node(
+        InstanceSpec(
             Instance(f"e{i}", "default", running, blocks, 16, 2048), Linear(), 2 * running, 512,
             copy_seconds=1e-5,
         )

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast import pacefile
-from headway.recipes import RECIPES
-from headway.sim import fast
-from headway.sim.run import Node, Simulation
-from headway.sim.workload import TrafficClass, Workload, make, poisson
+from headway.forecast.latency import profiles
+from headway.recipes.registry import RECIPES
+from headway.sim import compiled_loop
+from headway.sim.run import InstanceSpec, Simulation
+from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Instance, Slo
 
 RULED = ["vllm", "priority", "edf", "slack"]
@@ -32,9 +32,9 @@ def traffic(rate: float, count: int, seed: int) -> Workload:
     return replace(workload, models=("m",), model=np.zeros(len(workload), np.int64))
 
 
-def node(pace: str, running: int, blocks: int, budget: int) -> Node:
+def node(latency: str, running: int, blocks: int, budget: int) -> InstanceSpec:
     instance = Instance("e0", "m", running, blocks, 16, 600)
-    return Node(instance, pacefile.load(pace).pace(), 2 * running, max(budget, running))
+    return InstanceSpec(instance, profiles.load(latency).latency(), 2 * running, max(budget, running))
 
 
 @pytest.mark.parametrize("recipe", RULED)
@@ -44,9 +44,9 @@ def node(pace: str, running: int, blocks: int, budget: int) -> Node:
 )  # fmt: skip
 @settings(max_examples=25)
 def test_same_outcome(
-    recipe: str, pace: str, running: int, blocks: int, budget: int, rate: float, seed: int
+    recipe: str, latency: str, running: int, blocks: int, budget: int, rate: float, seed: int
 ) -> None:
-    workload, one = traffic(rate, 60, seed), node(pace, running, blocks, budget)
+    workload, one = traffic(rate, 60, seed), node(latency, running, blocks, budget)
     readable = Simulation(RECIPES[recipe], [one], workload, fast=False).run()
     compiled = Simulation(RECIPES[recipe], [one], workload).run()
     for name in ("first", "end", "node", "evictions"):
@@ -61,7 +61,7 @@ def test_same_outcome(
 def test_the_common_recipes_are_compiled(recipe: str) -> None:
     workload = traffic(5.0, 20, 0)
     simulation = Simulation(RECIPES[recipe], [node("opt-13b-a100", 8, 400, 256)], workload)
-    assert fast.world(RECIPES[recipe], simulation.nodes[0], workload, simulation.lengths) is not None
+    assert compiled_loop.world(RECIPES[recipe], simulation.nodes[0], workload, simulation.lengths) is not None
 
 
 def test_progress_tells_all_arrivals() -> None:

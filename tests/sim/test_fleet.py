@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.baselines import ROUTERS
-from headway.bench import scene
-from headway.bench.simulate import Mixed, simulate
+from headway.bench.simulate import scenario
+from headway.bench.simulate.whatif import Mixed, simulate
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.recipes import find
+from headway.recipes.baselines import ROUTERS
+from headway.recipes.registry import find
 from headway.sim import fleet
 from headway.sim.fleet import Spec, build, spec
-from headway.sim.run import Node, Simulation
+from headway.sim.run import InstanceSpec, Simulation
 from headway.types import Slo
 from tests.sim.machines import Constant, at, machine, random_traffic, together
 
@@ -103,9 +103,9 @@ def test_swapping_needs_known_load_times() -> None:
         Simulation(find("shepherd"), [replace(node, load=None)], at(0.0, model="a")).run()
 
 
-def unlike() -> list[Node]:
+def unlike() -> list[InstanceSpec]:
     """One four times as fast as the other, and with more memory."""
-    slow = replace(machine("slow", "m", each=0.2, blocks=20), pace=Constant(0.2))
+    slow = replace(machine("slow", "m", each=0.2, blocks=20), profile=Constant(0.2))
     return [slow, machine("fast", "m", each=0.05, blocks=200)]
 
 
@@ -164,7 +164,7 @@ priority = 10
 def test_a_scene_is_a_fleet_and_its_traffic(tmp_path: Path) -> None:
     path = tmp_path / "scene.toml"
     path.write_text(SCENE)
-    specs, traffic = scene.load(path, budget=512)
+    specs, traffic = scenario.load(path, budget=512)
     assert [one.count for one in specs] == [2, 1]
     assert {one.budget for one in specs} == {512}
     assert [one.model for one in traffic] == ["opt-13b", "llama-2-7b-hf"]
@@ -189,7 +189,7 @@ def test_bad_scenes_are_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "scene.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        scene.load(path)
+        scenario.load(path)
     assert said in str(caught.value)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim import lengths
+from headway.sim.workload import lengths
 
 N = 200_000
 seeds = st.integers(0, 2**32 - 1)

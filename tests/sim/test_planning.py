@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.baselines import ROUTERS
 from headway.errors import ConfigError
-from headway.recipes import RECIPES, find
+from headway.recipes.baselines import ROUTERS
+from headway.recipes.registry import RECIPES, find
 from headway.sim import run as loop
 from headway.sim.run import Simulation
-from headway.sim.workload import Workload, single
+from headway.sim.workload.traffic import Workload, single
 from headway.types import Slo
 from tests.sim.machines import at, machine, random_traffic, together
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from headway.errors import ConfigError
-from headway.sim import runfolder
-from headway.sim.recorder import ITERATIONS, MOVES, Recorder, State
+from headway.sim.record import run_folder
+from headway.sim.record.recorder import ITERATIONS, MOVES, Recorder, State
+from headway.sim.record.timeline import Reader
 from headway.sim.run import Simulation
-from headway.sim.story import Reader
 from tests.sim.recorded import ALL, Spy, fleet, mixed, record
 
 CASES = [(recipe, blocks, count) for recipe in ALL for blocks, count in ((130, 1), (300, 2))]
@@ -94,7 +94,7 @@ def test_a_full_recording_says_what_to_do() -> None:
 
 def test_a_run_comes_back_from_its_folder(tmp_path) -> None:
     run = record("slack", 1, 2)
-    back = runfolder.load(runfolder.save(run, tmp_path / "out" / "slack"))
+    back = run_folder.load(run_folder.save(run, tmp_path / "out" / "slack"))
     assert back.header == run.header
     assert back.workload.tiers == ("chat", "report", "batch")
     for part in ("workload", "outcome", "recording"):
@@ -108,33 +108,33 @@ def test_a_run_comes_back_from_its_folder(tmp_path) -> None:
 
 def test_an_empty_run_can_be_kept(tmp_path) -> None:
     run = record("vllm", 1, rate=1e-6)
-    back = runfolder.load(runfolder.save(run, tmp_path))
+    back = run_folder.load(run_folder.save(run, tmp_path))
     assert back.recording.iterations.dtype == ITERATIONS
     assert back.recording.iterations.size == len(back.workload) == 0
     assert Reader(back).last == 0.0
 
 
 def test_a_wrong_folder_is_answered_with_the_runs_near_it(tmp_path) -> None:
-    runfolder.save(record("vllm", 1, duration=1.0), tmp_path / "runs" / "vllm")
+    run_folder.save(record("vllm", 1, duration=1.0), tmp_path / "runs" / "vllm")
     for wrong in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "vlm", tmp_path / "runs" / "a" / "b"):
         with pytest.raises(ConfigError) as caught:
-            runfolder.load(wrong)
+            run_folder.load(wrong)
         assert str(tmp_path / "runs" / "vllm") in caught.value.fix
     with pytest.raises(ConfigError, match="headway simulate --out"):
-        runfolder.load(tmp_path / "a" / "b" / "c" / "d")
+        run_folder.load(tmp_path / "a" / "b" / "c" / "d")
 
 
 @pytest.mark.parametrize("part", ["run.json", "workload.npz", "outcome.npz", "recording.npz"])
 def test_a_damaged_run_is_a_clear_error(tmp_path, part: str) -> None:
-    runfolder.save(record("vllm", 1, duration=1.0), tmp_path)
+    run_folder.save(record("vllm", 1, duration=1.0), tmp_path)
     (tmp_path / part).write_bytes((tmp_path / part).read_bytes()[:40])
     with pytest.raises(ConfigError, match=r"is damaged: .* Simulate it again"):
-        runfolder.load(tmp_path)
+        run_folder.load(tmp_path)
 
 
 def test_another_version_is_a_clear_error(tmp_path) -> None:
-    runfolder.save(record("vllm", 1, duration=1.0), tmp_path)
+    run_folder.save(record("vllm", 1, duration=1.0), tmp_path)
     head = json.loads((tmp_path / "run.json").read_text()) | {"version": 99}
     (tmp_path / "run.json").write_text(json.dumps(head))
     with pytest.raises(ConfigError, match="another version"):
-        runfolder.load(tmp_path)
+        run_folder.load(tmp_path)

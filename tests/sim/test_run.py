@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from headway.recipes import RECIPES
-from headway.sim.run import Node, Outcome, Simulation
-from headway.sim.workload import TrafficClass, Workload, make, poisson, single
+from headway.recipes.registry import RECIPES
+from headway.sim.run import InstanceSpec, Outcome, Simulation
+from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson, single
 from headway.types import Batch, Floats, Instance, Ints, Slo
 
 
@@ -37,9 +37,9 @@ class Linear:
         """It is known."""
 
 
-def one_server(each: float) -> Node:
+def one_server(each: float) -> InstanceSpec:
     """One request at a time, nothing sent ahead of need that could change the order."""
-    return Node(Instance("e0", "default", 1, 100_000, 16, 100_000), Constant(each), 2, 100_000)
+    return InstanceSpec(Instance("e0", "default", 1, 100_000, 16, 100_000), Constant(each), 2, 100_000)
 
 
 def queue(rate: float, output: Ints | int, each: float, count: int) -> tuple[Workload, Outcome]:
@@ -104,9 +104,10 @@ def mixed(seed: int, rate: float = 12.0) -> Workload:
     return workload.take(np.flatnonzero(workload.prompt + workload.output <= 2048))
 
 
-def fleet(count: int, blocks: int = 3000) -> list[Node]:
+def fleet(count: int, blocks: int = 3000) -> list[InstanceSpec]:
     return [
-        Node(Instance(f"e{i}", "default", 32, blocks, 16, 2048), Linear(), 64, 1024) for i in range(count)
+        InstanceSpec(Instance(f"e{i}", "default", 32, blocks, 16, 2048), Linear(), 64, 1024)
+        for i in range(count)
     ]
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from headway.bench.papers.ecoserve import DATA, sustained
 from headway.bench.papers.trial import forecasts, node, trial, workload
-from headway.ecoserve import ECOSERVE
 from headway.errors import ConfigError
-from headway.forecast.padded import Padded
-from headway.recipes import find
+from headway.forecast.lengths.padded import Padded
+from headway.recipes.ecoserve import ECOSERVE
+from headway.recipes.registry import find
 from headway.sim.forecasts import Noisy, Oracle
 from headway.sim.run import Simulation
-from headway.sim.workload import single
+from headway.sim.workload.traffic import single
 
 
 def test_the_stated_accuracy_is_what_padding_reaches() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.sim.recorder import OUTSIDE, Recorder
+from headway.sim.record.recorder import OUTSIDE, Recorder
+from headway.sim.record.run_folder import Header, Machine, Run
+from headway.sim.record.timeline import OUT, Reader
 from headway.sim.run import Failure, Outcome, Simulation
-from headway.sim.runfolder import Header, Machine, Run
-from headway.sim.story import OUT, Reader
 from tests.sim.recorded import ALL, Spy, fleet, mixed, record
 
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.cluster import Cluster
 from headway.errors import ConfigError, HeadwayError
-from headway.plan.classic import Ordered, by_arrival, by_due
-from headway.ports import Cluster
-from headway.recipes import RECIPES, Recipe, find
-from headway.sim.host import HostMemory
+from headway.plan.ordered import Ordered, by_arrival, by_due
+from headway.recipes.registry import RECIPES, Recipe, find
+from headway.sim.instance import HostMemory
 from headway.sim.run import Failure, Outcome, Simulation
-from headway.sim.workload import Workload
+from headway.sim.workload.traffic import Workload
 from headway.types import Plan
 from tests.sim.machines import at, machine, random_traffic, together
 

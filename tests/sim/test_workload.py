@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim import lengths, traces, workload
-from headway.sim.workload import TrafficClass, Workload
+from headway.sim.workload import lengths, traces, traffic
+from headway.sim.workload.traffic import TrafficClass, Workload
 from headway.types import Request, Slo
 
 seeds = st.integers(0, 2**32 - 1)
@@ -33,7 +33,7 @@ def same(one: Workload, other: Workload) -> bool:
 
 
 def made(n: int = 1000, seed: int = 0) -> Workload:
-    return workload.make(CLASSES, np.arange(n) / 10, rng(seed))
+    return traffic.make(CLASSES, np.arange(n) / 10, rng(seed))
 
 
 def requests(some: Workload) -> list[Request]:
@@ -48,17 +48,17 @@ def requests(some: Workload) -> list[Request]:
 @settings(max_examples=60)
 def test_diurnal_arrivals_are_sorted_inside_and_as_many_as_asked(rate, peak, period, seed):
     duration = 4 * period
-    times = workload.diurnal(rate, peak, period, duration, rng(seed))
+    times = traffic.diurnal(rate, peak, period, duration, rng(seed))
     assert np.all(np.diff(times) >= 0)
     assert np.all((times >= 0) & (times < duration))
     expected = rate * duration
     assert abs(times.size - expected) <= 6 * math.sqrt(expected) + 6
-    assert np.array_equal(times, workload.diurnal(rate, peak, period, duration, rng(seed)))
+    assert np.array_equal(times, traffic.diurnal(rate, peak, period, duration, rng(seed)))
 
 
 def test_the_day_is_busy_and_the_night_is_not():
     rate, peak, period = 100.0, 1.8, 100.0
-    phase = workload.diurnal(rate, peak, period, 100 * period, rng()) % period
+    phase = traffic.diurnal(rate, peak, period, 100 * period, rng()) % period
     seen = np.histogram(phase, 20, (0, period))[0]
     edges = np.linspace(0, period, 21)
     swing = (peak - 1) * period / (2 * np.pi) * np.sin(2 * np.pi * edges / period)
@@ -72,13 +72,13 @@ def test_the_day_is_busy_and_the_night_is_not():
 )
 def test_an_impossible_day_is_refused(bad):
     with pytest.raises(ConfigError, match=r"above 0|from 1 to 2"):
-        workload.diurnal(*bad, rng())
+        traffic.diurnal(*bad, rng())
 
 
 def test_a_burst_is_one_instant():
-    assert workload.burst(3).tolist() == [0.0, 0.0, 0.0]
+    assert traffic.burst(3).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ConfigError, match="1 or more"):
-        workload.burst(0)
+        traffic.burst(0)
 
 
 @pytest.fixture
@@ -89,10 +89,10 @@ def file(tmp_path):
 
 
 def test_a_trace_is_brought_to_a_rate_and_spread(file):
-    assert workload.recorded(file).at.tolist() == [0, 0, 4]
-    assert workload.recorded(file, limit=2).prompt_tokens.tolist() == [7, 8]
-    assert workload.recorded(file, rate=1).at.tolist() == [0, 0, 2]
-    spread = workload.recorded(file, rng=rng()).at
+    assert traffic.recorded(file).at.tolist() == [0, 0, 4]
+    assert traffic.recorded(file, limit=2).prompt_tokens.tolist() == [7, 8]
+    assert traffic.recorded(file, rate=1).at.tolist() == [0, 0, 2]
+    spread = traffic.recorded(file, rng=rng()).at
     assert len(set(spread)) == 3
     assert np.all(np.diff(spread) > 0)
 
@@ -145,32 +145,32 @@ def test_another_seed_gives_others(seed):
 
 
 def test_a_burst_is_not_sorted_by_class():
-    some = workload.make(CLASSES, workload.burst(1000), rng())
+    some = traffic.make(CLASSES, traffic.burst(1000), rng())
     assert np.count_nonzero(np.diff(some.tier)) > 300
 
 
 def test_one_tier_on_two_models():
     twice = [TrafficClass("chat", model=name) for name in ("x", "y")]
-    some = workload.make(twice, workload.burst(100), rng())
+    some = traffic.make(twice, traffic.burst(100), rng())
     assert (some.tiers, some.models) == (("chat",), ("x", "y"))
     assert set(some.model) == {0, 1}
 
 
 def test_a_trace_keeps_its_own_lengths(file):
-    some = workload.make([TrafficClass("c", lengths=None)], traces.read(file), rng())
+    some = traffic.make([TrafficClass("c", lengths=None)], traces.read(file), rng())
     assert some.arrival.tolist() == [0, 0, 4]
     assert some.prompt.tolist() == [7, 8, 1]  # an empty prompt has a first token,
     assert some.output.tolist() == [3, 1, 5]  # an empty answer an end token
 
 
 def test_lengths_can_be_read_before(file):
-    some = workload.make([TrafficClass("c", lengths=traces.read_lengths(file))], workload.burst(50), rng())
+    some = traffic.make([TrafficClass("c", lengths=traces.read_lengths(file))], traffic.burst(50), rng())
     assert set(some.prompt) == {7, 8, 1}
 
 
 @pytest.mark.parametrize("name", lengths.names())
 def test_every_built_in_source_makes_a_workload(name):
-    assert len(workload.make([TrafficClass("c", lengths=name)], workload.poisson(10, 20, rng()), rng())) > 100
+    assert len(traffic.make([TrafficClass("c", lengths=name)], traffic.poisson(10, 20, rng()), rng())) > 100
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_every_built_in_source_makes_a_workload(name):
 )
 def test_what_cannot_be_made_is_said(classes, times, said):
     with pytest.raises(ConfigError, match=said):
-        workload.make(classes, np.array(times), rng())
+        traffic.make(classes, np.array(times), rng())
 
 
 @pytest.mark.parametrize(
@@ -208,18 +208,18 @@ def test_an_impossible_class_is_refused(bad, said):
 
 
 def test_one_class_from_columns():
-    some = workload.single(np.array([0.0, 1.0]), np.array([3, 4]), 5, slo=Slo(e2e=9), tier="t", tenant="u")
+    some = traffic.single(np.array([0.0, 1.0]), np.array([3, 4]), 5, slo=Slo(e2e=9), tier="t", tenant="u")
     assert some.output.tolist() == some.max_tokens.tolist() == [5, 5]
     assert some.request(1) == Request("r1", "default", 4, 5, 1.0, Slo(e2e=9), tenant="u", task="t", tier="t")
-    assert len(workload.single(np.empty(0), 1, 1)) == 0
+    assert len(traffic.single(np.empty(0), 1, 1)) == 0
 
 
 @given(seeds, st.integers(0, 60), st.integers(0, 60))
 @settings(max_examples=30)
 def test_joining_keeps_every_request(seed, n, m):
     one = made(n, seed)
-    other = workload.single(np.arange(m) / 7, 10, 20, slo=Slo(tpot=1), tier="batch", model="new", tenant="z")
-    both = workload.concat(one, other)
+    other = traffic.single(np.arange(m) / 7, 10, 20, slo=Slo(tpot=1), tier="batch", model="new", tenant="z")
+    both = traffic.concat(one, other)
     assert requests(both) == requests(one) + requests(other)
     assert both.models[-1] == "new"
     assert both.tiers == one.tiers
@@ -231,7 +231,7 @@ def test_joining_keeps_every_request(seed, n, m):
 
 def test_joining_nothing_is_refused():
     with pytest.raises(ConfigError, match="at least one"):
-        workload.concat()
+        traffic.concat()
 
 
 def test_a_piece_of_time():
@@ -245,7 +245,7 @@ def test_columns_cannot_be_written():
     for name in COLUMNS:
         with pytest.raises(ValueError, match="read-only"):
             getattr(some, name)[0] = 1
-    workload.single(times, 1, 1)
+    traffic.single(times, 1, 1)
     times[0] = 0.5  # the caller's own array stays his
 
 
@@ -266,6 +266,6 @@ def test_columns_cannot_be_written():
     ],
 )
 def test_bad_columns_name_the_request(column, values, said):
-    good = workload.single(np.arange(3.0), 9, 9)
+    good = traffic.single(np.arange(3.0), 9, 9)
     with pytest.raises(ConfigError, match=said):
         replace(good, **{column: np.array(values)})

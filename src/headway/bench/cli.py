@@ -9,13 +9,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
 
-from headway.bench import mix as mixes
-from headway.bench.deliver import hand_over
+from headway.bench.load import mix as mixes
+from headway.bench.output.results import hand_over
 from headway.errors import ConfigError
 
 bench_app = typer.Typer(help="Measure: was it on time?", no_args_is_help=True)
@@ -53,9 +53,11 @@ def serve(
     out: Out = None,
 ) -> None:
     """Send an open-loop load to any OpenAI endpoint and report what came back when."""
-    from headway.bench import load, report
+    from headway.bench.load import generator
+    from headway.bench.output import report
 
-    if endpoint not in ("chat", "completions"):
+    kind: Literal["chat", "completions"] | None = _ENDPOINTS.get(endpoint)
+    if kind is None:
         raise ConfigError(f"There is no endpoint {endpoint!r}.", "Use chat or completions.")
     if url.partition("://")[0] not in ("http", "https"):
         raise ConfigError(f"{url!r} is not an HTTP address.", "Write it like http://127.0.0.1:8000.")
@@ -65,9 +67,9 @@ def serve(
     calls = mixes.calls(setup, arrivals, rng)
 
     async def run() -> Any:
-        before = await load.scrape(url)
-        records = await load.run(url, model, calls, api_key=api_key, endpoint=endpoint, progress=not as_json)  # type: ignore[arg-type]
-        return records, load.gained(before, await load.scrape(url))
+        before = await generator.scrape(url)
+        records = await generator.run(url, model, calls, api_key=api_key, endpoint=kind, progress=not as_json)
+        return records, generator.gained(before, await generator.scrape(url))
 
     began = time.perf_counter()
     results = {"endpoint": asyncio.run(run())}
@@ -109,9 +111,9 @@ def compare(
     out: Out = None,
 ) -> None:
     """Start engines and run stock vLLM and Headway's recipes on the same trace, in turn."""
-    from headway.bench import compare as comparing
-    from headway.bench import report
-    from headway.bench.systems import STANDARD, TIGHT, standard_engine
+    from headway.bench.live import compare as comparing
+    from headway.bench.live.systems import STANDARD, TIGHT, standard_engine
+    from headway.bench.output import report
 
     names = (TIGHT if tight else STANDARD) if systems is None else _names(systems)
     engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
@@ -146,8 +148,8 @@ def truth(
     out: Out = None,
 ) -> None:
     """Real vLLM against the simulator on one trace, below and above saturation; and step by step."""
-    from headway.bench import truth as telling
-    from headway.bench.systems import standard_engine
+    from headway.bench.live.systems import standard_engine
+    from headway.bench.validate import validate as telling
 
     setup = telling.Setup(
         _mix(mix, slo), standard_engine(model, max_running=max_running, blocks=None), _names(systems),
@@ -159,7 +161,7 @@ def truth(
 @bench_app.command()
 def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """What Headway itself costs: the gateway before a FAKE instant engine, the hook inside real vLLM."""
-    from headway.bench.overhead import main
+    from headway.bench.live.overhead import main
 
     main(quick=quick, as_json=as_json, seed=seed, out=out, command=shlex.join(sys.argv))
 
@@ -167,7 +169,7 @@ def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: O
 @bench_app.command()
 def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """How fast the simulator is, and how long a packer thinks beside vLLM's own schedule()."""
-    from headway.bench.speed import main
+    from headway.bench.simulate.speed import main
 
     main(quick=quick, as_json=as_json, seed=seed, out=out)
 
@@ -175,7 +177,7 @@ def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out 
 @bench_app.command()
 def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """How well an answer's length is known from its prompt, and what knowing costs (EcoServe 2.3)."""
-    from headway.bench.predictor import main
+    from headway.bench.live.predictor import main
 
     main(quick=quick, as_json=as_json, seed=seed, out=out)
 
@@ -197,6 +199,9 @@ def papers(
     getattr(importlib.import_module(module), function)(quick=quick, as_json=as_json, seed=seed, out=out)
 
 
+_ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}
+
+
 def _quick(setup: Any) -> Any:
     """Two systems, up together, a fixed rate: what fits into a minute with two engine starts."""
     both = ("vllm-fcfs", "slack")
@@ -213,7 +218,7 @@ def _names(systems: str) -> tuple[str, ...]:
 
 def _pool(engine: Any) -> str:
     """Say what the engines' KV was when it was not all that fits."""
-    from headway.engines.vllm.process import block_size
+    from headway.engines.vllm.process.launch import block_size
 
     if engine.blocks is None:
         return ""
@@ -234,12 +239,12 @@ def _arrivals(
     trace: str | None, limit: int | None, rate: float | None, duration: float, burstiness: float, rng: Any
 ) -> Any:
     """Return arrival seconds: a trace's own (rescaled to `rate` if given), else gamma or Poisson."""
-    from headway.sim import traces, workload
+    from headway.sim.workload import traces, traffic
 
     if trace is None:
-        return workload.gamma(rate or 1.0, burstiness, duration, rng)
+        return traffic.gamma(rate or 1.0, burstiness, duration, rng)
     times = traces.arrivals(trace, limit=limit)
-    times = workload.rescale(times, rate) if rate else times
+    times = traffic.rescale(times, rate) if rate else times
     return times[times <= duration]
 
 

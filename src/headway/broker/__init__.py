@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from headway.broker.memory import MemoryBroker
+from headway.broker.port import Broker
 from headway.broker.sqlite import SqliteBroker
 from headway.errors import ConfigError
-from headway.ports import Broker
 
 KINDS = ("memory", "sqlite")
 

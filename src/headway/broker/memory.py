@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+from headway.broker.port import Job
 from headway.errors import HeadwayError
-from headway.ports import Job
 
 
 def known(id: str) -> HeadwayError:

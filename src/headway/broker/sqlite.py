@@ -23,8 +23,8 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from headway.broker.memory import known, unknown
+from headway.broker.port import Job
 from headway.errors import ConfigError, HeadwayError
-from headway.ports import Job
 
 T = TypeVar("T")
 

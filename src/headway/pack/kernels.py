@@ -1,7 +1,7 @@
 """How do the packers' hot loops run in microseconds? Compiled, one row at a time, on the table's own array.
 
 Everything here is a plain function of columns; `classic.py`, `room.py` and `slack.py` say what it is for, and
-the compiled simulator (`sim/fast.py`) calls the very same functions. `jobs` is `Jobs.data`, `rows` indices.
+the compiled simulator (`sim/compiled_loop.py`) calls the very same functions. `jobs` is `Jobs.data`, `rows` indices.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.forecast.pace import prefill_of, seconds_of
-from headway.memory.ledger import Ledger
+from headway.forecast.latency.online import prefill_of, seconds_of
+from headway.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints
 
 Rows = NDArray[np.void]
@@ -23,7 +23,7 @@ _GRAIN = 32  # tokens; prompts are sized in steps of this
 _KEYS = 4
 
 
-class Rule(NamedTuple):
+class PackerParams(NamedTuple):
     """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer."""
 
     kind: int
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     max_step: float
 
 
-class Made(NamedTuple):
+class CompiledStep(NamedTuple):
     """A `Step` as compiled loops give it: cap = NO_CAP where tokens are not limited."""
 
     order: Ints
@@ -120,7 +120,7 @@ def slack_of(jobs: Rows, row: int, now: float, work: float, token: float) -> flo
 
 
 @compiled
-def hope_of(jobs: Rows, row: int, slack: float) -> float:
+def lateness_class(jobs: Rows, row: int, slack: float) -> float:
     """Return 0 for a row that can be on time, 1 for a first token already lost, 2 for best effort."""
     if np.isinf(slack):
         return 2.0
@@ -149,10 +149,10 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
 
 
 @compiled
-def arrange(
-    jobs: Rows, ranked: Ints, others: int, ledger: Ledger, max_running: int, budget: int, chunk: int
-) -> Made:
-    """Return what `room.arrange` promises; others: rows that hold a slot and are not in the ranking."""
+def allocate(
+    jobs: Rows, ranked: Ints, others: int, ledger: KvBudget, max_running: int, budget: int, chunk: int
+) -> CompiledStep:
+    """Return what `room.allocate` promises; others: rows that hold a slot and are not in the ranking."""
     seats = ledger.slots - others
     places = max(min(max_running, seats), 0)
     while True:
@@ -165,13 +165,13 @@ def arrange(
                 hungry = order[i]
                 break
         if hungry < 0:
-            return Made(order, tokens, _losers(jobs, ranked, runs, stays))
+            return CompiledStep(order, tokens, _losers(jobs, ranked, runs, stays))
         ranked = _without(jobs, ranked, hungry)
 
 
 @compiled
 def _share(
-    jobs: Rows, ranked: Ints, ledger: Ledger, seats: int, places: int, most: int
+    jobs: Rows, ranked: Ints, ledger: KvBudget, seats: int, places: int, most: int
 ) -> tuple[Bools, Bools]:
     """Return masks of the rows that run and of those that pause, most urgent first.
 
@@ -195,7 +195,7 @@ def _share(
 
 
 @compiled
-def _needs(jobs: Rows, row: int, ledger: Ledger, most: int) -> int:
+def _needs(jobs: Rows, row: int, ledger: KvBudget, most: int) -> int:
     """Return the blocks a row holds after a step of at most `most` of its tokens, or needs to come in."""
     want, computed = missing_of(jobs, row), jobs["computed"][row]
     if jobs["running"][row]:
@@ -256,7 +256,9 @@ def _without(jobs: Rows, ranked: Ints, hungry: int) -> Ints:
 
 
 @compiled
-def pack(rule: Rule, jobs: Rows, rows: Ints, ledger: Ledger, now: float, theta: Floats) -> Made:
+def pack(
+    rule: PackerParams, jobs: Rows, rows: Ints, ledger: KvBudget, now: float, theta: Floats
+) -> CompiledStep:
     """Return the step of one of the four packers; rows: all of the engine's, in any order."""
     held = jobs["held"][rows]
     others = int(np.count_nonzero(jobs["running"][rows] & held))
@@ -265,10 +267,10 @@ def pack(rule: Rule, jobs: Rows, rows: Ints, ledger: Ledger, now: float, theta: 
         return _slack(rule, jobs, rows, others, ledger, now, theta)
     ranked = rows[ordered(keys_of(rule.kind, jobs, rows), jobs["serial"][rows])]
     if rule.kind != FCFS:
-        return arrange(jobs, ranked, others, ledger, rule.max_running, rule.budget, rule.budget)
+        return allocate(jobs, ranked, others, ledger, rule.max_running, rule.budget, rule.budget)
     running = np.count_nonzero(jobs["running"][ranked])
     order = ranked[: running + rule.max_running]
-    return Made(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
+    return CompiledStep(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
 
 
 @compiled
@@ -288,8 +290,8 @@ def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
 
 @compiled
 def _slack(
-    rule: Rule, jobs: Rows, rows: Ints, others: int, ledger: Ledger, now: float, theta: Floats
-) -> Made:
+    rule: PackerParams, jobs: Rows, rows: Ints, others: int, ledger: KvBudget, now: float, theta: Floats
+) -> CompiledStep:
     """Return the step of `slack.Slack`."""
     token = seconds_of(theta, rule.max_running, rule.max_running * 512.0, 0.0, 0.0)
     keys, serial, one = np.zeros((_KEYS, rows.size)), jobs["serial"][rows], prefill_of(theta, 1.0)
@@ -297,20 +299,20 @@ def _slack(
         want = missing_of(jobs, rows[i])
         keys[3, i] = slack_of(jobs, rows[i], now, one if want == 1 else prefill_of(theta, want), token)
         keys[0, i] = jobs["urgency"][rows[i]]
-        keys[1, i] = hope_of(jobs, rows[i], keys[3, i])
+        keys[1, i] = lateness_class(jobs, rows[i], keys[3, i])
     order = ordered(keys, serial)
     chunk = _chunk(rule, jobs, rows[order], keys[3][order], theta)
-    made = arrange(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
+    made = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
     if made.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
         order = ordered(keys, serial)
-        made = arrange(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
+        made = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
     return made
 
 
 @compiled
-def _chunk(rule: Rule, jobs: Rows, ranked: Ints, slack: Floats, theta: Floats) -> int:
+def _chunk(rule: PackerParams, jobs: Rows, ranked: Ints, slack: Floats, theta: Floats) -> int:
     """Return the prompt tokens for this iteration: as many as the answers in progress can wait for."""
     decodes, context = 0, 0
     for row in ranked[: rule.max_running]:
@@ -330,13 +332,13 @@ def _chunk(rule: Rule, jobs: Rows, ranked: Ints, slack: Floats, theta: Floats) -
 
 
 @compiled
-def _limit(rule: Rule, jobs: Rows, head: Ints, slack: Floats) -> float:
+def _limit(rule: PackerParams, jobs: Rows, head: Ints, slack: Floats) -> float:
     """Return the seconds this iteration may take.
 
     Answers in progress must not fall behind. Slack they have gained is spent only for a first token that
     has a promise, not for best-effort prompts, so that it is there when somebody arrives.
     """
-    limit, pace, fresh = rule.max_step, np.inf, False
+    limit, latency, fresh = rule.max_step, np.inf, False
     for i in range(head.size):
         if not np.isfinite(slack[i]):
             continue
@@ -344,7 +346,7 @@ def _limit(rule: Rule, jobs: Rows, head: Ints, slack: Floats) -> float:
             fresh = True
             continue
         tpot = jobs["tpot"][head[i]]
-        pace = min(pace, tpot)
+        latency = min(latency, tpot)
         # One late already catches up at half its pace; to stop all prompts for it would not save it.
         limit = min(limit, tpot / 2 if slack[i] < 0 else slack[i])
-    return float(limit if fresh else min(limit, pace))
+    return float(limit if fresh else min(limit, latency))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.forecast.pace import OnlinePace
-from headway.memory.ledger import Ledger
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
 from headway.pack import kernels
-from headway.pack.kernels import Rule
+from headway.pack.kernels import PackerParams
 from headway.types import Jobs, Step
 
 
@@ -26,20 +26,20 @@ class Slack:
 
     max_running: int
     budget: int
-    pace: OnlinePace
+    latency: OnlineLatency
     min_chunk: int = 64
     max_step: float = 0.5
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> PackerParams:
         """What compiled loops take for this packer."""
-        return Rule(kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step)
+        return PackerParams(kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step)
 
-    def pack(self, jobs: Jobs, ledger: Ledger, now: float) -> Step:
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return the step: on time by least slack, then the late, then best effort by arrival.
 
         Slack alone pauses but never evicts: who waits has ever less of it, so two equals would take each
         other's KV in turn and recompute their prompts for ever. Among equals what holds KV goes on.
         """
-        made = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, self.pace.theta)
+        made = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, self.latency.theta)
         return Step(made.order, made.caps, made.evict, max_running=self.max_running, token_budget=self.budget)

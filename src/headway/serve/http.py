@@ -57,7 +57,7 @@ def limited(max_head: int) -> type[HttpToolsProtocol]:
                 raise ValueError("head too large")  # ends the parser, which calls send_400_response
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what cannot be parsed, in OpenAI's shape, and hang up."""
+            """EngineResponse what cannot be parsed, in OpenAI's shape, and hang up."""
             error = self._error or RequestError("This is not an HTTP request.", "Speak HTTP/1.1.")
             body = json.dumps(error.body()).encode()
             reason = b"431 Request Header Fields Too Large" if self._error else b"400 Bad Request"

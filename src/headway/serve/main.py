@@ -17,14 +17,14 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from headway.config import Config
-from headway.engines.vllm.process import check_installed
+from headway.engines.vllm.process.launch import check_installed
 from headway.errors import ConfigError, HeadwayError
-from headway.model import resolve
-from headway.recipes import find
-from headway.serve.driver import Driver
-from headway.serve.embedding import locate
-from headway.serve.gateway import build
+from headway.models.resolve import resolve
+from headway.recipes.registry import find
+from headway.serve.app import build
+from headway.serve.dispatcher import Dispatcher
 from headway.serve.http import limited
+from headway.serve.lengths.embedding import locate
 
 _GRACE = 5  # seconds that running answers get at the end
 _URL = re.compile(r"https?://[^/\s]+")
@@ -113,7 +113,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
     )  # fmt: skip
     preflight(config)
     with bind(config.server.host, config.server.port) as sock:
-        driver = Driver(config, log_dir=log_dir)
+        driver = Dispatcher(config, log_dir=log_dir)
         server = _Server(driver, config)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
@@ -126,7 +126,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
 class _Server(uvicorn.Server):
     """uvicorn, which says when the engines are up and ends when none ever comes up."""
 
-    def __init__(self, driver: Driver, config: Config) -> None:
+    def __init__(self, driver: Dispatcher, config: Config) -> None:
         app = build(config, driver)
         super().__init__(
             uvicorn.Config(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model import resolve
-from headway.serve.asking import ChatBody, CompletionBody
+from headway.models.resolve import resolve
+from headway.serve.request_parsing import ChatBody, CompletionBody
 
 _INLINE = 8192  # characters; longer prompts are counted off the event loop
 Length = Callable[[str, bool], int]

@@ -16,10 +16,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from headway.errors import ConfigError
-from headway.forecast import pacefile
-from headway.forecast.pacefile import PaceFile
-from headway.sim.host import Load, Node
-from headway.sim.workload import Workload
+from headway.forecast.latency import profiles
+from headway.forecast.latency.profiles import LatencyProfile
+from headway.sim.instance import InstanceSpec, Load
+from headway.sim.workload.traffic import Workload
 from headway.types import Bools, Instance
 
 _STRICT = ConfigDict(extra="forbid")
@@ -37,7 +37,7 @@ class Spec:
     host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = there is none.
     """
 
-    pace: str
+    profile: str
     count: _Count = 1
     model: str | None = None
     max_running: _Count = 256
@@ -48,37 +48,44 @@ class Spec:
     host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
     host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
 
-    def nodes(self, first: int = 0) -> list[Node]:
+    def nodes(self, first: int = 0) -> list[InstanceSpec]:
         """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
-        file = pacefile.load(self.pace)
-        others = [pacefile.load(name) for name in self.loads]
+        file = profiles.load(self.profile)
+        others = [profiles.load(name) for name in self.loads]
         names = [self.model or short(file), *(short(other) for other in others)]
         if len(set(names)) < len(names):
             raise ConfigError(
-                f"An instance of {self.pace} has one model twice: {', '.join(names)}.",
+                f"An instance of {self.profile} has one model twice: {', '.join(names)}.",
                 "Let it load each model once, or name its first with model=.",
             )
         return [self._node(f"e{first + i}", file, names, others) for i in range(self.count)]
 
-    def _node(self, id: str, file: PaceFile, names: list[str], others: list[PaceFile]) -> Node:
+    def _node(
+        self, id: str, file: LatencyProfile, names: list[str], others: list[LatencyProfile]
+    ) -> InstanceSpec:
         forms = tuple(
             self._form(id, other, name, None, ()) for name, other in zip(names[1:], others, strict=True)
         )
         return self._form(id, file, names[0], self.kv_tokens, forms)
 
     def _form(
-        self, id: str, file: PaceFile, model: str, kv_tokens: int | None, others: tuple[Node, ...]
-    ) -> Node:
+        self,
+        id: str,
+        file: LatencyProfile,
+        model: str,
+        kv_tokens: int | None,
+        others: tuple[InstanceSpec, ...],
+    ) -> InstanceSpec:
         blocks = self._blocks(file, kv_tokens)
         instance = Instance(id, model, self.max_running, blocks, file.block_size, self.max_model_len)
-        return Node(
-            instance, file.pace(), 2 * self.max_running, self.budget, file.copy_seconds(),
+        return InstanceSpec(
+            instance, file.latency(), 2 * self.max_running, self.budget, file.copy_seconds(),
             _load(file) if self.loads else None, others, int(self.host_gb * 1e9),
             file.request_overhead_s or 0.0, file.token_overhead_s or 0.0, file.interruption_s or 0.0,
             int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token,
         )  # fmt: skip
 
-    def _blocks(self, file: PaceFile, kv_tokens: int | None) -> int:
+    def _blocks(self, file: LatencyProfile, kv_tokens: int | None) -> int:
         """Return the KV blocks of an instance, or say why it could not hold or compute a request."""
         tokens = kv_tokens or file.kv_tokens
         if tokens is None:
@@ -99,9 +106,9 @@ class Spec:
         return tokens // file.block_size
 
 
-def build(specs: Sequence[Spec]) -> list[Node]:
+def build(specs: Sequence[Spec]) -> list[InstanceSpec]:
     """Return the nodes of a whole fleet, named e0, e1, ... in the order of the specs."""
-    nodes: list[Node] = []
+    nodes: list[InstanceSpec] = []
     for spec in specs:
         nodes += spec.nodes(len(nodes))
     if not nodes:
@@ -109,13 +116,13 @@ def build(specs: Sequence[Spec]) -> list[Node]:
     return nodes
 
 
-def models(nodes: Sequence[Node]) -> tuple[str, ...]:
+def models(nodes: Sequence[InstanceSpec]) -> tuple[str, ...]:
     """Return the models that a fleet serves or can load, each once, the served ones first."""
     first = [node.instance.model for node in nodes]
     return tuple(dict.fromkeys([*first, *(model for node in nodes for model in node.forms())]))
 
 
-def holds(nodes: Sequence[Node], workload: Workload) -> Bools:
+def holds(nodes: Sequence[InstanceSpec], workload: Workload) -> Bools:
     """Tell which requests some instance could hold; True where nobody has the model (another error)."""
     limits = [max(node.limit(name) for node in nodes) for name in workload.models]
     limit = np.array([tokens or np.iinfo(np.int64).max for tokens in limits])[workload.model]
@@ -125,8 +132,8 @@ def holds(nodes: Sequence[Node], workload: Workload) -> Bools:
 def spec(text: str, **defaults: Any) -> Spec:
     """Read `pace[:count][,key=value...]`. ConfigError, naming the mend, for anything else."""
     head, *pairs = [part.strip() for part in text.split(",")]
-    pace, colon, count = head.rpartition(":") if _counted(head) else (head, "", "")
-    data: dict[str, Any] = {**defaults, "pace": pace}
+    profile, colon, count = head.rpartition(":") if _counted(head) else (head, "", "")
+    data: dict[str, Any] = {**defaults, "pace": profile}
     if colon:
         data["count"] = count
     for pair in pairs:
@@ -148,7 +155,7 @@ def table(data: dict[str, Any], where: str) -> Spec:
 _ADAPTER = TypeAdapter(Spec)
 
 
-def short(file: PaceFile) -> str:
+def short(file: LatencyProfile) -> str:
     """Return the name that a pace file's model has by default: the last part of it in lower case."""
     return file.model.rsplit("/", 1)[-1].lower()
 
@@ -159,7 +166,7 @@ def _counted(head: str) -> bool:
     return ":" in head and "/" not in last and not last.endswith(".json")
 
 
-def _load(file: PaceFile) -> Load | None:
+def _load(file: LatencyProfile) -> Load | None:
     if file.load_cold_s is None or file.load_warm_s is None:
         return None
     return Load(file.load_cold_s, file.load_warm_s, file.weights_bytes)

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.sim.workload import Workload
+from headway.sim.workload.traffic import Workload
 from headway.types import Floats, Forecast, Request
 
 _SHARES = 64  # samples of a forecast

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headway.controller import Controller
-from headway.engines.simulated import Ran
+from headway.core.cluster import Cluster
+from headway.core.controller import Controller
+from headway.engines.simulated.engine import Ran
 from headway.errors import ConfigError, HeadwayError
-from headway.ports import Cluster
-from headway.sim.host import Given, Host, Taken
+from headway.sim.instance import Preempted, SimulatedInstance, Submission
 from headway.sim.observer import Observer
 from headway.sim.outcome import Outcome
 from headway.types import (
@@ -56,14 +56,14 @@ class Loop:
         self.controller = Controller(
             recipe.planner(), simulation.lengths, simulation.max_queued, Cluster(pull=recipe.pull)
         )
-        self.hosts = {node.instance.id: Host(node, recipe) for node in simulation.nodes}
+        self.hosts = {node.instance.id: SimulatedInstance(node, recipe) for node in simulation.nodes}
         self._codes = {name: i for i, name in enumerate(self.hosts)}
         self._plan_seconds, self._tick = simulation.plan_seconds, simulation.tick
         self._heap: list[tuple[float, int, int, str, str]] = []
         self._late: dict[int, Callable[[float], None]] = {}  # what overheads delay, by its serial
         self._serial = itertools.count()
         self._inbox: deque[Event] = deque()
-        self._taken: dict[str, Taken] = {}
+        self._taken: dict[str, Preempted] = {}
         self._coming: list[Command] | None = None  # what the planner has decided and not said yet
         self._again = False
         self._running = 0  # iterations under way
@@ -209,11 +209,11 @@ class Loop:
         left = self.controller.lengths.forecast(request).mean
         if self.observer is not None:
             self.observer.sent(index, self._codes[send.instance], now)
-        host.give(Given(request, output, left, self._taken.pop(send.id, None)))
+        host.give(Submission(request, output, left, self._taken.pop(send.id, None)))
         if host.running is None:
             self._begin(send.instance, host, now)
 
-    def _begin(self, name: str, host: Host, now: float) -> None:
+    def _begin(self, name: str, host: SimulatedInstance, now: float) -> None:
         """Start the next iteration if there is anything to compute, with all who have come by now."""
         for id, row in host.take_in():
             if self.observer is not None:
@@ -223,7 +223,7 @@ class Loop:
             self._note(name, host, ran, 0.0)
             return
         batch = host.engine.batch(ran)
-        execution = host.form.pace.seconds(batch)
+        execution = host.form.latency.seconds(batch)
         host.learned.learn(batch, execution)
         seconds = host.engine.seconds(ran, execution)
         host.running = ran
@@ -235,7 +235,7 @@ class Loop:
         self.outcome.paused += ran.paused.size
         self._at(now + seconds, "iteration", name)
 
-    def _note(self, name: str, host: Host, ran: Ran, seconds: float) -> None:
+    def _note(self, name: str, host: SimulatedInstance, ran: Ran, seconds: float) -> None:
         if self.observer is not None:
             self.observer.iteration(self._codes[name], host.engine, ran, seconds, self.controller.queued)
 
@@ -275,14 +275,14 @@ class Loop:
         if host.running is None:
             self._leave(name, host, now)
 
-    def _leave(self, name: str, host: Host, now: float) -> None:
+    def _leave(self, name: str, host: SimulatedInstance, now: float) -> None:
         """Take back what is not finished, its KV lost, and begin to load."""
         model, host.leaving, host.loading = host.leaving, "", True
         self.outcome.swaps += 1
         self._at(now + host.load_seconds(model), "loaded", name, model)
         self._give_back(host.take_all(keep=True), now)
 
-    def _give_back(self, taken: dict[str, Taken], now: float) -> None:
+    def _give_back(self, taken: dict[str, Preempted], now: float) -> None:
         self._taken |= taken
         if self.observer is not None:
             for id in taken:

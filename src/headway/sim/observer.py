@@ -6,7 +6,7 @@ know of itself is in its `Outcome`; what only somebody wants to know is an obser
 
 from __future__ import annotations
 
-from headway.engines.simulated import Ran, SimulatedEngine
+from headway.engines.simulated.engine import Ran, SimulatedEngine
 
 
 class Observer:

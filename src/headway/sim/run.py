@@ -1,7 +1,7 @@
 """What if? A workload meets a recipe and a fleet in virtual time.
 
 The same controller, planner and packers as in the server; only the clients, the network and the GPU are
-replaced. `loop.py` runs it; `fast.py` does where all parts of it are compiled, with the same outcome.
+replaced. `loop.py` runs it; `compiled_loop.py` does where all parts of it are compiled, with the same outcome.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.forecast.lengths import TaskLengths
-from headway.forecast.padded import SHARE, Padded
-from headway.ports import Lengths, Recipe
-from headway.sim import fast
+from headway.forecast.lengths.padded import SHARE, Padded
+from headway.forecast.lengths.task import TaskLengths
+from headway.ports import Lengths
+from headway.recipes.recipe import Recipe
+from headway.sim import compiled_loop
 from headway.sim.forecasts import Oracle
-from headway.sim.host import Load, Node, check, check_fleet
+from headway.sim.instance import InstanceSpec, Load, check, check_fleet
 from headway.sim.loop import CHUNK, Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
-from headway.sim.workload import Workload
+from headway.sim.workload.traffic import Workload
 
-__all__ = ["Failure", "Load", "Node", "Outcome", "Simulation", "no_time"]
+__all__ = ["Failure", "InstanceSpec", "Load", "Outcome", "Simulation", "no_time"]
 
 
 def no_time(queued: int) -> float:
@@ -42,11 +43,11 @@ class Simulation:
     happens meanwhile is noted and decided about afterwards. failures: instances that die. What dies has lost
     its work: its requests come back and are answered anew.
     until: instant at which the run ends; what is not answered then never is (NaN).
-    fast: run as one compiled loop when every part of it can (`fast.py`); the outcome is the same.
+    fast: run as one compiled loop when every part of it can (`compiled_loop.py`); the outcome is the same.
     """
 
     recipe: Recipe
-    nodes: Sequence[Node]
+    nodes: Sequence[InstanceSpec]
     workload: Workload
     lengths: Lengths = field(default_factory=TaskLengths)
     max_queued: int = 1_000_000
@@ -87,19 +88,19 @@ class Simulation:
         plain = plain and self.recipe.pull and not self.nodes[0].others and not self.nodes[0].delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
-        world = fast.world(self.recipe, self.nodes[0], self.workload, self.lengths)
+        world = compiled_loop.world(self.recipe, self.nodes[0], self.workload, self.lengths)
         if world is None:
             return None
         size = len(self.workload)
         for stop in range(min(CHUNK, size), size + CHUNK, CHUNK):
-            fast.advance(world, min(stop, size))
+            compiled_loop.advance(world, min(stop, size))
             if progress is not None:
                 progress(min(stop, size))
         node = np.where(world.jobs["serial"] > 0, 0, -1)
         counts = world.counts
         return Outcome(
-            world.first, world.end, node, world.jobs["evictions"].copy(), int(counts[fast.ITERATIONS]),
-            float(world.clock[fast.BUSY]), int(counts[fast.PREEMPTED]), int(counts[fast.PAUSED]),
+            world.first, world.end, node, world.jobs["evictions"].copy(), int(counts[compiled_loop.ITERATIONS]),
+            float(world.clock[compiled_loop.BUSY]), int(counts[compiled_loop.PREEMPTED]), int(counts[compiled_loop.PAUSED]),
         )  # fmt: skip
 
     def _check_failures(self) -> None:

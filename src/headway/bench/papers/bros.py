@@ -16,17 +16,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.deliver import deliver
-from headway.bench.measures import Row
-from headway.bench.papers.watch import Prompt, inside
-from headway.bench.plots import png
-from headway.forecast import pacefile
-from headway.recipes import find
+from headway.bench.load.metrics import Row
+from headway.bench.output.plots import png
+from headway.bench.output.results import deliver
+from headway.bench.papers.observers import Prompt, inside
+from headway.forecast.latency import profiles
+from headway.recipes.registry import find
 from headway.sim.forecasts import Oracle
-from headway.sim.host import Node
+from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
-from headway.sim.workload import TrafficClass, Workload, make, poisson
+from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Instance, Slo
 
 PACE = "opt-13b-a100"
@@ -138,12 +138,12 @@ def measure(system: str, lengths: str, workload: Workload, rate: float, duration
     return Point(system, lengths, rate, judge(workload, outcome, tokens, duration, clock[1:]))
 
 
-def node() -> Node:
+def node() -> InstanceSpec:
     """Return the paper's engine; the host has room for KV, for those that can use it."""
-    file = pacefile.load(PACE)
+    file = profiles.load(PACE)
     assert file.kv_tokens is not None
     instance = Instance("e0", "default", RUNNING, file.kv_tokens // file.block_size, file.block_size, LONGEST)
-    return Node(instance, file.pace(), SLOTS, BUDGET, file.copy_seconds(), host_tokens=HOST_TOKENS)
+    return InstanceSpec(instance, file.latency(), SLOTS, BUDGET, file.copy_seconds(), host_tokens=HOST_TOKENS)
 
 
 def judge(
@@ -159,14 +159,14 @@ def judge(
     rest_tokens = workload.output - 1
     tpot = (outcome.end - outcome.first) / np.maximum(rest_tokens, 1)
     latency = ((outcome.end - workload.arrival) / workload.output)[promised & ended]
-    first, pace = outcome.first - workload.arrival <= workload.ttft, tpot <= workload.tpot
+    first, latency = outcome.first - workload.arrival <= workload.ttft, tpot <= workload.tpot
     best_effort = int(np.count_nonzero(~promised & ended & (outcome.end <= duration)))
     later = max(int(rest_tokens[promised].sum()), 1)
     share = 100 * float(np.median(deciding)) * outcome.iterations / outcome.busy
     return {
         "rt.normalized_latency": float(latency.mean()) if latency.size else None,
         "rt.ttft_attainment": 100 * float(first[promised].mean()),
-        "rt.tpot_attainment": 100 * float((pace & ended)[promised].mean()),
+        "rt.tpot_attainment": 100 * float((latency & ended)[promised].mean()),
         "rt.token_attainment": 100 * int(tokens.steady[promised].sum()) / later,
         "rt.token_due_attainment": 100 * int(tokens.ahead[promised].sum()) / later,
         "be.req_per_s": best_effort / duration,

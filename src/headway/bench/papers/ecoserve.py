@@ -16,13 +16,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.deliver import deliver
-from headway.bench.measures import Row
+from headway.bench.load.metrics import Row
+from headway.bench.output.plots import png
+from headway.bench.output.results import deliver
 from headway.bench.papers.trial import SLO_SCALE, TFS, Data, Trial, forecasts, trial, workload
-from headway.bench.plots import png
-from headway.ecoserve import VARIANTS
-from headway.pack.decoupled import Options
-from headway.recipes import find
+from headway.pack.ecoserve.packer import Options
+from headway.recipes.ecoserve import VARIANTS
+from headway.recipes.registry import find
 
 ECOSERVE, BASE = "ecoserve", "vllm-v0"
 ABLATION = ("ecoserve-d", "ecoserve-sd", "ecoserve-sdo", ECOSERVE)

@@ -6,19 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.bench.papers.watch import Gauges, inside
-from headway.forecast import pacefile
-from headway.forecast.pace import OnlinePace
-from headway.forecast.padded import Padded
-from headway.pack.decoupled import Counts, Decoupled, Options
-from headway.ports import Lengths, Packer, Recipe
-from headway.sim.arrivals import poisson
+from headway.bench.papers.observers import Gauges, inside
+from headway.forecast.latency import profiles
+from headway.forecast.latency.online import OnlineLatency
+from headway.forecast.lengths.padded import Padded
+from headway.pack.ecoserve.packer import Counts, EcoServe, Options
+from headway.ports import Lengths, Packer
+from headway.recipes.recipe import Recipe
 from headway.sim.forecasts import Noisy, Oracle
-from headway.sim.host import Node
-from headway.sim.lengths import draw
+from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
-from headway.sim.workload import Workload, single
+from headway.sim.workload.arrivals import poisson
+from headway.sim.workload.lengths import draw
+from headway.sim.workload.traffic import Workload, single
 from headway.types import Batch, Instance
 
 PACE = "opt-13b-a100"
@@ -67,12 +68,12 @@ class Trial:
     counts: Counts | None
 
 
-def node() -> Node:
+def node() -> InstanceSpec:
     """Return the engine of the paper: OPT-13B on an A100 with 12 GB of KV."""
-    file = pacefile.load(PACE)
+    file = profiles.load(PACE)
     blocks = int(KV_BYTES // (file.kv_bytes_per_token * file.block_size))
     instance = Instance("e0", "default", MAX_RUNNING, blocks, file.block_size, LONGEST)
-    return Node(instance, file.pace(), SLOTS, BUDGET, file.copy_seconds())
+    return InstanceSpec(instance, file.latency(), SLOTS, BUDGET, file.copy_seconds())
 
 
 def workload(data: Data, rate: float, seconds: float, seed: int) -> Workload:
@@ -84,14 +85,14 @@ def workload(data: Data, rate: float, seconds: float, seed: int) -> Workload:
     return promised(single(at, prompt, output).take(kept), node(), SLO_SCALE)
 
 
-def promised(workload: Workload, node: Node, scale: float) -> Workload:
+def promised(workload: Workload, node: InstanceSpec, scale: float) -> Workload:
     """Return the workload, each whole answer promised in `scale` x the seconds it takes on an idle engine.
 
     (EcoServe 4.1's SLO scale, with t_p and t_g taken from the pace: prefill alone, and one decode a token at
     the context in the middle of the answer.)
     """
     alone = [
-        node.pace.seconds(Batch(0, 0, p, p * p // 2)) + o * node.pace.seconds(Batch(1, p + o // 2, 0))
+        node.latency.seconds(Batch(0, 0, p, p * p // 2)) + o * node.latency.seconds(Batch(1, p + o // 2, 0))
         for p, o in zip(workload.prompt.tolist(), workload.output.tolist(), strict=True)
     ]
     never = np.full(len(workload), np.inf)
@@ -112,9 +113,9 @@ def trial(
     """Run a recipe on a workload; `options` replace those of an EcoServe recipe."""
     place, clock, packers = node(), list[float](), list[Packer]()
 
-    def packer(running: int, budget: int, pace: OnlinePace) -> Packer:
-        packers.append(recipe.packer(running, budget, pace))
-        if isinstance(packers[0], Decoupled):  # the simulation does not see it: it is timed
+    def packer(running: int, budget: int, latency: OnlineLatency) -> Packer:
+        packers.append(recipe.packer(running, budget, latency))
+        if isinstance(packers[0], EcoServe):  # the simulation does not see it: it is timed
             packers[0].copy_seconds = place.copy_seconds
             packers[0].longest = place.instance.max_model_len
             packers[0].options = options or packers[0].options
@@ -124,7 +125,7 @@ def trial(
     gauges = Gauges(kv, TFS, float(load.arrival.max(initial=0.0)), clock)
     timed = inside(replace(recipe, packer=packer), clock)
     outcome = Simulation(timed, [place], load, lengths).run(observer=gauges)
-    counts = packers[0].counts if isinstance(packers[0], Decoupled) else None
+    counts = packers[0].counts if isinstance(packers[0], EcoServe) else None
     return _figures(recipe.name, data, rate, load, outcome, gauges, counts)
 
 

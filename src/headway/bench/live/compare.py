@@ -1,0 +1,168 @@
+"""Does Headway meet deadlines that stock vLLM misses? Several systems, one trace, one machine.
+
+Each round sends the same calls to every system in turn, so a machine that drifts drifts for all. How much
+is too much is measured first: the load is given as a multiple of what stock vLLM sustains here and now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from headway.bench.live import kv_sizing
+from headway.bench.live.systems import STANDARD, check, counted, running
+from headway.bench.load import generator, metrics, mix
+from headway.bench.load.records import Call, Counters, Record
+from headway.config import Engine
+from headway.models.resolve import resolve
+from headway.sim.workload import traffic
+
+BURST = 64  # calls that show what the engine sustains
+_console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to compare. load: arrivals per second as a multiple of the measured capacity; rate overrides it.
+
+    duration: seconds of arrivals per round. together: keep all systems up at once (memory!), which saves
+    restarts between rounds; an idle engine costs next to no CPU. tight: so few KV blocks that a full batch
+    of this mix overflows them (`kv_sizing.tight`), unless the engine says how many.
+    """
+
+    mix: mix.Mix
+    engine: Engine
+    systems: tuple[str, ...] = STANDARD
+    load: float = 1.3
+    rate: float | None = None
+    duration: float = 300.0
+    rounds: int = 1
+    seed: int = 0
+    together: bool = False
+    tight: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Records and counters per system, the rate of arrivals (1/s), the capacity it came from, the engine."""
+
+    results: dict[str, tuple[list[Record], Counters]]
+    rate: float
+    capacity: float | None
+    engine: Engine
+
+
+async def run(setup: Setup) -> Outcome:
+    """Run the comparison. Raises ConfigError or EngineError when a system cannot be run."""
+    check(setup.systems, setup.engine)
+    resolve(setup.engine.model)
+    if setup.tight and setup.engine.blocks is None:
+        setup = replace(setup, engine=await kv_sizing.tight(setup.engine, setup.mix, setup.seed))
+    kv_sizing.check(setup.engine)
+    logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
+    _console.print(f"[dim]logs: {logs}[/]")
+    async with AsyncExitStack() as stack:
+        urls: dict[str, str] = {}
+        if setup.together:
+            found = await asyncio.gather(*(_up(stack, name, setup, logs) for name in setup.systems))
+            urls = dict(zip(setup.systems, found, strict=True))
+            await asyncio.gather(*(_warm(url, setup) for url in found))
+        capacity = None if setup.rate else await _capacity(setup, urls, logs)
+        rate = setup.rate or setup.load * (capacity or 0.0)
+        outcome = Outcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
+        for number in range(setup.rounds):
+            calls = _calls(setup, rate, number)
+            for name in _turn(setup.systems, number):
+                _append(outcome, name, *await _run(name, calls, setup, urls, logs, number))
+    return outcome
+
+
+async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
+    _console.print(f"[dim]starting {name} ...[/]")
+    return await stack.enter_async_context(running(name, setup.engine, logs))
+
+
+async def _fresh(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
+    url = await _up(stack, name, setup, logs)
+    await _warm(url, setup)
+    return url
+
+
+async def _run(
+    name: str, calls: Sequence[Call], setup: Setup, urls: dict[str, str], logs: Path, number: int
+) -> tuple[list[Record], Counters]:
+    async with AsyncExitStack() as stack:
+        url = urls.get(name) or await _fresh(stack, name, setup, logs)
+        before = await counted(name, url)
+        _console.print(f"[bold]{name}[/], round {number + 1} of {setup.rounds}")
+        records = await generator.run(url, setup.engine.name, calls)
+        if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
+            raise KeyboardInterrupt  # a comparison with half a system in it is none
+        return records, generator.gained(before, await counted(name, url))
+
+
+async def _warm(url: str, setup: Setup) -> None:
+    """The first batches of a fresh engine are slow: let them be nobody's."""
+    calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
+    await generator.run(url, setup.engine.name, calls, progress=False)
+
+
+async def _capacity(setup: Setup, urls: dict[str, str], logs: Path) -> float:
+    """Return the requests per second that the first system completes when it always has enough to do."""
+    name = setup.systems[0]
+    calls = [replace(call, at=0.0) for call in _calls(setup, BURST / 10, 2000, duration=20.0)[:BURST]]
+    async with AsyncExitStack() as stack:
+        url = urls.get(name) or await _fresh(stack, name, setup, logs)
+        began = time.perf_counter()
+        records = await generator.run(url, setup.engine.name, calls, progress=False)
+        seconds = time.perf_counter() - began
+    capacity = steady(records)
+    _console.print(
+        f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)"
+    )
+    return capacity
+
+
+def steady(records: Sequence[Record]) -> float:
+    """Return completions per second between the first quarter and three quarters: no ramp, no drain."""
+    ends = np.sort([record.last for record in records if record.ok and record.last is not None])
+    low, high = len(ends) // 4, 3 * len(ends) // 4
+    return float((high - low) / (ends[high] - ends[low]))
+
+
+def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+    """Return the calls of one round: the same for every system, other ones for every round."""
+    rng = np.random.default_rng([setup.seed, number])
+    arrivals = traffic.poisson(rate, duration or setup.duration, rng)
+    return mix.calls(setup.mix, arrivals, rng, warn=lambda _: None if number else _console.print(_))
+
+
+def _turn(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Rotate the order, so that no system always runs first."""
+    start = number % len(systems)
+    return systems[start:] + systems[:start]
+
+
+def _append(outcome: Outcome, name: str, records: Sequence[Record], counters: Counters) -> None:
+    """Add a round behind the earlier ones: it begins when they ended, so that makespans add up."""
+    earlier, counts = outcome.results[name]
+    start = metrics.makespan(earlier) or 0.0
+    shifted = [_shift(record, start) for record in records]
+    known = {key: value + counts[key] for key, value in counters.items() if key in counts}
+    outcome.results[name] = ([*earlier, *shifted], known if earlier else counters)
+
+
+def _shift(record: Record, by: float) -> Record:
+    later = {
+        name: None if value is None else value + by
+        for name, value in (("first", record.first), ("last", record.last))
+    }
+    return replace(record, at=record.at + by, sent=record.sent + by, **later)  # type: ignore[arg-type]

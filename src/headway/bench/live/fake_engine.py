@@ -1,0 +1,312 @@
+"""What is left of a request's cost when the engine costs nothing? A FAKE engine: vLLM's words, no model.
+
+It answers like vLLM's API server, at once and with made-up words, so that whatever else takes time is the
+gateway. Every answer says that it is fake; nothing measured with it says anything about an engine.
+
+A request may steer its own answer through `vllm_xargs` (`_Ask` lists how); `GET /last` tells what came and
+`POST /release/NAME` lets go of the answers that are held by that name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+NAME = "FAKE instant engine"
+WORD = "fake "  # the content of every chunk after the first: how a client counts tokens
+_BLOCKS, _BLOCK = 100_000, 16
+_METRICS = f"""# HELP vllm:num_preemptions_total Cumulative number of preemptions ({NAME}).
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{{engine="0",model_name="fake"}} 0.0
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig ({NAME}).
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{block_size="{_BLOCK}",engine="0",num_gpu_blocks="{_BLOCKS}"}} 1.0
+# HELP process_open_fds Of this process.
+# TYPE process_open_fds gauge
+process_open_fds 9.0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """One request, with what its `vllm_xargs` say about the answer.
+
+    fake_tokens, fake_delay: instead of the command line's. fake_hold: a name; not a byte before it is
+    released.
+    fake_end: "400" or "500" refuse; "error" is vLLM's error event, "cut" a broken connection and "short" a
+    clean end without [DONE], each after half of the tokens.
+    """
+
+    chat: bool
+    stream: bool
+    usage: bool
+    choices: int
+    tokens: int
+    delay: float
+    hold: str
+    end: str
+    model: str
+
+    @property
+    def shown(self) -> int:
+        """Return how many tokens come before the end."""
+        return self.tokens if self.end == "stop" else self.tokens // 2
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """The ASGI app. open: answers under way. asked, aborted: since the start."""
+
+    tokens: int = 16
+    delay: float = 0.0
+    last: dict[str, Any] | None = None
+    open: int = 0
+    asked: int = 0
+    aborted: int = 0
+    released: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["path"].strip("/").split("/"):
+            case ["v1", "chat", "completions"] | ["v1", "completions"]:
+                await self._generate(scope, receive, send)
+            case ["health"]:
+                await _say(send, 200, b"")
+            case ["metrics"]:
+                await _say(send, 200, _METRICS.encode(), b"text/plain; version=0.0.4")
+            case ["last"]:
+                await _json(send, 200, self._seen())
+            case ["release", name]:
+                self.released[name].set()
+                await _say(send, 200, b"")
+            case ["v1", "models"]:
+                card = {"id": "smollm2", "object": "model", "created": 0, "owned_by": NAME}
+                await _json(send, 200, {"object": "list", "data": [card]})
+            case ["headway", "control"]:
+                await self._control(json.loads(await _body(receive)), send)
+            case _:
+                await _json(send, 404, {"detail": "Not Found"})
+
+    def _seen(self) -> dict[str, Any]:
+        counts = {"asked": self.asked, "open": self.open, "aborted": self.aborted}
+        return {"fake": NAME, **counts, **(self.last or {})}
+
+    async def _control(self, message: dict[str, Any], send: Send) -> None:
+        if message.get("op") not in ("state", "urgency", "pause", "resume"):
+            await _json(send, 400, {"error": f"unknown op {message.get('op')!r} ({NAME})"})
+            return
+        counters = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
+        state = {
+            "recipe": NAME, "running": self.open, "waiting": 0, "counters": counters, "jobs": [], "log": [],
+            "blocks_free": _BLOCKS, "blocks_total": _BLOCKS, "block_size": _BLOCK,
+        }  # fmt: skip
+        await _json(send, 200, state)
+
+    # ---- generation
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = json.loads(await _body(receive))
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.last = {"path": scope["path"], "body": body, "headers": headers}
+        self.asked += 1
+        ask = self._ask(scope["path"].endswith("chat/completions"), body)
+        # uvicorn reports a client that left here and nowhere else.
+        gone = asyncio.ensure_future(receive())
+        self.open += 1
+        try:
+            if ask.hold:
+                await _either(self.released[ask.hold].wait(), gone)
+            if not gone.done():
+                await self._answer(ask, gone, send)
+        finally:
+            self.open -= 1
+            self.aborted += gone.done()
+            gone.cancel()
+
+    def _ask(self, chat: bool, body: dict[str, Any]) -> _Ask:
+        extra = body.get("vllm_xargs") or {}
+        tokens = int(extra.get("fake_tokens", self.tokens))
+        limit = body.get("max_completion_tokens") or body.get("max_tokens") or tokens
+        return _Ask(
+            chat=chat,
+            stream=bool(body.get("stream")),
+            usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            choices=body.get("n") or 1,
+            tokens=min(tokens, limit),
+            delay=float(extra.get("fake_delay", self.delay)),
+            hold=str(extra.get("fake_hold", "")),
+            end=str(extra.get("fake_end", "stop")),
+            model=body["model"],
+        )
+
+    async def _answer(self, ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
+        if ask.end in ("400", "500"):
+            await _json(send, int(ask.end), _error(int(ask.end)))
+        elif ask.stream:
+            await _stream(ask, gone, send)
+        else:
+            await _rest(ask.delay * ask.shown, gone)
+            if ask.end == "cut":
+                await _start(send, 200, b"application/json", 1000)
+                raise ConnectionAbortedError(f"{NAME}: asked to")  # uvicorn hangs up
+            if not gone.done():
+                await _json(send, 200, _whole(ask))
+
+
+async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
+    """Send each event as an HTTP chunk of its own, as vLLM does."""
+    await _start(send, 200, b"text/event-stream; charset=utf-8")
+    first, chunk, last = _chunks(ask)
+    if ask.chat:
+        await _part(send, first)
+    for _ in range(ask.shown):
+        await _rest(ask.delay, gone)
+        if gone.done():
+            return
+        await _part(send, chunk)
+    if ask.end == "cut":
+        raise ConnectionAbortedError(f"{NAME}: asked to")
+    for event in _ending(ask, last):
+        await _part(send, event)
+    with suppress(RuntimeError):  # the client left this very moment
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _ending(ask: _Ask, last: bytes) -> Iterator[bytes]:
+    if ask.end == "short":
+        return
+    if ask.end == "error":
+        yield b"data: " + json.dumps(_error(500)).encode() + b"\n\n"
+    else:
+        yield last
+        if ask.usage:
+            yield _event(ask, [], usage=_usage(ask))
+    yield b"data: [DONE]\n\n"
+
+
+def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
+    """Return the events with the role, with one token for every choice, and with the reason of the end."""
+
+    def event(delta: dict[str, str], reason: str | None) -> bytes:
+        what: dict[str, Any] = {"delta": delta} if ask.chat else {"text": delta.get("content", "")}
+        one = {**what, "logprobs": None, "finish_reason": reason}
+        return b"".join(_event(ask, [{"index": index, **one}]) for index in range(ask.choices))
+
+    return (
+        event({"role": "assistant", "content": ""}, None),
+        event({"content": WORD}, None),
+        event({}, "length"),
+    )
+
+
+def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:
+    kind = "chat.completion.chunk" if ask.chat else "text_completion"
+    return b"data: " + _compact({**_frame(ask, kind), "choices": choices, **more}) + b"\n\n"
+
+
+def _whole(ask: _Ask) -> dict[str, Any]:
+    text = WORD * ask.shown
+    what: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if ask.chat else {"text": text}
+    one = {**what, "logprobs": None, "finish_reason": "length"}
+    choices = [{"index": index, **one} for index in range(ask.choices)]
+    kind = "chat.completion" if ask.chat else "text_completion"
+    return {**_frame(ask, kind), "choices": choices, "usage": _usage(ask)}
+
+
+def _frame(ask: _Ask, kind: str) -> dict[str, Any]:
+    name = "chatcmpl-fake" if ask.chat else "cmpl-fake"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": ask.model,
+            "system_fingerprint": NAME}  # fmt: skip
+
+
+def _usage(ask: _Ask) -> dict[str, int]:
+    made = ask.shown * ask.choices
+    return {"prompt_tokens": 11, "completion_tokens": made, "total_tokens": 11 + made}
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {
+        "error": {"message": f"{NAME}: asked to fail", "type": "FakeError", "param": None, "code": status}
+    }
+
+
+# ---- ASGI
+
+
+async def _rest(seconds: float, gone: asyncio.Future[Any]) -> None:
+    """Wait, or not when the client has left. Even no time at all lets what was written go out."""
+    if seconds > 0:
+        await asyncio.wait({gone}, timeout=seconds)
+    else:
+        await asyncio.sleep(0)
+
+
+async def _either(work: Coroutine[Any, Any, Any], gone: asyncio.Future[Any]) -> None:
+    """Wait until the work is done or the client has left."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _json(send: Send, status: int, data: Any) -> None:
+    await _say(send, status, _compact(data))
+
+
+def _compact(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+async def _say(send: Send, status: int, body: bytes, kind: bytes = b"application/json") -> None:
+    await _start(send, status, kind, len(body))
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _start(send: Send, status: int, kind: bytes, length: int | None = None) -> None:
+    headers = [(b"content-type", kind), (b"x-fake-engine", NAME.encode())]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _part(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def main() -> None:
+    """Serve on 127.0.0.1 until a signal ends it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m headway.bench.live.fake_engine", description=f"A {NAME}."
+    )
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of every answer")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds per token")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    app = FakeEngine(options.tokens, options.delay)
+    uvicorn.run(
+        app, host="127.0.0.1", port=options.port, loop="uvloop", http="httptools", lifespan="off",
+        access_log=False, log_level="warning", server_header=False,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""How little KV makes memory the question? As much as a part of a full batch needs at its longest.
+
+What a batch needs follows from the mix itself: its prompts counted with the model's own tokenizer, and as
+many tokens of answer as each may have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from headway.bench.load import mix
+from headway.config import Engine
+from headway.engines.vllm.process.launch import block_size
+from headway.errors import ConfigError
+from headway.serve.request_parsing import ChatBody
+from headway.serve.tokens import TokenCounter
+
+SHARE = 1 / 3  # of what `max_running` requests hold at their longest
+_SAMPLE = 512  # requests of the mix
+_NULL = 1  # block that vLLM keeps for itself
+
+
+def least(engine: Engine) -> int:
+    """Return the fewest blocks with which vLLM starts: one request of max_model_len, and the null block."""
+    return -(-engine.max_model_len // block_size(engine)) + _NULL
+
+
+def check(engine: Engine) -> None:
+    """Raise ConfigError when the blocks that were asked for cannot hold one request of max_model_len."""
+    if engine.blocks is not None and engine.blocks < least(engine):
+        raise ConfigError(
+            f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold "
+            f"one request of {engine.max_model_len} tokens.",
+            f"Give {least(engine)} or more.",
+            param="engines.blocks",
+        )
+
+
+async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
+    """Return the engine with KV for `SHARE` of a full batch of this mix, and at least for one request.
+
+    Raises ConfigError when the model has no tokenizer or the mix no prompts.
+    """
+    counter = TokenCounter(engine.model)
+    await counter.load()
+    rng = np.random.default_rng([seed, 3000])
+    calls = mix.calls(load, np.zeros(_SAMPLE), rng, warn=lambda _: None)
+    held = [-(-(await _tokens(counter, call, engine.name)) // block_size(engine)) for call in calls]
+    wanted = round(SHARE * engine.max_running * float(np.mean(held))) + _NULL
+    return replace(engine, blocks=max(wanted, least(engine)))
+
+
+async def _tokens(counter: TokenCounter, call: mix.Call, model: str) -> int:
+    body = ChatBody.model_validate({"model": model, "messages": [{"role": "user", "content": call.prompt}]})
+    return await counter.count(body) + call.max_tokens

@@ -1,0 +1,120 @@
+"""Which systems are compared? Stock vLLM by its own policies, and Headway by recipe, on equal terms.
+
+Each is a real server in processes of its own on the same model, cores, batch limit and KV; a system under
+test differs from another in its scheduler (and, for Headway, in the gateway in front) and in nothing else. A
+recipe that swaps KV has host memory for it besides, which stock vLLM cannot use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+
+from headway.bench.load import generator
+from headway.config import Broker, Config, Engine, Server, write
+from headway.engines.vllm.process.launch import Child, command, environment, free_port
+from headway.errors import ConfigError, EngineError
+from headway.recipes.registry import find
+
+STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
+STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack")
+TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve")  # what becomes of little KV
+_START = 180.0  # seconds
+
+
+def check(systems: tuple[str, ...], engine: Engine) -> None:
+    """Raise ConfigError unless every name is a stock policy or a recipe that can be served."""
+    from headway.serve.main import preflight
+
+    if not systems:
+        raise ConfigError("No system is named.", f"Name some of {', '.join(STANDARD)}.")
+    for name in systems:
+        if name not in STOCK:
+            preflight(Config(recipe=name, engines=(_usable(name, engine),)))
+
+
+def _usable(name: str, engine: Engine) -> Engine:
+    """Return the engine with the host pool only where the recipe can use it."""
+    recipe = find(name)
+    copies = recipe.saves or recipe.reserves or recipe.kv != "before"
+    return engine if copies else replace(engine, host_kv_gib=0.0)
+
+
+async def counted(name: str, url: str) -> dict[str, float]:
+    """Return what a running system's engine has counted so far, by the same code in all of them.
+
+    A gateway has it on its metrics page, stock vLLM answers our control route (`engines/vllm/plugin/scheduler_stats.py`).
+    """
+    found = await generator.scrape(url)
+    if name in STOCK:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{url}/headway/control", json={"op": "state"}) as answer,
+        ):
+            found |= (await answer.json())["counters"]
+    return found
+
+
+@asynccontextmanager
+async def running(name: str, engine: Engine, logs: Path) -> AsyncIterator[str]:
+    """Start a system, yield its URL once it answers, and end all of its processes.
+
+    Raises EngineError, with the log's last lines, when it does not come up.
+    """
+    port = free_port()
+    child = _stock(name, engine, port, logs) if name in STOCK else _headway(name, engine, port, logs)
+    child.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await _ready(name, child, f"{url}/health" if name in STOCK else f"{url}/ready")
+        yield url
+    finally:
+        await asyncio.to_thread(child.stop, 15.0)
+
+
+def _stock(name: str, engine: Engine, port: int, logs: Path) -> Child:
+    argv = command(engine, port, None, STOCK[name])
+    return Child(argv, environment(engine), logs / f"{name}.log")
+
+
+def _headway(name: str, engine: Engine, port: int, logs: Path) -> Child:
+    """A gateway with sqlite and its one engine; the engine's log lies beside the gateway's."""
+    folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
+    config = Config(
+        recipe=name,
+        server=Server(port=port, max_queued=100_000),
+        engines=(_usable(name, engine),),
+        broker=Broker(path=str(folder / "queue.sqlite")),
+    )
+    file = folder / "headway.toml"
+    file.write_text(write(config))
+    argv = [sys.executable, "-m", "headway.cli", "serve", "--config", str(file), "--logs", str(folder)]
+    return Child(argv, environment(engine), logs / f"{name.replace(':', '-')}.log")
+
+
+async def _ready(name: str, child: Child, url: str) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        for _ in range(int(_START / 0.25)):
+            if not child.alive:
+                raise child.died(name)
+            try:
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            await asyncio.sleep(0.25)
+    raise EngineError(f"{name} was not ready after {_START:g} s.\n{child.tail()}\n", f"See {child.log}.")
+
+
+def standard_engine(model: str, *, max_running: int, blocks: int | None, host_kv_gib: float = 0.0) -> Engine:
+    """Return the engine that all systems of a comparison share; host_kv_gib only for those that swap."""
+    return replace(Engine(), model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib)

@@ -1,0 +1,340 @@
+"""Was it on time, as a client sees it?
+
+An open-loop generator for any OpenAI endpoint: each call goes out at its planned instant whatever became of
+the earlier ones, and is timed from that instant. It shares the machine with the engine, so bodies are built
+before the start and a chunk costs one JSON parse; its own lateness is in the records (sent - at).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Literal
+
+import aiohttp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from headway.bench.load.records import Call, Counters, Record
+
+__all__ = ["Call", "Endpoint", "Record", "run", "scrape", "was_cut_off"]
+
+Endpoint = Literal["chat", "completions"]
+_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_COUNTED = re.compile(
+    rb"^(?:(vllm:num_preemptions)|headway_engine_(\w+))_total(?:\{.*\})? (\S+)", re.MULTILINE
+)
+# Servers close idle connections after 5 s (uvicorn); letting go earlier avoids writing into a closing one.
+_KEEPALIVE = 2.0
+_SPARE_FILES = 256
+_CUT_OFF = "cancelled: the run ended before the answer"
+
+
+async def run(
+    url: str,
+    model: str,
+    calls: Sequence[Call],
+    *,
+    api_key: str | None = None,
+    endpoint: Endpoint = "chat",
+    send_priority: bool = True,
+    progress: bool = True,
+    patience: float = 3600.0,
+) -> list[Record]:
+    """Send every call at its instant (seconds from now) to `url` and return the records by planned arrival.
+
+    url: of the server, with or without /v1. send_priority: put the class's priority in the body (vLLM
+    refuses one that is not 0 unless it schedules by priority). progress: a bar on stderr. patience: seconds
+    that one call may take. Nothing an endpoint does is raised: refusals, 5xx, disconnects and timeouts are in
+    the records. When cancelled (Ctrl-C) it returns what was sent until then, open calls as "cancelled".
+    """
+    loop = asyncio.get_running_loop()
+    _allow_files(len(calls) + _SPARE_FILES)
+    tally = Tally()
+    shots = [Shot(call, _body(model, call, endpoint, send_priority), tally) for call in calls]
+    shots.sort(key=lambda shot: shot.call.at)
+    with _bar(len(calls), tally) if progress else nullcontext():
+        try:
+            async with _session(len(calls), patience, api_key) as session:
+                await _feed(session, _base(url) + _PATHS[endpoint], shots, loop.time())
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()  # the answer to the cancellation is the list below
+    return [shot.record() for shot in shots if shot.sent is not None]
+
+
+def was_cut_off(record: Record) -> bool:
+    """Tell whether the run was ended (Ctrl-C) before this request had its answer."""
+    return record.error == _CUT_OFF
+
+
+async def scrape(url: str) -> dict[str, float]:
+    """Return what engines have counted so far, all engines together, by `url`'s /metrics.
+
+    preemptions, and each `headway_engine_NAME_total` of a gateway as NAME. What is not there within 5 seconds
+    is left out; nothing is raised.
+    """
+    try:
+        limit = aiohttp.ClientTimeout(total=5.0)
+        async with (
+            aiohttp.ClientSession(timeout=limit) as session,
+            session.get(_base(url) + "/metrics") as page,
+        ):
+            text = await page.read() if page.status == 200 else b""
+        return _totals(text)
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        return {}
+
+
+def _totals(text: bytes) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for stock, ours, value in _COUNTED.findall(text):
+        name = "preemptions" if stock else ours.decode()
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def gained(before: Counters, after: Counters) -> dict[str, float]:
+    """Return by how much each counter grew between two readings; those in only one of them are unknown."""
+    return {name: after[name] - before[name] for name in after if name in before}
+
+
+# ---- sending
+
+
+async def _feed(session: aiohttp.ClientSession, url: str, shots: Sequence[Shot], start: float) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as group:
+        for shot in shots:
+            early = start + shot.call.at - loop.time()
+            if early > 0:
+                await asyncio.sleep(early)
+            group.create_task(_send(session, url, shot, start))
+
+
+async def _send(session: aiohttp.ClientSession, url: str, shot: Shot, start: float) -> None:
+    clock = asyncio.get_running_loop().time
+    shot.begin(clock() - start)
+    try:
+        async with session.post(url, data=shot.body, headers=_headers(shot.call)) as answer:
+            shot.status, shot.id = answer.status, answer.headers.get("x-request-id")
+            if answer.status == 200:
+                await listen(answer, shot, clock, start)
+            else:
+                shot.error = _refusal(answer.status, await answer.content.read(4096))
+    except asyncio.CancelledError:
+        shot.error = _CUT_OFF
+        raise
+    except Exception as error:  # whatever one call meets, the others go on
+        shot.error = f"{type(error).__name__}: {error}"
+    finally:
+        shot.end(clock() - start)
+
+
+async def listen(
+    answer: aiohttp.ClientResponse, shot: Shot, clock: Callable[[], float], start: float
+) -> None:
+    """Read a stream to its end; the shot notes what came, in seconds of `clock` after `start`."""
+    rest = b""
+    async for piece in answer.content.iter_any():
+        now = clock() - start
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            shot.read(line, now)
+    shot.read(rest, clock() - start)
+
+
+def _session(calls: int, patience: float, api_key: str | None) -> aiohttp.ClientSession:
+    """One socket per call at most and no limit per host: the generator must never be the queue."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=max(calls, 1), limit_per_host=0, keepalive_timeout=_KEEPALIVE),
+        timeout=aiohttp.ClientTimeout(total=patience),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+    )
+
+
+def _headers(call: Call) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", "x-llm-d-inference-objective": call.tier}
+    for name in ("ttft", "tpot", "e2e"):
+        limit = getattr(call.slo, name)
+        if limit is not None:
+            headers[f"x-slo-{name}-ms"] = f"{limit * 1000:.3f}".rstrip("0").rstrip(".")
+    return headers
+
+
+def _body(model: str, call: Call, endpoint: Endpoint, send_priority: bool) -> bytes:
+    body: dict[str, Any] = {
+        "model": model, "max_tokens": call.max_tokens, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    if endpoint == "chat":
+        body["messages"] = [{"role": "user", "content": call.prompt}]
+    else:
+        body["prompt"] = call.prompt
+    if call.ignore_eos:
+        body["ignore_eos"] = True
+    if send_priority:
+        body["priority"] = call.priority
+    return json.dumps(body).encode()
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        said = json.loads(body)
+        text = said.get("error", said).get("message")
+    except (ValueError, AttributeError):
+        text = body.decode(errors="replace")
+    return f"HTTP {status}: {str(text)[:200]}"
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the soft limit of open files as far as allowed: shells give 1024, an overload needs more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    target = wanted if hard == unlimited else min(wanted, hard)
+    if soft != unlimited and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+
+
+# ---- one call
+
+
+@dataclass(slots=True)
+class Tally:
+    """How far a run is, for its bar."""
+
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    changed: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Shot:
+    """One call on its way, and what is known of its answer so far. Instants as in `Record`.
+
+    begun: called at the first visible token.
+    """
+
+    call: Call
+    body: bytes
+    tally: Tally
+    sent: float | None = None
+    first: float | None = None
+    latest: float | None = None  # the newest chunk that carried tokens or the end of the answer
+    last: float | None = None
+    gaps: list[float] = field(default_factory=list)
+    chunks: int = 0
+    usage: dict[str, Any] | None = None
+    status: int | None = None
+    id: str | None = None
+    error: str | None = None
+    closed: bool = False
+    begun: Callable[[], None] = lambda: None
+
+    def begin(self, now: float) -> None:
+        self.sent = now
+        self.tally.sent += 1
+        self.tally.changed()
+
+    def read(self, line: bytes, now: float) -> None:
+        """Take in one line of the event stream; comments and blank lines are nothing."""
+        if not line.startswith(b"data:"):
+            return
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self.closed = True
+            return
+        event = json.loads(data)
+        if event.get("error"):
+            self.error = f"error in the stream: {event['error']}"[:200]
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices") or ():
+            self._token(choice, now)
+
+    def _token(self, choice: dict[str, Any], now: float) -> None:
+        """The first visible text is the first token; a chunk with only the role is none.
+
+        After it a chunk without text is still a token (a special one, or half a character) unless it only
+        says why the answer ended.
+        """
+        visible = bool(_text(choice))
+        if visible or (self.first is not None and not choice.get("finish_reason")):
+            self.chunks += 1
+            if self.first is None:
+                self.first = now
+                self.begun()
+            elif self.latest is not None:
+                self.gaps.append(now - self.latest)
+            self.latest = now
+        elif choice.get("finish_reason"):
+            self.latest = now
+
+    def end(self, now: float) -> None:
+        """Close the account: an answer that was cut short or empty is a failure too."""
+        if self.error is None and not self.closed:
+            self.error = "disconnect: the stream ended without [DONE]"
+        if self.error is None and self.latest is None:
+            self.error = "empty: an answer without a token"
+        self.last = self.latest if self.error is None else now
+        if self.error is None and self.first is None:
+            self.first = self.latest  # only an end-of-text token: its end is all there was to see
+        self.tally.done += self.error is None
+        self.tally.failed += self.error is not None
+        self.tally.changed()
+
+    def record(self) -> Record:
+        assert self.sent is not None, "only what was sent has a record"
+        usage = self.usage or {}
+        made = usage.get("completion_tokens")
+        return Record(
+            tier=self.call.tier, at=self.call.at, sent=self.sent, first=self.first, last=self.last,
+            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            output_tokens=self.chunks if made is None else int(made),
+            itl=np.array(self.gaps, np.float32), status=self.status, error=self.error, slo=self.call.slo,
+            counted=made is None and self.error is None, id=self.id,
+        )  # fmt: skip
+
+
+_TEXT = ("content", "reasoning", "reasoning_content", "tool_calls")
+
+
+def _text(choice: dict[str, Any]) -> Any:
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text")
+    return any(delta.get(name) for name in _TEXT)
+
+
+# ---- the bar
+
+
+@contextmanager
+def _bar(total: int, tally: Tally) -> Iterator[None]:
+    columns = (
+        TextColumn("Requests"), BarColumn(), MofNCompleteColumn(), TextColumn("done"),
+        TextColumn("[dim]{task.fields[sent]} sent[/] [red]{task.fields[failed]} failed[/]"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    # Twice a second: the bar shares two cores with what it measures.
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
+        task = bar.add_task("requests", total=total, sent=0, failed=0)
+
+        def show() -> None:
+            sent, done, failed = attrgetter("sent", "done", "failed")(tally)
+            bar.update(task, completed=done, sent=sent, failed=failed)
+
+        tally.changed = show
+        yield

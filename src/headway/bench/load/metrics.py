@@ -1,0 +1,157 @@
+"""How many were on time, how fast was it, and how much got done?
+
+Records become figures per class and over all. Latencies are those of completed requests, counted from the
+planned arrival; attainment is the share of all requests, so a failed one is a missed one. Rates divide by the
+makespan: from the first planned arrival to the last completion of the system, the same for all its classes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.bench.load.records import Counters, Record, Results
+from headway.types import Floats
+
+ALL = "all"
+METRICS = ("ttft", "tpot", "itl", "e2el")
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# Counters that have a figure of their own, or are its parts.
+_TOLD = ("preemptions", "preempted", "alloc_failures", "recomputed", "busy_seconds", "kv_seconds")
+
+Figure = tuple[str, float | None, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure: `ours` in `unit` for a class (or `all`) of a system; None = cannot be computed."""
+
+    id: str
+    system: str
+    setting: str
+    ours: float | None
+    unit: str
+    paper: float | None = None
+
+
+def figures(results: Results) -> list[Row]:
+    """Return every figure of every system: classes with promises first, then the others, then `all`.
+
+    ids: requests, failed, attainment.CLASS, goodput.req_per_s, throughput.tokens_per_s (prompt + output),
+    throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} (ms); lateness.{mean,p50,p90,p99}
+    (ms by which the generator itself sent late), preemptions, be.tokens_per_s (prompt + output of the classes
+    without a promise, where there are any) and what `memory` returns stand once per system. Percentiles are
+    linear, as in vLLM. No value is NaN or infinite.
+    """
+    rows: list[Row] = []
+    for system, (records, counters) in results.items():
+        span = makespan(records)
+        for setting, part in split(records).items():
+            rows += [Row(id, system, setting, ours, unit) for id, ours, unit in _of(setting, part, span)]
+        late = _spread("lateness", lateness(records))
+        rows += [Row(id, system, ALL, ours, unit) for id, ours, unit in late]
+        rows.append(Row("preemptions", system, ALL, counters.get("preemptions"), "count"))
+        once = [*_best_effort(records, span), *memory(counters, len(records))]
+        rows += [Row(id, system, ALL, ours, unit) for id, ours, unit in once]
+    return rows
+
+
+def memory(counters: Counters, requests: int) -> list[Figure]:
+    """Return what an engine's counters say of its KV; nothing when it does not count (`counting.py`).
+
+    recomputed_tokens; kv.alloc_failures_pct: times that a running request found no block, per 100 requests;
+    kv.utilization: KV slots written while it computed, mean over time, %. Every other counter of the hook
+    follows by its own name as engine.NAME.
+    """
+    if "alloc_failures" not in counters:
+        return []
+    busy = counters.get("busy_seconds", 0.0)
+    return [
+        ("recomputed_tokens", counters.get("recomputed"), "tokens"),
+        ("kv.alloc_failures_pct", _per(100 * counters["alloc_failures"], requests), "%"),
+        ("kv.utilization", _per(100 * counters.get("kv_seconds", 0.0), busy), "%"),
+        *(
+            (f"engine.{name}", value, "s" if name.endswith("_seconds") else "count")
+            for name, value in counters.items()
+            if name not in _TOLD
+        ),
+    ]
+
+
+def tiers(records: Sequence[Record]) -> list[str]:
+    """Return the classes of the records: those that were promised something first, then by name."""
+    promised = {record.tier for record in records if record.slo.objective != "best_effort"}
+    return sorted({record.tier for record in records}, key=lambda tier: (tier not in promised, tier))
+
+
+def split(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the records of each class, in the order of `tiers`, and of `all`."""
+    parts = {tier: [record for record in records if record.tier == tier] for tier in tiers(records)}
+    return parts | {ALL: list(records)}
+
+
+def makespan(records: Sequence[Record]) -> float | None:
+    """Return seconds from the first planned arrival to the last completion; None when nothing completed."""
+    ends = [record.last for record in records if record.ok and record.last is not None]
+    span = max(ends) - min(record.at for record in records) if ends else 0.0
+    return span if span > 0 else None
+
+
+def attainment(records: Sequence[Record]) -> float | None:
+    """Return the percentage that kept every promise; None when there are no records."""
+    return 100.0 * sum(record.met for record in records) / len(records) if records else None
+
+
+def values(records: Sequence[Record], metric: str) -> Floats:
+    """Return one of METRICS in seconds for every completed request (itl: every gap; tpot: from 2 tokens)."""
+    done = [record for record in records if record.ok]
+    if metric == "itl":
+        return np.concatenate([np.empty(0), *(record.itl for record in done)])
+    seen = [getattr(record, metric) for record in done]
+    return np.array([value for value in seen if value is not None], float)
+
+
+def lateness(records: Sequence[Record]) -> Floats:
+    """Return the seconds by which the generator itself sent each request late."""
+    return np.array([max(record.sent - record.at, 0.0) for record in records], float)
+
+
+def failures(records: Sequence[Record]) -> dict[str, int]:
+    """Count the failed requests by kind (the error up to its first colon), most frequent first."""
+    kinds = Counter(record.error.partition(":")[0] for record in records if record.error is not None)
+    return dict(kinds.most_common())
+
+
+def _of(setting: str, records: Sequence[Record], span: float | None) -> Iterator[Figure]:
+    done = [record for record in records if record.ok]
+    out = sum(record.output_tokens for record in done)
+    yield "requests", float(len(records)), "count"
+    yield "failed", float(len(records) - len(done)), "count"
+    yield f"attainment.{setting}", attainment(records), "%"
+    yield "goodput.req_per_s", _per(sum(record.met for record in records), span), "req/s"
+    total = out + sum(record.prompt_tokens for record in done)
+    yield "throughput.tokens_per_s", _per(total, span), "tokens/s"
+    yield "throughput.output_tokens_per_s", _per(out, span), "tokens/s"
+    for metric in METRICS:
+        yield from _spread(metric, values(done, metric))
+
+
+def _best_effort(records: Sequence[Record], span: float | None) -> Iterator[Figure]:
+    part = [record for record in records if record.slo.objective == "best_effort"]
+    if part:
+        tokens = sum(record.prompt_tokens + record.output_tokens for record in part if record.ok)
+        yield "be.tokens_per_s", _per(tokens, span), "tokens/s"
+
+
+def _spread(name: str, seconds: Floats) -> Iterator[Figure]:
+    seen = seconds.size > 0
+    yield f"{name}.mean", float(seconds.mean() * 1000) if seen else None, "ms"
+    for label, p in _QUANTILES.items():
+        yield f"{name}.{label}", float(np.quantile(seconds, p) * 1000) if seen else None, "ms"
+
+
+def _per(amount: float, span: float | None) -> float | None:
+    return amount / span if span else None

@@ -1,0 +1,150 @@
+"""What would an engine do with this, and when? vLLM's scheduling on numpy columns, without vLLM.
+
+The simulated host of a packer: it applies a `Step` as `engines/vllm/plugin/hook.py` and stock `schedule()` together
+apply it, on the same `Jobs` table, with a block account of its own. `tests/engine/test_licence.py` requires
+identical steps from vLLM's own scheduler; time comes from a pace, which is where simulation begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.engines.simulated import kernels
+from headway.engines.simulated.kernels import FREE, Limits
+from headway.forecast.latency.online import batch_of
+from headway.memory import reservations
+from headway.memory.budget import KvBudget
+from headway.pack.kernels import NO_CAP
+from headway.ports import Packer
+from headway.types import Batch, Floats, Ints, Jobs, Slo
+
+_NOBODY = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One iteration: rows that computed and their tokens (aligned), rows paused, rows that lost their KV.
+
+    preempted: how many of these memory took (stock's rule), not the packer. admitted: rows that came in.
+    copied: tokens of KV that move between device and host for this iteration, both ways together. saved:
+    rows whose KV went there.
+    """
+
+    start: float
+    rows: Ints
+    tokens: Ints
+    paused: Ints
+    evicted: Ints
+    preempted: int
+    admitted: int
+    copied: int = 0
+    saved: Ints = field(default_factory=lambda: _NOBODY)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What an iteration finished: ids, instants of their first tokens, times they lost their KV."""
+
+    ids: list[str]
+    first: Floats
+    evictions: Ints
+
+
+class SimulatedEngine:
+    """One engine: its jobs, its blocks, its packer.
+
+    blocks: usable KV blocks of `size` tokens. slots: requests that may hold KV. budget: tokens per iteration.
+    copy_seconds: to move one token's KV between device and host.
+    """
+
+    def __init__(
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        copy_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.packer, self.blocks, self.size, self.copy_seconds = packer, blocks, size, copy_seconds
+        self.limits = Limits(size, slots, budget, max_model_len)
+        self.balance: Ints = np.array([blocks, 0])
+        self.jobs = Jobs(256)
+        self.target: Ints = np.zeros(256, np.int64)
+        self._serial = 0
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return int(self.balance[FREE])
+
+    @property
+    def ledger(self) -> KvBudget:
+        """The account that the packer reads."""
+        return KvBudget(self.blocks, self.free, self.size, self.limits.slots)
+
+    def add(
+        self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
+        priority: int = 0, left: float | None = None,
+    ) -> int:  # fmt: skip
+        """Queue a request that will answer with exactly `output` tokens; return its row."""
+        self._serial += 1
+        promise = slo or Slo()
+        row = self.jobs.add(
+            id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
+            left=float(output if left is None else left),
+            ttft=_or_never(promise.ttft), tpot=_or_never(promise.tpot), e2e=_or_never(promise.e2e),
+        )  # fmt: skip
+        if row >= self.target.size:
+            self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])
+        self.target[row] = output
+        return row
+
+    @property
+    def busy(self) -> bool:
+        return len(self.jobs) > 0
+
+    def schedule(self, now: float) -> Ran:
+        """Decide and account one iteration that begins now."""
+        jobs, limits = self.jobs, self.limits
+        step = self.packer.pack(jobs, self.ledger, now)
+        kernels.evict(jobs.data, self.balance, step.evict)
+        copied = kernels.save(jobs.data, self.balance, step.save)
+        if step.lend is not None:
+            reservations.lend(jobs.data, step.lend.guest, step.lend.host, step.lend.start, step.lend.span)
+        caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
+        running = limits.slots if step.max_running is None else step.max_running
+        budget = limits.budget if step.token_budget is None else step.token_budget
+        paused = self._paused(step.order)
+        reserve = np.zeros(step.order.size, np.int64) if step.reserve is None else step.reserve
+        ran = kernels.run_reserved(
+            jobs.data, self.balance, limits, step.order, caps, reserve, running, budget
+        )
+        assert step.lend is None or jobs.running[step.lend.guest].all(), "a guest did not come in"
+        lost = np.concatenate([step.evict, ran.lost])
+        moved = copied + ran.copied
+        return Ran(now, ran.rows, ran.tokens, paused, lost, ran.lost.size, ran.admitted, moved, step.save)
+
+    def complete(self, ran: Ran, now: float) -> Done:
+        """Let the iteration end now: tokens come out. Returns what is finished by it."""
+        jobs = self.jobs
+        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
+        done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
+        for name in done.ids:
+            jobs.remove(name)
+        return done
+
+    def batch(self, ran: Ran) -> Batch:
+        """Return the shape of an iteration that was scheduled and is not complete."""
+        return batch_of(self.jobs, ran.rows, ran.tokens)
+
+    def seconds(self, ran: Ran, execution: float) -> float:
+        """Return the seconds of an iteration that computes for `execution` seconds: copies come first."""
+        return execution + (ran.copied * self.copy_seconds if ran.copied else 0.0)
+
+    def _paused(self, order: Ints) -> Ints:
+        """Return the rows that hold a slot and are not in `order`."""
+        holding = self.jobs.running & self.jobs.live
+        holding[order] = False
+        return np.flatnonzero(holding)
+
+
+def _or_never(promise: float | None) -> float:
+    return float("inf") if promise is None else promise

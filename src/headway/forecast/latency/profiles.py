@@ -1,0 +1,222 @@
+"""How long does an iteration take on a machine that is not here?
+
+A pace file keeps what was once measured of a model on a device: a form's coefficients (BROS 4.1, SLO-aware
+4.2), how far they are off, the memory for KV, the seconds to load. `python -m tools.latency_profiles.build` wrote
+the files that come with Headway from public profiles; each says where every number is from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.forecast.latency.laws import LAWS, Additive, Error, LatencyLaw, Shapes, law
+from headway.types import Batch, Floats
+
+VERSION = 1
+BUILTIN = Path(__file__).parent / "data"
+SHORTEST = 1e-4  # seconds; a form may be 0 for an empty batch, an iteration may not
+_REQUIRED = {"model": str, "device": str, "block_size": int, "kv_bytes_per_token": int, "weights_bytes": int}
+_OPTIONAL = {"kv_tokens": int, "load_cold_s": float, "load_warm_s": float, "kv_copy_gb_s": float}
+_OVERHEADS = (
+    "request_overhead_s",
+    "token_overhead_s",
+    "interruption_s",
+)  # left out of a file that does not know them
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyProfile:
+    """One model on one device.
+
+    form: the law that fits best; additive: the five numbers for compiled loops, of the same data. kv_tokens:
+    tokens of KV that fit. load_cold_s: weights from disk, load_warm_s: from host memory or a ready image.
+    kv_copy_gb_s: KV between device and host, in 1e9 bytes per second over all the instance's links. errors:
+    {form: {kind: Error}}. source: {field: where it is from}. request_overhead_s: from a client to where the
+    scheduler can have its request; token_overhead_s: from the end of an iteration to the client's eyes.
+    interruption_s: by which each request that comes makes the iteration in progress longer, where API server
+    and engine share cores. None = not known.
+    """
+
+    model: str
+    device: str
+    form: LatencyLaw
+    additive: Additive
+    block_size: int
+    kv_bytes_per_token: int
+    weights_bytes: int
+    kv_tokens: int | None
+    load_cold_s: float | None
+    load_warm_s: float | None
+    kv_copy_gb_s: float | None
+    errors: dict[str, dict[str, Error]]
+    source: dict[str, str]
+    request_overhead_s: float | None = None
+    token_overhead_s: float | None = None
+    interruption_s: float | None = None
+
+    def latency(self) -> FixedLatency:
+        """Return the forecast of iteration times by the file's best form."""
+        return FixedLatency(self.form)
+
+    def coefficients(self) -> Floats:
+        """Return the additive [base, decodes, context, prefill, prefill_context] in seconds, as float64."""
+        return self.additive.array()
+
+    def copy_seconds(self) -> float:
+        """Return the seconds to move one token's KV between device and host; inf when not known."""
+        rate = self.kv_copy_gb_s
+        return self.kv_bytes_per_token / (rate * 1e9) if rate else math.inf
+
+    def save(self, path: str | Path) -> None:
+        """Write the file as JSON, the same bytes for the same content."""
+        data: dict[str, Any] = asdict(self)
+        law = {"form": self.form.NAME, "coefficients": data.pop("form"), "additive": data.pop("additive")}
+        for name in _OVERHEADS:
+            if data[name] is None:
+                del data[name]
+        head = {"version": VERSION, "model": self.model, "device": self.device, **law}
+        Path(path).write_text(json.dumps(head | data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class FixedLatency:
+    """A `ports.LatencyModel` that stays as it was measured: for simulating a machine, not for serving on one."""
+
+    def __init__(self, form: LatencyLaw) -> None:
+        self.form, self.law = form, (form.CODE, form.array())  # law: as compiled loops take it
+
+    def seconds(self, batch: Batch) -> float:
+        """Return the forecast duration of one iteration of this shape, at least 0.1 ms."""
+        shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
+        return max(float(law(*self.law, *shape)), SHORTEST)
+
+    def prefill_seconds(self, tokens: Floats) -> Floats:
+        """Return forecast seconds to compute prompts of these lengths alone, elementwise."""
+        none = np.zeros_like(tokens, float)
+        alone = Shapes(none, none, np.asarray(tokens, float), np.square(tokens, dtype=float) / 2)
+        return np.asarray(np.maximum(self.form.seconds(alone), SHORTEST))
+
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """Do nothing: a pace file is a record. `pace.OnlineLatency` learns."""
+
+
+def names() -> list[str]:
+    """Return the names of the pace files that come with Headway, sorted."""
+    return sorted(path.stem for path in BUILTIN.glob("*.json"))
+
+
+def load(name: str | Path) -> LatencyProfile:
+    """Return the pace file of a built-in name or a path.
+
+    Raises ConfigError, naming what is wrong and the mend, when there is none or it cannot be trusted.
+    """
+    path = _locate(name)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"The pace file {path} cannot be read: {error.strerror}.", "Check the path."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.", f"Copy one of {BUILTIN} and edit that.") from error
+    return parse(data, str(path))
+
+
+def parse(data: Any, where: str = "the pace file") -> LatencyProfile:
+    """Return the pace file of decoded JSON; errors as `load`."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} is JSON but not an object.", f"Copy one of {BUILTIN} and edit that.")
+    _check_version(data, where)
+    form = _form(data.get("form"), where)
+    return LatencyProfile(
+        form=form(**_coefficients(data, "coefficients", form, where)),
+        additive=Additive(**_coefficients(data, "additive", Additive, where)),
+        errors=_errors(data.get("errors", {}), where),
+        source={str(k): str(v) for k, v in _table(data, "source", where, default={}).items()},
+        **{key: _value(data, key, kind, where) for key, kind in _REQUIRED.items()},
+        **{key: _optional(data, key, kind, where) for key, kind in _OPTIONAL.items()},
+        **{key: _optional(data, key, float, where) for key in _OVERHEADS},
+    )
+
+
+def _locate(name: str | Path) -> Path:
+    bare = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) is not None
+    if bare and (BUILTIN / f"{name}.json").is_file():
+        return BUILTIN / f"{name}.json"
+    if Path(name).exists():
+        return Path(name)
+    near = get_close_matches(Path(name).stem, names(), n=1, cutoff=0.4)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"There is no pace file {name}.", f"{hint}Built in are {', '.join(names())}; else give a .json file."
+    )
+
+
+def _check_version(data: Mapping[str, Any], where: str) -> None:
+    version = data.get("version")
+    if type(version) is not int or version < 1:
+        raise ConfigError(f"{where} has no version.", f'Add "version": {VERSION}.')
+    if version > VERSION:
+        raise ConfigError(
+            f"{where} is of version {version}; this Headway reads up to {VERSION}.",
+            "Upgrade Headway, or measure the file again with this one.",
+        )
+
+
+def _form(name: object, where: str) -> Any:
+    if isinstance(name, str) and name in LAWS:
+        return LAWS[name]
+    raise ConfigError(f"{where} has the unknown form {name!r}.", f"Use one of {', '.join(LAWS)}.")
+
+
+def _coefficients(data: Mapping[str, Any], key: str, form: Any, where: str) -> dict[str, float]:
+    table = _table(data, key, where)
+    wanted = [field.name for field in fields(form)]
+    for extra in set(table) - set(wanted):
+        raise ConfigError(
+            f"{where}: {key} has {extra!r}, which {form.NAME} has not.", f"Keep {', '.join(wanted)}."
+        )
+    return {name: _value(table, name, float, f"{where}: {key}") for name in wanted}
+
+
+def _table(data: Mapping[str, Any], key: str, where: str, default: Any = None) -> dict[str, Any]:
+    value = data.get(key, default)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} has no table {key!r}.", f'Add "{key}": {{...}} as in {BUILTIN}.')
+    return value
+
+
+def _value(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    """Return a text, a whole number of at least 1, or a finite number of at least 0."""
+    if data.get(key) is None:
+        raise ConfigError(f"{where} has no {key!r}.", f'Add "{key}".')
+    value = data[key]
+    numeric = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not (isinstance(value, str) if kind is str else numeric):
+        wanted = {str: "text", int: "a whole number", float: "a number"}[kind]
+        raise ConfigError(f"{where}: {key} is {value!r}.", f"Give {wanted}.")
+    least = 1 if kind is int else 0  # counts divide
+    if kind is not str and not (math.isfinite(value) and value >= least):
+        raise ConfigError(f"{where}: {key} is {value}.", f"Give a finite number, {least} or more.")
+    return kind(value)
+
+
+def _optional(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    return None if data.get(key) is None else _value(data, key, kind, where)
+
+
+def _errors(data: Any, where: str) -> dict[str, dict[str, Error]]:
+    try:
+        return {form: {kind: Error(**e) for kind, e in kinds.items()} for form, kinds in data.items()}
+    except (AttributeError, TypeError) as error:
+        mend = "Remove it, or give {form: {kind: {mean, p50, p90, rows}}}."
+        raise ConfigError(f"{where}: errors cannot be read ({error}).", mend) from error

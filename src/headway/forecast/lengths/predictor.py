@@ -1,0 +1,123 @@
+"""How many tokens will the answer to this prompt have?
+
+The host tells what a prompt looks like (`features`), the model of `kernel.py` forecasts, and every answer is
+learned from. Until there are enough, the task's last answers are the forecast (EcoServe 2.3, 3.2.2).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.forecast.lengths.ridge import PLAIN, History, Model, Traits
+from headway.forecast.lengths.task import TaskLengths
+from headway.types import Forecast, Request
+
+WINDOW = 2048  # answers that a model is fitted to
+_CODE = frozenset("{}()[]=;`<>")
+
+
+def features(text: str, prompt_tokens: int, meaning: Traits | None = None) -> Traits:
+    """Return what a prompt looks like: sizes and marks on a logarithmic scale, then its embedding."""
+    marks = (
+        prompt_tokens, len(text), text.count("?"), text.count("\n"), sum(map(str.isdigit, text)),
+        sum(letter in _CODE for letter in text), len(text.split()), text.count(".") + text.count("!"),
+    )  # fmt: skip
+    assert len(marks) == PLAIN
+    plain = np.log1p(np.array(marks, np.float32))
+    return plain if meaning is None else np.concatenate([plain, meaning.astype(np.float32)])
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request on its way: what its prompt looks like, and its forecast once that was asked for."""
+
+    features: Traits
+    forecast: Forecast | None = None
+
+
+class Predictor:
+    """Forecasts from the prompt, for requests whose features were told; from the task for all others.
+
+    Pure: fitting is the host's, aside (`due`, `history`, `fit`, `adopt`). It is due at `least` answers and
+    then whenever their number has grown by a quarter, at most by 256. `window` bounds the history, `opened`
+    the requests on their way.
+    """
+
+    def __init__(self, window: int = WINDOW, least: int = 64, opened: int = 16384) -> None:
+        self.tasks = TaskLengths()
+        self.model: Model | None = None
+        self.least, self._opened = least, opened
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._seen: deque[tuple[Traits, str, float]] = deque(maxlen=window)
+        self._fresh = 0  # answers since the last fit began
+
+    def tell(self, id: str, features: Traits) -> None:
+        """Say what a request's prompt looks like, before its first forecast."""
+        self._open[id] = _Open(features)
+        if len(self._open) > self._opened:
+            self._open.popitem(last=False)
+
+    def forget(self, id: str) -> None:
+        """Let go of a request that ended; unknown ids are ignored."""
+        self._open.pop(id, None)
+
+    def reads(self, id: str) -> bool:
+        """Tell whether this request's forecast comes from its prompt."""
+        return self.model is not None and id in self._open
+
+    def forecast(self, request: Request) -> Forecast:
+        """Return the distribution of the answer's tokens, sorted, each in 1..max_tokens.
+
+        A request that was told keeps its first forecast, so that all who ask plan with the same.
+        """
+        told = self._open.get(request.id)
+        if told is None:
+            return self.tasks.forecast(request)
+        if told.forecast is None:
+            told.forecast = self._read(told.features, request)
+        return told.forecast
+
+    def learn(self, request: Request, made: int) -> None:
+        """Add one answer's length; empty answers (aborted before the first token) teach nothing."""
+        self.tasks.learn(request, made)
+        told = self._open.pop(request.id, None)
+        if told is not None and made > 0:
+            self._seen.append((told.features, request.task, float(made)))
+            self._fresh += 1
+
+    def remember(self, history: History) -> None:
+        """Take over what an earlier process learned, before this one's first answer."""
+        for looks, task, made in zip(history.features, history.tasks, history.made.tolist(), strict=True):
+            self._seen.append((looks, task, made))
+            self.tasks.add(task, int(made))
+        self._fresh = len(self._seen)
+
+    @property
+    def known(self) -> int:
+        """The answers in the history."""
+        return len(self._seen)
+
+    @property
+    def due(self) -> bool:
+        """Tell whether the model should be fitted (again)."""
+        enough = self.least if self.model is None else min(max(32, len(self._seen) // 4), 256)
+        return self._fresh >= enough
+
+    def history(self) -> History:
+        """Return the answers to fit to; from now on the count for the next fit begins anew."""
+        self._fresh = 0
+        looks, tasks, made = zip(*self._seen, strict=True)
+        return History(np.array(looks, np.float32), tuple(tasks), np.array(made))
+
+    def adopt(self, model: Model) -> None:
+        """Forecast with this model from now on."""
+        self.model = model
+
+    def _read(self, features: Traits, request: Request) -> Forecast:
+        if self.model is None:
+            return self.tasks.forecast(request)
+        samples = self.model.samples(features[None, :], (request.task,))[0]
+        return Forecast(np.minimum(samples, request.max_tokens))

@@ -1,0 +1,50 @@
+"""Who gets the slots, the KV blocks and the iteration's tokens, once it is known who is more urgent?
+
+Each of the three goes to the most urgent first. A running job that ends up without a place keeps its KV as
+long as nobody more urgent needs the blocks (a pause costs nothing), and is evicted when somebody does and
+evicting the less urgent would not do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.memory.budget import KvBudget
+from headway.pack import kernels
+from headway.types import Ints, Jobs, Step
+
+
+def allocate(
+    jobs: Jobs, ranked: Ints, ledger: KvBudget, max_running: int, budget: int, chunk: int | None = None
+) -> Step:
+    """Return the step in which the rows of `ranked` (most urgent first) get what there is.
+
+    At most `max_running` rows run, their blocks fit the ledger, and at most `budget` tokens are computed,
+    `chunk` of them (None = all) for prompts. Nobody makes place for a row that gets no tokens; with
+    budget >= max_running (vLLM requires it) the most urgent row always gets some.
+    """
+    most = budget if chunk is None else chunk
+    ranked = np.ascontiguousarray(ranked)
+    others = int(np.count_nonzero(jobs.running & jobs.live) - np.count_nonzero(jobs.running[ranked]))
+    made = kernels.allocate(jobs.data, ranked, others, ledger, max_running, budget, most)
+    return Step(made.order, made.caps, made.evict, max_running=max_running, token_budget=budget)
+
+
+def missing(jobs: Jobs, rows: Ints) -> Ints:
+    """Return the tokens each row must compute before its next token comes out: 1 for a decode."""
+    return np.asarray(np.maximum(jobs.prompt[rows] + jobs.made[rows] - jobs.computed[rows], 1), np.int64)
+
+
+def grant(jobs: Jobs, order: Ints, budget: int, chunk: int | None = None) -> Ints:
+    """Share a token budget: one token for every running decode, the rest to prompts in order.
+
+    Prompts get at most `chunk` tokens together (None = the whole rest). Returns the tokens per row of
+    `order`; rows that get nothing have 0.
+    """
+    most = budget if chunk is None else chunk
+    return kernels.grant(jobs.data, np.ascontiguousarray(order), budget, most)
+
+
+def free_to_run(jobs: Jobs) -> Ints:
+    """Return the rows that control does not hold, ascending."""
+    return np.flatnonzero(jobs.live & ~jobs.held)

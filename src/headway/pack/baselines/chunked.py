@@ -1,0 +1,37 @@
+"""What runs in the next iteration, if every iteration shall compute the same number of tokens?
+
+Answers go first, one token each; what is left of a fixed token budget is filled with parts of prompts, so
+that a long prompt does not hold up the answers and a short one does not leave the GPU half empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.memory.budget import KvBudget
+from headway.pack.allocation import allocate
+from headway.pack.baselines.arrival_order import by_coming, in_prompt
+from headway.types import Jobs, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """Dynamic SplitFuse of DeepSpeed-FastGen (arXiv 2401.08671, 3) and Sarathi-Serve (OSDI'24, Algorithm 3).
+
+    Both fill `budget` tokens in the same order: every answer in progress, prompts begun before, then new
+    prompts in order of coming as far as their KV fits, the last one cut where the budget ends. They differ in
+    the budget: FastGen takes what saturates the GPU, Sarathi-Serve what the promised time between tokens
+    allows (512 in most of its evaluation). Where blocks run out the last come yield, as in `room.py`.
+    """
+
+    max_running: int
+    budget: int
+
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+        """Return the step that fills the budget."""
+        running, waiting = by_coming(jobs)
+        begun = in_prompt(jobs, running)
+        ranked = np.concatenate([running[~begun], running[begun], waiting[: self.max_running]])
+        return allocate(jobs, ranked, ledger, self.max_running, self.budget)

@@ -1,0 +1,125 @@
+"""What runs in the next iteration, if nobody knows how long answers will be?
+
+A multi-level feedback queue: who has computed little goes first, so short answers are not held up by long
+ones. A prompt's time is known, so a request skips the levels that its first iteration would overrun
+(FastServe, arXiv 2305.05920, 4.1, Algorithm 1); what waits gives its memory to the host (4.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from headway.forecast.latency.online import OnlineLatency, batch_of
+from headway.memory.budget import KvBudget
+from headway.pack.allocation import allocate, missing
+from headway.tables import Table
+from headway.types import Batch, Floats, Ints, Jobs, Step
+
+
+class Ladder(Table):
+    """Where each row of an engine's `Jobs` stands; same row numbers, renewed when a row has a new serial.
+
+    level: 0 is served first. used: seconds computed since it came to this level. place: order of coming to
+    the level. since: when it was last given tokens, or came to the level.
+    """
+
+    COLUMNS: ClassVar[dict[str, type]] = {
+        "serial": int, "level": int, "used": float, "place": int, "since": float,
+    }  # fmt: skip
+
+    def cover(self, rows: int) -> None:
+        """Make at least that many rows."""
+        while len(self.keys) < rows:
+            self._grow()
+
+
+@dataclass(slots=True)
+class FastServe:
+    """FastServe's skip-join MLFQ with proactive swapping.
+
+    A request of level i is demoted one level after a quantum of 2**i times the shortest iteration, by the
+    pace. It joins the first level whose quantum covers its first iteration, and is promoted to level 0 when
+    it has waited `starve` seconds. Each iteration gives places to the lower levels first, in order of coming
+    to the level. Where KV is short, and also while less than `spare` of all blocks is free, the requests that
+    are scheduled last are swapped out. `levels` and `starve` are the operator's in the paper; the last level
+    has no end. Two warnings: with a `starve` that the backlog exceeds, everybody is copied back and forth for
+    one token each; and copies are not charged here, or a batch that waited for them would be demoted as one.
+    """
+
+    max_running: int
+    budget: int
+    latency: OnlineLatency
+    levels: int = 16
+    starve: float = 300.0
+    spare: float = 0.02
+    ladder: Ladder = field(default_factory=Ladder)
+    _places: int = 0
+
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+        """Return the step that serves the lowest levels first."""
+        rows = jobs.rows()
+        self.ladder.cover(len(jobs.keys))
+        self._join(jobs, rows, now)
+        self._demote(rows, now)
+        self._promote(rows, now)
+        rows = rows[~jobs.held[rows]]
+        ranked = rows[np.lexsort((self.ladder.place[rows], self.ladder.level[rows]))]
+        step = allocate(jobs, ranked, ledger, self.max_running, self.budget)
+        self._charge(jobs, step, now)
+        out = np.concatenate([step.evict, self._surplus(jobs, ledger, ranked, step)])
+        return Step(step.order, step.tokens, save=out, max_running=self.max_running, token_budget=self.budget)
+
+    def quantum(self, level: Ints) -> Floats:
+        """Return the seconds that may be computed in each of these levels."""
+        shortest = self.latency.seconds(Batch(1, 0, 0))
+        return np.asarray(np.where(level < self.levels - 1, shortest * 2.0**level, np.inf), float)
+
+    def _join(self, jobs: Jobs, rows: Ints, now: float) -> None:
+        """Let new rows in where their first iteration fits the quantum."""
+        new = rows[self.ladder.serial[rows] != jobs.serial[rows]]
+        new = new[np.argsort(jobs.serial[new])]
+        if not new.size:
+            return
+        first = self.latency.prefill_seconds(missing(jobs, new).astype(float))
+        level = np.searchsorted(self.quantum(np.arange(self.levels)), first)
+        self.ladder.serial[new] = jobs.serial[new]
+        self._put(new, np.asarray(level, np.int64), now)
+
+    def _demote(self, rows: Ints, now: float) -> None:
+        """Put who has used up its quantum one level down."""
+        done = rows[self.ladder.used[rows] >= self.quantum(self.ladder.level[rows])]
+        done = done[np.argsort(self.ladder.place[done])]
+        self._put(done, self.ladder.level[done] + 1, now)
+
+    def _promote(self, rows: Ints, now: float) -> None:
+        """Let who has starved start again from level 0."""
+        starved = rows[(now - self.ladder.since[rows] >= self.starve) & (self.ladder.level[rows] > 0)]
+        starved = starved[np.argsort(self.ladder.since[starved], kind="stable")]
+        self._put(starved, np.zeros_like(starved), now)
+
+    def _put(self, rows: Ints, level: Ints, now: float) -> None:
+        """Put rows, in this order, at the ends of levels."""
+        self.ladder.level[rows], self.ladder.used[rows], self.ladder.since[rows] = level, 0.0, now
+        self.ladder.place[rows] = self._places + np.arange(rows.size)
+        self._places += rows.size
+
+    def _charge(self, jobs: Jobs, step: Step, now: float) -> None:
+        """Count the coming iteration for those it computes."""
+        tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
+        ran = step.order[tokens > 0]
+        self.ladder.used[ran] += self.latency.seconds(batch_of(jobs, ran, tokens[tokens > 0]))
+        self.ladder.since[ran] = now
+
+    def _surplus(self, jobs: Jobs, ledger: KvBudget, ranked: Ints, step: Step) -> Ints:
+        """Return the paused rows to swap out so that `spare` stays free for who comes next."""
+        tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
+        grown = np.maximum(ledger.blocks_for(jobs.computed[step.order] + tokens), jobs.blocks[step.order])
+        growth = int((grown - jobs.blocks[step.order]).sum())
+        lacking = int(self.spare * ledger.total) - ledger.free - int(jobs.blocks[step.evict].sum()) + growth
+        idle = ranked[jobs.running[ranked]][::-1]
+        idle = idle[~np.isin(idle, np.concatenate([step.order, step.evict]))]
+        before = np.cumsum(jobs.blocks[idle]) - jobs.blocks[idle]
+        return np.asarray(idle[before < lacking], np.int64)

@@ -1,0 +1,91 @@
+"""Which requests run together, so that real-time ones are in time and best-effort ones do most?
+
+BROS, Algorithm 1 (4.2): real-time requests by the time they have left, then best-effort ones by ascending
+swap cost, first into places that are free and then in place of the least urgent real-time ones, as long as
+the forecast of the iteration, max(t_exec, t_swap), keeps within the smallest time left. Batch size:
+`sizing.py`.
+
+Assumed where the paper is silent:
+- The time left is T_SLO - t_i - (k_i - 1) T_avg with the T_SLO of the phase: ttft for the first token, k_i
+  tpots for the k_i-th after it. That is `due_of` less now: tokens made early count.
+- What an answer has gained lets it wait (be replaced), but does not make iterations longer: it bounds them by
+  at most its tpot. Who is late already bounds nothing by its first token, since that cannot be kept any more.
+- A real-time request is replaced when its time left is `spare` iterations like this one or more, and only
+  while none is kept waiting and they all hold less than a `crowded` share of the KV: one that pauses stays
+  longer and keeps its KV, and without that bound answers at just the promised pace fill the memory.
+- The partial sort ranks twice the batch size. New best-effort prompts cost nothing to swap, so a crowd
+  may fill the ranking and find no blocks: where nobody was chosen, all best-effort rows with KV are ranked.
+- Prompts are whole (no chunked prefill), unless one alone exceeds the token budget.
+- On plain blocks memory comes from swapping whole best-effort requests out, the last come first; with
+  two-ended ones it is there already (`memory/two_ended/allocation.py`). When real-time requests alone do not fit, the
+  least urgent goes to the host. On an engine without a host pool both are evicted and computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
+from headway.memory.two_ended.allocation import TwoEndedBudget
+from headway.pack.bros.algorithm_1 import CHOSEN, SAVED, StepLimits, algorithm_1, forecast, near_limit
+from headway.pack.bros.batch_size import BatchSize
+from headway.types import Ints, Jobs, Step
+
+_NOBODY = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class Bros:
+    """Algorithm 1 with its adaptive batch size.
+
+    two_ended: use two-ended blocks where the engine has them (its ledger is shared). replaces: best-effort
+    requests may take the place of real-time ones. near: a request is near its limit when less than this
+    share of its promise is left after the iteration. spare, crowded: see above. watermark: share of blocks
+    that newcomers leave free of real-time KV. lost_last: not in the paper; first tokens that are late
+    already go behind those that can still be in time.
+    """
+
+    max_running: int
+    budget: int
+    latency: OnlineLatency
+    two_ended: bool = True
+    replaces: bool = True
+    spare: float = 2.0
+    near: float = 0.25
+    watermark: float = 0.01
+    lost_last: bool = False
+    crowded: float = 0.5
+    sizing: BatchSize = field(default_factory=BatchSize)
+
+    def __post_init__(self) -> None:
+        self.sizing = BatchSize(self.sizing.base, self.max_running, self.sizing.adapts)
+
+    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+        """Return the step; rows that control holds are left alone."""
+        rows = jobs.rows()
+        rows = rows[~jobs.held[rows]]
+        terms, moves = self._terms(ledger)
+        made = algorithm_1(terms, jobs.data, rows, moves, now, self.latency.theta)
+        taken = int(made.room[CHOSEN])
+        order, save = made.rows[:taken], made.save[: made.room[SAVED]]
+        seconds = forecast(made.sums, self.latency.theta, terms.copy)
+        near = near_limit(jobs.data, rows, now, now + seconds, self.near)
+        self.sizing.learn(full=taken >= terms.places, near=near)
+        tokens, host = made.tokens[:taken], isinstance(ledger, TwoEndedBudget)
+        evict, save = (_NOBODY, save) if host else (save, _NOBODY)
+        return Step(order, tokens, evict, save, max_running=terms.places, token_budget=self.budget)
+
+    def _terms(self, ledger: KvBudget) -> tuple[StepLimits, Ints]:
+        copy, moves, shared = 0.0, _NOBODY, False
+        if isinstance(ledger, TwoEndedBudget):
+            copy, moves, shared = ledger.copy_seconds, ledger.moves, self.two_ended and ledger.shared
+        places = min(self.sizing.size, self.max_running)
+        terms = StepLimits(
+            places, self.budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy, shared,
+            self.replaces, self.spare, self.watermark, self.lost_last,
+            self.crowded,
+        )  # fmt: skip
+        return terms, moves

@@ -1,0 +1,193 @@
+"""What do the decoupled queues look like, and who is next? Compiled, on the table's own array.
+
+A row is one of: waiting (a prompt, or KV on the host), a prompt in progress, queued (its prompt is done and
+keeps its KV, its generation waits), active (it generates, or will without another decision). `mine` is the
+packer's own column beside the table: state, goal (tokens whose KV the row is to hold) and time-synced group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.compiled import compiled
+from headway.memory.exact import blocks_of, goal_of
+from headway.pack.kernels import due_of, missing_of, ordered
+from headway.types import Floats, Ints
+
+Rows = NDArray[np.void]
+WAITING, QUEUED, ACTIVE, GONE = range(4)  # GONE: it loses its KV in this very step
+MINE = np.dtype([("serial", int), ("state", int), ("goal", int), ("group", int)])
+_RANGE = 0.5  # seconds of the first deadline range; each is twice the one before
+_HELD = 128  # tokens of a held-KV range
+
+
+class RowView(NamedTuple):
+    """Rows by what they are. ended: a time-synced group has none left. news: rows new in the queue of
+    generations. came: rows never seen before."""
+
+    active: Ints
+    queued: Ints
+    prompts: Ints
+    waiting: Ints
+    others: int
+    ended: bool
+    news: int
+    came: int
+
+
+@compiled
+def look(jobs: Rows, mine: Rows, rows: Ints, most: int, groups: int) -> RowView:
+    """Sort the live rows into queues; forget what `mine` says of rows that were used again or lost their KV.
+
+    most: tokens that a row may hold. groups: how many time-synced groups were numbered.
+    """
+    kinds, sizes = np.empty((4, rows.size), np.int64), np.zeros(4, np.int64)
+    alive, others, news, came = np.zeros(groups, np.bool_), 0, 0, 0
+    for row in rows:
+        if mine["serial"][row] != jobs["serial"][row]:
+            _meet(jobs, mine, row, most)
+            came += 1
+        if jobs["held"][row]:
+            others += jobs["running"][row]
+            continue
+        kind = _kind(jobs, mine, row)
+        if kind == 1 and mine["state"][row] != QUEUED:
+            mine["state"][row], news = QUEUED, news + 1
+        if mine["state"][row] == ACTIVE and mine["group"][row] < groups:
+            alive[mine["group"][row]] = True
+        kinds[kind, sizes[kind]] = row
+        sizes[kind] += 1
+    return RowView(
+        kinds[0, : sizes[0]], kinds[1, : sizes[1]], kinds[2, : sizes[2]], kinds[3, : sizes[3]], others,
+        not alive.all(),
+        news,
+        came,
+    )  # fmt: skip
+
+
+@compiled
+def _meet(jobs: Rows, mine: Rows, row: int, most: int) -> None:
+    mine["serial"][row], mine["state"][row], mine["group"][row] = jobs["serial"][row], WAITING, 0
+    mine["goal"][row] = goal_of(jobs["prompt"][row] + jobs["made"][row], jobs["left"][row], most)
+
+
+@compiled
+def _kind(jobs: Rows, mine: Rows, row: int) -> int:
+    """Return 0 active, 1 queued, 2 a prompt in progress, 3 waiting."""
+    if not jobs["running"][row]:
+        mine["state"][row] = WAITING
+        return 3
+    if jobs["made"][row] == 0 or missing_of(jobs, row) > 1:
+        return 2
+    return 0 if mine["state"][row] == ACTIVE else 1
+
+
+@compiled
+def left_of(jobs: Rows, mine: Rows, row: int) -> int:
+    """Return the tokens that a row is predicted to make yet, at least one."""
+    return int(max(mine["goal"][row] - jobs["prompt"][row] - jobs["made"][row], 1))
+
+
+@compiled
+def need_of(jobs: Rows, mine: Rows, row: int, size: int) -> int:
+    """Return the blocks that a row needs beyond its own to reach its goal."""
+    return int(max(blocks_of(mine["goal"][row], size) - jobs["blocks"][row], 0))
+
+
+# ---- ordering (EcoServe 3.3)
+
+
+@compiled
+def deadline_range(due: float, now: float) -> float:
+    """Return in which range of time before its deadline a row is: 0 late or nearly, inf without one."""
+    left = due - now
+    if np.isinf(left):
+        return np.inf
+    return 0.0 if left < _RANGE else np.floor(np.log2(left / _RANGE)) + 1.0
+
+
+@compiled
+def held_range(jobs: Rows, row: int, size: int) -> int:
+    """Return in which range of held KV a row is, on the host too; the most first when sorted by its minus."""
+    return int((jobs["blocks"][row] * size + jobs["saved"][row]) // _HELD)
+
+
+@compiled
+def by_arrival(jobs: Rows, rows: Ints) -> Ints:
+    """Return rows by when they came."""
+    return rows[ordered(np.zeros((1, rows.size)), jobs["serial"][rows])]
+
+
+@compiled
+def by_range(jobs: Rows, rows: Ints, lengths: Ints, size: int, now: float) -> tuple[Ints, Floats]:
+    """Return the order of rows by deadline range, held KV (most first) and length (longest first).
+
+    Second, the ordered keys, shape (3, rows).
+    """
+    keys = np.zeros((3, rows.size))
+    for i in range(rows.size):
+        keys[0, i] = deadline_range(due_of(jobs, rows[i]), now)
+        keys[1, i] = -held_range(jobs, rows[i], size)
+        keys[2, i] = -lengths[i]
+    order = ordered(keys, jobs["serial"][rows])
+    return order, keys[:, order]
+
+
+@compiled
+def by_group(jobs: Rows, mine: Rows, rows: Ints, grain: int) -> Ints:
+    """Return rows with those of equal predicted length together, the group of the oldest row first."""
+    keys = np.zeros((2, rows.size))
+    for i in range(rows.size):
+        keys[0, i] = class_of(jobs, mine, rows[i], grain)
+    order = ordered(keys, jobs["serial"][rows])
+    rows, lengths, begin = rows[order], keys[0, order], 0
+    for i in range(rows.size):
+        if lengths[i] != lengths[begin]:
+            begin = i
+        keys[0, i] = jobs["serial"][rows[begin]]
+    return rows[ordered(keys, jobs["serial"][rows])]
+
+
+@compiled
+def class_of(jobs: Rows, mine: Rows, row: int, grain: int) -> int:
+    """Return the class of a row's predicted length: equal ones can be synchronized."""
+    return int(-(-left_of(jobs, mine, row) // grain))
+
+
+@compiled
+def best_fit(lengths: Ints, start: int, stop: int, room: int) -> int:
+    """Return the index of the longest that fits into room among lengths[start:stop], which descend.
+
+    Binary search; `stop` when none fits.
+    """
+    low, high = start, stop
+    while low < high:
+        middle = (low + high) // 2
+        if lengths[middle] <= room:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compiled
+def same_range(keys: Floats, start: int) -> int:
+    """Return where the rows end that are in the same deadline and held-KV ranges as the one at `start`."""
+    stop = start + 1  # itself, whatever its keys are: whoever goes from range to range comes to an end
+    while stop < keys.shape[1] and keys[0, stop] == keys[0, start] and keys[1, stop] == keys[1, start]:
+        stop += 1
+    return stop
+
+
+@compiled
+def in_turn(ranged: bool, jobs: Rows, waiting: Ints, size: int, now: float) -> Ints:
+    """Return waiting rows in the order in which they are tried."""
+    if not ranged:
+        return by_arrival(jobs, waiting)
+    lengths = np.empty(waiting.size, np.int64)
+    for i in range(waiting.size):
+        lengths[i] = missing_of(jobs, waiting[i])
+    return waiting[by_range(jobs, waiting, lengths, size, now)[0]]

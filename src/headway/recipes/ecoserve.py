@@ -1,0 +1,45 @@
+"""Which parts of EcoServe earn what? Its scheduler and the ablation of its paper, as recipes.
+
+`-d`: decoupled queues. `-sd`: and time-synced groups. `-sdo`: and the order by deadline, held KV and length.
+Without a suffix: and KVC pipelining. Each with a predictor's padded lengths and, `-oracle`, with the true
+ones. The queue is the engine's own (`pull=False`): the packer orders all that waits. Who must leave is
+swapped where an engine has a host pool and copying is cheaper, else computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from headway.forecast.latency.online import OnlineLatency
+from headway.pack.ecoserve.packer import EcoServe, Options
+from headway.plan.ordered import Ordered, by_arrival
+from headway.ports import Packer
+from headway.recipes.recipe import Recipe
+
+VARIANTS = {
+    "ecoserve-d": (Options(synced=False, ordered=False, lends=False), "decoupled prompts and generations"),
+    "ecoserve-sd": (Options(ordered=False, lends=False), "decoupled, in time-synced groups"),
+    "ecoserve-sdo": (Options(lends=False), "decoupled, time-synced, ordered by deadline, KV and length"),
+    "ecoserve": (Options(), "EcoServe: decoupled, time-synced, ordered, with KVC pipelining"),
+}
+
+
+def _packer(options: Options) -> Callable[[int, int, OnlineLatency], Packer]:
+    return lambda running, budget, latency: EcoServe(budget, latency, options)
+
+
+def _recipe(name: str, about: str, options: Options, lengths: Literal["padded", "oracle"]) -> Recipe:
+    return Recipe(
+        name, about, lambda: Ordered(by_arrival, displaces=False), _packer(options), pull=False,
+        reserves=True, lengths=lengths,
+    )  # fmt: skip
+
+
+def _recipes() -> Iterator[Recipe]:
+    for name, (options, about) in VARIANTS.items():
+        yield _recipe(name, about, options, "padded")
+        yield _recipe(f"{name}-oracle", f"{about}; true lengths", options, "oracle")
+
+
+ECOSERVE = {recipe.name: recipe for recipe in _recipes()}

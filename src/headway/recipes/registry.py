@@ -1,0 +1,55 @@
+"""Recipes by name: the general ones, BROS, EcoServe, and the baselines of the papers.
+
+`"package.module:attribute"` names a `Recipe` that lives outside Headway.
+"""
+
+from __future__ import annotations
+
+import importlib
+from difflib import get_close_matches
+
+from headway.errors import ConfigError
+from headway.recipes.baselines import BASELINES, ROUTERS
+from headway.recipes.bros import BROS
+from headway.recipes.default import DEFAULT
+from headway.recipes.ecoserve import ECOSERVE
+from headway.recipes.recipe import Recipe
+
+__all__ = ["ABLATIONS", "RECIPES", "Recipe", "find", "names"]
+
+RECIPES = DEFAULT | {"bros": BROS["bros"]}
+ABLATIONS = {name: recipe for name, recipe in BROS.items() if name != "bros"}
+
+
+def names() -> list[str]:
+    """Return the names of all built-in recipes, the papers' baselines last."""
+    return [*RECIPES, *ABLATIONS, *ECOSERVE, *BASELINES, *ROUTERS]
+
+
+def find(name: str) -> Recipe:
+    """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
+    known = RECIPES | ABLATIONS | ECOSERVE | BASELINES | ROUTERS
+    if name in known:
+        return known[name]
+    if ":" in name:
+        return _outside(name)
+    near = get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(known)}, or module:attribute."
+    raise ConfigError(f"There is no recipe {name!r}.", hint, param="recipe")
+
+
+def _outside(name: str) -> Recipe:
+    module, _, attribute = name.partition(":")
+    try:
+        recipe = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"The recipe {name!r} cannot be loaded: {error}.",
+            "Check that the module is on PYTHONPATH of this process and that it has that attribute.",
+            param="recipe",
+        ) from error
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"{name!r} is a {type(recipe).__name__}.", "It must be a headway.recipes.registry.Recipe."
+        )
+    return recipe

@@ -1,0 +1,263 @@
+"""What exactly was asked, and what was promised? The one place that converts HTTP words into a `Request`.
+
+Only what Headway needs is checked here; every other field goes to the engine as it came, and the engine's
+own refusal comes back as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headway.config import Config, Tier
+from headway.errors import RequestError
+from headway.types import Request, Slo, Stage
+
+Kind = Literal["chat", "completions"]
+PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_LEAST, _MOST = 0.001, 86_400_000  # milliseconds: a promise is at least a microsecond, at most a day
+_Ms = Annotated[float, Field(ge=_LEAST, le=_MOST, allow_inf_nan=False, strict=True)]
+_Count = Annotated[int, Field(ge=1, strict=True)]
+
+# Header names that mean the same, the first one present wins; the last entry is the body's field.
+_SLO_NAMES: dict[str, tuple[str, ...]] = {
+    "ttft": ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "ttft_slo_ms"),
+    "tpot": ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms", "tpot_slo_ms"),
+    "e2e": ("x-slo-e2e-ms", "x-llm-d-slo-e2e-ms", "ttlt_slo_ms"),
+}
+_SESSIONS = ("x-headway-run", "x-session-id", "x-claude-code-session-id", "x-session-affinity")
+# What may stand in a request's head, as JSON types.
+HEADERS: dict[str, str] = {
+    **{name: "number" for names in _SLO_NAMES.values() for name in names[:-1]},
+    "x-vllm-priority": "integer",
+    **dict.fromkeys(
+        ("x-llm-d-inference-objective", "x-headway-task", "x-headway-app", *_SESSIONS, "x-headway-unit"),
+        "string",
+    ),
+}
+_OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier")
+
+
+class Body(BaseModel):
+    """What both endpoints share. Fields not named here pass through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    stream: Annotated[bool, Field(strict=True)] | None = None
+    stream_options: dict[str, Any] | None = None
+    max_tokens: _Count | None = None
+    n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
+    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
+    service_tier: str | None = None
+    background: Annotated[bool, Field(strict=True)] | None = None
+    ttft_slo_ms: _Ms | None = None
+    tpot_slo_ms: _Ms | None = None
+    ttlt_slo_ms: _Ms | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+class Message(BaseModel):
+    """One chat message; the engine's template judges the rest of it."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(Body):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class CompletionBody(Body):
+    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A parsed call: the core's view, the body for the engine, and how the client wants its answer."""
+
+    request: Request
+    kind: Kind
+    upstream: dict[str, Any]
+    stream: bool
+    background: bool
+    wants_usage: bool
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")  # Python reads it, other parsers do not
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    """Parse a body; RequestError when it is not a JSON object that can be passed on."""
+    try:
+        text = raw.decode()
+        value = _JSON.decode(text)
+        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is legal JSON but no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"The body is not valid JSON: {str(error)[:200]}.", "Send a JSON object.", code="invalid_json"
+        ) from error
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"The body is a JSON {type(value).__name__}, not an object.", 'Send {"model": ..., ...}.'
+        )
+    return value
+
+
+# How pydantic names a member of a union in the path of an error; the client knows only the field.
+_UNION = re.compile(r"str$|list\[|constrained-|function-")
+
+
+def validate(kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
+    """Check the fields Headway reads; RequestError names the field and what it must be."""
+    try:
+        return (ChatBody if kind == "chat" else CompletionBody).model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join(str(part) for part in first["loc"] if not _UNION.match(str(part)))
+        given = "" if first["type"] == "missing" else f" (it is {str(first.get('input'))[:80]!r})"
+        text = f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}{given}."
+        raise RequestError(text, f"Correct {path!r} in the body.", param=path) from error
+
+
+def interpret(
+    kind: Kind,
+    raw: dict[str, Any],
+    body: ChatBody | CompletionBody,
+    headers: Mapping[str, str],
+    config: Config,
+    *,
+    tenant: str,
+    arrival: float,
+    prompt_tokens: int,
+    max_model_len: int,
+) -> ParsedRequest:
+    """Join body, headers and configured classes into what was asked. Headers win over the body, both over
+    the class. `prompt_tokens` is the longest prompt's; RequestError when it cannot fit the model."""
+    name, tier = _tier(body, headers, config)
+    max_tokens = _room(body, prompt_tokens, max_model_len)
+    request = Request(
+        id=f"hw-{uuid.uuid4().hex[:20]}",
+        model=body.model,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        arrival=arrival,
+        slo=_slo(body, headers, tier),
+        priority=_priority(body, headers, tier),
+        tenant=tenant,
+        task=headers.get("x-headway-task", name)[:128],
+        tier=name,
+        stage=_stage(headers),
+    )
+    background, stream = bool(body.background), bool(body.stream)
+    if background and stream:
+        raise RequestError(
+            "A background request cannot stream.", "Leave out stream, and poll GET /v1/responses/{id}."
+        )
+    options = body.stream_options or {}
+    wants_usage = bool(options.get("include_usage"))
+    upstream = {key: value for key, value in raw.items() if key not in _OURS}
+    upstream["priority"] = request.priority
+    if stream:
+        # Usage is always counted; whoever did not ask for it must not get it with every chunk either.
+        upstream["stream_options"] = {**(options if wants_usage else {}), "include_usage": True}
+    return ParsedRequest(request, kind, upstream, stream, background, wants_usage)
+
+
+def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, Tier]:
+    name = headers.get("x-llm-d-inference-objective") or body.service_tier
+    if name is None or name in ("auto", "default"):
+        return "default", config.classes.get("default", Tier())
+    if name not in config.classes:
+        raise RequestError(
+            f"There is no class {name[:64]!r}.",
+            f"Use one of {', '.join(sorted(config.classes))}, or add it to [classes] in the configuration.",
+            param="service_tier",
+        )
+    return name, config.classes[name]
+
+
+def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
+    promised = tier.slo
+    values = {
+        field: _promise(field, names, body, headers, getattr(promised, field))
+        for field, names in _SLO_NAMES.items()
+    }
+    return Slo(**values)
+
+
+def _promise(
+    field: str, names: tuple[str, ...], body: Body, headers: Mapping[str, str], default: float | None
+) -> float | None:
+    *header_names, body_name = names
+    for name in header_names:
+        if name in headers:
+            return _number(name, headers[name]) / 1000
+    value = getattr(body, body_name)
+    return default if value is None else value / 1000
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not _LEAST <= value <= _MOST:
+        raise RequestError(
+            f"The header {name} is {text[:40]!r}.",
+            f"It must be a number of milliseconds from {_LEAST} to {_MOST} (a day).",
+            param=name,
+        )
+    return value
+
+
+def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:
+    text = headers.get("x-vllm-priority")
+    if text is None:
+        return tier.priority if body.priority is None else body.priority
+    try:
+        value = int(text)
+    except ValueError:
+        value = 2**31
+    if not -(2**31) <= value < 2**31:
+        raise RequestError(
+            f"The header x-vllm-priority is {text[:40]!r}.",
+            "It must be a 32-bit integer; lower is more urgent.",
+        )
+    return value
+
+
+def _stage(headers: Mapping[str, str]) -> Stage | None:
+    run = next((headers[name] for name in _SESSIONS if name in headers), None)
+    app = headers.get("x-headway-app")
+    if run is None and app is None:
+        return None
+    return Stage((app or "session")[:128], (run or "")[:128], headers.get("x-headway-unit", "call")[:128])
+
+
+def _room(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
+    """Return the answer's token limit; RequestError when prompt and answer cannot fit the model."""
+    asked = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
+    if prompt_tokens + (asked or 1) > max_model_len:
+        raise RequestError(
+            f"The prompt has {prompt_tokens} tokens and {asked or 1} more are asked for, but {body.model} "
+            f"has room for {max_model_len}.",
+            "Shorten the prompt or lower max_tokens.",
+            param="messages" if isinstance(body, ChatBody) else "prompt",
+            code="context_length_exceeded",
+        )
+    return asked or max_model_len - prompt_tokens

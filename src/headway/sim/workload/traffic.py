@@ -1,0 +1,298 @@
+"""What are the simulated engines asked?
+
+A `Workload` is one numpy column per fact, so that 100,000 requests cost no Python loop. `make` deals arrivals
+(`arrivals.py`, whose functions stand here too, or a recorded trace) out to classes of traffic and draws their
+lengths (`lengths.py`) with a seeded generator: the same seed, the same columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import ConfigError
+from headway.sim.workload import lengths as sizes
+from headway.sim.workload.arrivals import burst, diurnal, gamma, poisson, positive, recorded, rescale, spread
+from headway.sim.workload.traces import Lengths, Trace
+from headway.types import Bools, Floats, Ints, Request, Slo
+
+__all__ = [
+    "Trace", "TrafficClass", "Workload", "burst", "concat", "diurnal", "gamma", "make", "poisson", "recorded",
+    "rescale", "single", "spread",
+]  # fmt: skip
+
+_CODES = {"tier": "tiers", "model": "models", "tenant": "tenants"}  # column of codes -> its names
+_TOKENS = ("prompt", "output", "max_tokens")
+_PROMISES = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """The requests of one run as read-only columns of equal length n; row i is request i.
+
+    arrival: seconds from the start, 0 or more. prompt, output, max_tokens: tokens, 1 or more; output is what
+    the answer will have (the simulated engine's secret), max_tokens what the user allows (output or more).
+    ttft, tpot, e2e: promised seconds from arrival, inf = none. priority: lower is more urgent. tier, model,
+    tenant: codes, the indices of their names in tiers, models, tenants. Raises ConfigError, naming the first
+    bad request, for columns that are not such.
+    """
+
+    arrival: Floats
+    prompt: Ints
+    output: Ints
+    max_tokens: Ints
+    ttft: Floats
+    tpot: Floats
+    e2e: Floats
+    priority: Ints
+    tier: Ints
+    model: Ints
+    tenant: Ints
+    tiers: tuple[str, ...] = ("default",)
+    models: tuple[str, ...] = ("default",)
+    tenants: tuple[str, ...] = ("default",)
+
+    def __post_init__(self) -> None:
+        for name in _COLUMNS:
+            object.__setattr__(self, name, _column(name, getattr(self, name), len(self.arrival)))
+        _refuse_times(self.arrival)
+        for name in _TOKENS:
+            _refuse(getattr(self, name) < 1, name, getattr(self, name), "1 token or more")
+        _refuse(self.max_tokens < self.output, "max_tokens", self.max_tokens, "at least its output")
+        for name in _PROMISES:
+            _refuse(~(getattr(self, name) > 0), name, getattr(self, name), "seconds above 0, or inf for none")
+        for name, table in _CODES.items():
+            codes, known = getattr(self, name), len(getattr(self, table))
+            _refuse((codes < 0) | (codes >= known), name, codes, f"a code below {known}, one of {table}")
+
+    def __len__(self) -> int:
+        return int(self.arrival.size)
+
+    def request(self, i: int) -> Request:
+        """Return row i as the slow loop's noun, with id "r{i}" and the tier as its task."""
+        i = range(len(self))[i]
+        return Request(
+            id=f"r{i}",
+            model=self.models[self.model[i]],
+            prompt_tokens=int(self.prompt[i]),
+            max_tokens=int(self.max_tokens[i]),
+            arrival=float(self.arrival[i]),
+            slo=Slo(*(_promised(getattr(self, name)[i]) for name in _PROMISES)),
+            priority=int(self.priority[i]),
+            tenant=self.tenants[self.tenant[i]],
+            task=self.tiers[self.tier[i]],
+            tier=self.tiers[self.tier[i]],
+        )
+
+    def take(self, rows: Ints | Bools | slice) -> Workload:
+        """Return these rows in this order (indices, a mask or a slice), numbered anew from 0."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
+
+    def between(self, start: float, end: float) -> Workload:
+        """Return the requests that arrive in [start, end) seconds; their times stay."""
+        return self.take((self.arrival >= start) & (self.arrival < end))
+
+    def sorted(self) -> Workload:
+        """Return the requests by arrival; those of one instant keep their order."""
+        return self.take(np.argsort(self.arrival, kind="stable"))
+
+
+_COLUMNS = tuple(entry.name for entry in fields(Workload) if entry.name not in _CODES.values())
+_REALS = {"arrival", *_PROMISES}
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficClass:
+    """One class of traffic: its share of the requests (relative to the others'), promise and lengths.
+
+    lengths: a name or file as `lengths.draw` takes, lengths read before, or None = as the trace recorded
+    them. slo_scale multiplies the promised seconds. max_tokens cuts answers; None = the longest one drawn
+    for the class, which tells nobody how long one answer will be. tenants are equally likely. Two classes
+    may have one name (a tier on two models). Raises ConfigError for impossible values.
+    """
+
+    name: str
+    share: float = 1.0
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    lengths: str | Path | Lengths | None = "sharegpt"
+    model: str = "default"
+    slo_scale: float = 1.0
+    max_tokens: int | None = None
+    tenants: tuple[str, ...] = ("default",)
+
+    def __post_init__(self) -> None:
+        positive(f"share of class {self.name}", self.share)
+        positive(f"slo_scale of class {self.name}", self.slo_scale)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"Class {self.name} has max_tokens {self.max_tokens}.", "Give 1 or more.")
+        if not self.tenants:
+            raise ConfigError(f"Class {self.name} has no tenants.", "Give at least one name.")
+
+
+def make(classes: Sequence[TrafficClass], arrivals: Floats | Trace, rng: np.random.Generator) -> Workload:
+    """Deal arrivals (sorted seconds, or a trace) out to the classes by their shares; same seed, same columns.
+
+    Each request's class is drawn on its own. Raises ConfigError for no classes, unsorted arrivals, a class
+    without lengths where no trace records them, or lengths that cannot be used.
+    """
+    if not classes:
+        raise ConfigError("A workload of no classes asks nothing.", "Give at least one class.")
+    trace = arrivals if isinstance(arrivals, Trace) else None
+    times = _sorted_times(arrivals.at if isinstance(arrivals, Trace) else arrivals)
+    shares = np.array([traffic.share for traffic in classes], float)
+    which = rng.choice(len(classes), times.size, p=shares / shares.sum())
+    rows = [np.flatnonzero(which == number) for number in range(len(classes))]
+    parts = [_part(traffic, times, trace, mine, rng) for traffic, mine in zip(classes, rows, strict=True)]
+    # Back into the order of arrival: of requests at one instant none is first because of its class.
+    return concat(*parts).take(np.argsort(np.concatenate(rows)))
+
+
+def single(
+    arrival: Floats,
+    prompt: Ints | int,
+    output: Ints | int,
+    *,
+    slo: Slo | None = None,
+    priority: int = 0,
+    tier: str = "default",
+    model: str = "default",
+    tenant: str = "default",
+    max_tokens: Ints | int | None = None,
+) -> Workload:
+    """Return a workload of one class from its columns; a number stands for all rows.
+
+    max_tokens None = exactly the output. Raises ConfigError as `Workload`.
+    """
+    n, promised = len(arrival), slo or Slo()
+    seconds = {name: np.full(n, _or_never(getattr(promised, name))) for name in _PROMISES}
+    allowed = output if max_tokens is None else max_tokens
+    tokens = {"prompt": prompt, "output": output, "max_tokens": allowed}
+    codes = {name: np.zeros(n, np.int64) for name in _CODES}
+    columns = {name: _spread_out(value, n) for name, value in tokens.items()} | codes
+    return _built(
+        {"arrival": arrival, "priority": np.full(n, priority)} | columns | seconds,
+        {"tiers": (tier,), "models": (model,), "tenants": (tenant,)},
+    )
+
+
+def concat(*parts: Workload) -> Workload:
+    """Return the rows of all parts one after another, their names merged; not sorted (`Workload.sorted`)."""
+    if not parts:
+        raise ConfigError("There are no workloads to join.", "Give at least one.")
+    names = {
+        table: tuple(dict.fromkeys(chain.from_iterable(getattr(part, table) for part in parts)))
+        for table in _CODES.values()
+    }
+    columns = {name: np.concatenate([_recoded(part, name, names) for part in parts]) for name in _COLUMNS}
+    return _built(columns, names)
+
+
+def _part(
+    traffic: TrafficClass, times: Floats, trace: Trace | None, rows: Ints, rng: np.random.Generator
+) -> Workload:
+    """Return the requests of one class, which come at times[rows]."""
+    prompt, output = _drawn(traffic, trace, rows, rng)
+    limit = traffic.max_tokens or int(output.max(initial=1))
+    part = single(
+        times[rows],
+        prompt,
+        np.minimum(output, limit),
+        slo=_scaled(traffic.slo, traffic.slo_scale),
+        priority=traffic.priority,
+        tier=traffic.name,
+        model=traffic.model,
+        max_tokens=limit,
+    )
+    tenants = tuple(dict.fromkeys(traffic.tenants))
+    return replace(part, tenant=rng.integers(0, len(tenants), rows.size), tenants=tenants)
+
+
+def _drawn(
+    traffic: TrafficClass, trace: Trace | None, rows: Ints, rng: np.random.Generator
+) -> tuple[Ints, Ints]:
+    if isinstance(traffic.lengths, Lengths):
+        return sizes.resample(traffic.lengths, rows.size, rng)
+    if traffic.lengths is not None:
+        return sizes.draw(traffic.lengths, rows.size, rng)
+    if trace is None:
+        raise ConfigError(
+            f"Class {traffic.name} has no lengths, and no trace records them.",
+            f"Give lengths ({', '.join(sizes.names())} or a file), or a trace as arrivals.",
+        )
+    # As in `lengths.draw`: a prompt has a first token and an empty answer an end token.
+    return np.maximum(trace.prompt_tokens[rows], 1), np.maximum(trace.output_tokens[rows], 1)
+
+
+def _scaled(slo: Slo, scale: float) -> Slo:
+    limits = (getattr(slo, name) for name in _PROMISES)
+    return Slo(*(None if limit is None else limit * scale for limit in limits))
+
+
+def _built(columns: dict[str, NDArray[Any]], names: dict[str, tuple[str, ...]]) -> Workload:
+    return Workload(**columns, **names)  # type: ignore[arg-type]  # two types of keyword, checked by Workload
+
+
+def _or_never(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
+
+
+def _promised(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else float(seconds)
+
+
+def _sorted_times(times: Floats) -> Floats:
+    _refuse_times(times)  # here, where their places are still those of the caller
+    back = np.flatnonzero(np.diff(times) < 0)
+    if back.size:
+        row = int(back[0]) + 1
+        raise ConfigError(
+            f"Arrival {row} is earlier ({times[row]:g} s) than the one before it ({times[row - 1]:g} s).",
+            "Sort the arrivals.",
+        )
+    return times
+
+
+def _spread_out(value: Ints | int, n: int) -> Ints:
+    return np.full(n, value) if isinstance(value, int) else value
+
+
+def _recoded(part: Workload, name: str, names: dict[str, tuple[str, ...]]) -> NDArray[Any]:
+    """Return a column, its codes changed to indices into the merged names."""
+    column: NDArray[Any] = getattr(part, name)
+    if name not in _CODES:
+        return column
+    table = _CODES[name]
+    code = np.array([names[table].index(word) for word in getattr(part, table)], np.int64)
+    return np.asarray(code[column])
+
+
+def _column(name: str, values: Any, n: int) -> NDArray[Any]:
+    """Return values as a read-only column of its type; ConfigError for another shape or broken numbers."""
+    column = np.asarray(values)
+    if column.shape != (n,):
+        raise ConfigError(
+            f"Column {name} has shape {column.shape}.", f"All columns need one value for each of {n}."
+        )
+    if name not in _REALS and column.dtype.kind not in "iu" and n:
+        raise ConfigError(f"Column {name} holds {column.dtype}.", "Give whole numbers.")
+    column = column.astype(float if name in _REALS else np.int64, copy=False).view()
+    column.flags.writeable = False
+    return column
+
+
+def _refuse_times(times: Floats) -> None:
+    _refuse(~(np.isfinite(times) & (times >= 0)), "arrival", times, "0 s or later")
+
+
+def _refuse(bad: Bools, name: str, column: NDArray[Any], needed: str) -> None:
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ConfigError(f"Request {row} has {name} {column[row]}.", f"It must be {needed}.")

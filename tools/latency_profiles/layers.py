@@ -1,0 +1,225 @@
+"""How long does an iteration take, added up from its operators?
+
+An iteration is its layers: measured operator medians at the batch's tokens (Vidur's profiles), all-reduce,
+and the CPU's work around them. Attention was profiled for other models only, so its time is the KV read at a
+share of the memory bandwidth plus arithmetic at a share of the peak, both calibrated on those profiles.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headway.forecast.latency.laws import nonnegative
+from headway.types import Batch, Floats
+
+Rows = list[dict[str, str]]
+_ONCE = "emb_ms"  # all other operators run in every layer
+_OPERATORS = (
+    "input_layernorm_ms", "attn_pre_proj_ms", "attn_rope_ms", "attn_post_proj_ms",
+    "post_attention_layernorm_ms", "mlp_up_proj_ms", "mlp_act_ms", "mlp_down_proj_ms", "add_ms",
+)  # fmt: skip
+# Not ray_comm_time_mean_ms: engines of today do not talk to their workers through Ray in every step.
+_AROUND = (
+    "schedule_median_ms", "sampler_e2e_median_ms", "prepare_inputs_e2e_median_ms",
+    "process_model_outputs_median_ms",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A transformer's shape; 2 bytes per weight and per KV element."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    weights_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of KV of one token in all layers."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device's data sheet: bytes, bytes per second, dense 16-bit FLOP per second."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Seconds of one layer's attention kernel: launch + ideal time / share, for decode and for prefill."""
+
+    decode_launch: float
+    decode_sequence: float
+    bandwidth_share: float
+    prefill_launch: float
+    flops_share: float
+    error: float  # mean relative error on the profile it was calibrated on
+
+    def seconds(self, batch: Batch, model: Model, gpu: Gpu, tp: int) -> float:
+        """Return the seconds of one layer on one of `tp` GPUs."""
+        out = 0.0
+        if batch.decodes:
+            out += self.decode_launch + self.decode_sequence * batch.decodes
+            out += _read(batch.context, model, tp) / (gpu.bandwidth * self.bandwidth_share)
+        if batch.prefill:
+            out += self.prefill_launch
+            out += _arithmetic(batch.prefill_context, model, tp) / (gpu.flops * self.flops_share)
+        return out
+
+
+def calibrate(rows: Rows, model: Model, gpu: Gpu, tp: int) -> Attention:
+    """Return the attention law of a profile that was measured with `model` on `gpu`."""
+    batches, times = _attention_rows(rows)
+    decode = np.array([bool(b.decodes) for b in batches])
+    ideal = np.array([_ideal(b, model, gpu, tp) for b in batches])
+    count = np.array([float(b.decodes) for b in batches])
+    one = np.ones_like(times)
+    a, b, slow = _relative((one, count, ideal), times, decode)
+    c, slower = _relative((one, ideal), times, ~decode)
+    law = Attention(a, b, 1 / slow, c, 1 / slower, 0.0)
+    ours = np.array([law.seconds(batch, model, gpu, tp) for batch in batches])
+    return Attention(a, b, 1 / slow, c, 1 / slower, float(np.abs(ours / times - 1).mean()))
+
+
+class Layers:
+    """Iteration seconds of a model on `tp` GPUs, by adding up profiles of operators.
+
+    reduce_rows: all-reduce profile, only read with tp > 1. cpu: CPU overheads of this model and tp.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        gpu: Gpu,
+        tp: int,
+        attention: Attention,
+        *,
+        operators: Rows,
+        cpu: Rows,
+        reduce_rows: Rows | None = None,
+    ) -> None:
+        self.model, self.gpu, self.tp, self.attention = model, gpu, tp, attention
+        mine = [row for row in operators if int(row["num_tensor_parallel_workers"]) == tp]
+        self._layer = _curve(mine, "num_tokens", _OPERATORS)
+        self._embed = _curve(mine, "num_tokens", (_ONCE,))
+        self._cpu = _line(cpu, "batch_size", _AROUND)
+        self._reduce = _curve(_reducers(reduce_rows or [], tp), "size_bytes", ("all_reduce_ms",))
+
+    def seconds(self, batch: Batch) -> float:
+        """Return the seconds of one iteration; prompts count as one sequence."""
+        tokens = batch.decodes + batch.prefill
+        sequences = batch.decodes + bool(batch.prefill)
+        layer = self._layer(tokens) + self.attention.seconds(batch, self.model, self.gpu, self.tp)
+        if self.tp > 1:
+            layer += 2 * self._reduce(2 * tokens * self.model.hidden)
+        head = 2 * self.model.vocab * self.model.hidden / self.tp
+        share = self.attention.bandwidth_share
+        return (
+            self.model.layers * layer
+            + self._embed(tokens)
+            + head / (self.gpu.bandwidth * share)
+            + self._cpu(sequences)
+        )
+
+
+def read(folder: Path, name: str) -> Rows:
+    """Return the rows of a profile, NAME.csv or NAME.csv.gz in `folder`/profiles."""
+    path = folder / "profiles" / name
+    with gzip.open(path, "rt") if name.endswith(".gz") else path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def grid(most_kv: float = float("inf"), longest: int = 4096, *, mixed: bool = True) -> list[Batch]:
+    """Return batches as a server meets them: answers, prompts (whole and in chunks), and both together."""
+    decode = [
+        Batch(n, n * context, 0)
+        for n in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+        for context in (128, 256, 512, 1024, 2048)
+        if n * context <= most_kv
+    ]
+    whole = [_chunk(n, 0) for n in (32, 64, 128, 256, 512, 1024, 2048, 4096) if n <= longest]
+    if not mixed:
+        return decode + whole
+    chunks = [_chunk(n, before) for n in (256, 512, 1024) for before in (1024, 4096, 16384)]
+    both = [
+        Batch(d.decodes, d.context, p.prefill, p.prefill_context)
+        for d in (Batch(n, n * context, 0) for n in (8, 32, 64, 128) for context in (256, 1024))
+        for p in (_chunk(n, before) for n in (128, 256, 512, 1024) for before in (0, 1024))
+    ]
+    return decode + whole + chunks + both
+
+
+def _chunk(new: int, before: int) -> Batch:
+    return Batch(0, 0, new, new * before + new * new // 2)
+
+
+def _read(context: int, model: Model, tp: int) -> float:
+    """Return bytes of KV that one layer on one GPU reads; KV heads are split, never below one each."""
+    return 2 * 2 * context * max(model.kv_heads // tp, 1) * model.head_dim
+
+
+def _arithmetic(pairs: int, model: Model, tp: int) -> float:
+    return 4 * pairs * model.heads / tp * model.head_dim
+
+
+def _ideal(batch: Batch, model: Model, gpu: Gpu, tp: int) -> float:
+    if batch.decodes:
+        return _read(batch.context, model, tp) / gpu.bandwidth
+    return _arithmetic(batch.prefill_context, model, tp) / gpu.flops
+
+
+def _attention_rows(rows: Rows) -> tuple[list[Batch], Floats]:
+    """Return the profiled shapes and seconds; a row without a time is left out."""
+    batches, times = [], []
+    for row in rows:
+        prompt = row["is_prefill"] == "True"
+        ms = float(row["attn_prefill_ms" if prompt else "attn_decode_ms"] or 0)
+        count, kv = int(row["batch_size"]), int(row["kv_cache_size"])
+        if ms > 0:
+            batches.append(
+                _chunk(int(row["prefill_chunk_size"]), kv) if prompt else Batch(count, count * kv, 0)
+            )
+            times.append(ms / 1000)
+    return batches, np.array(times)
+
+
+def _relative(columns: Sequence[Floats], times: Floats, rows: Floats) -> Floats:
+    a = np.stack([column[rows] for column in columns], 1) / times[rows, None]
+    return nonnegative(a, np.ones(len(a)))
+
+
+def _reducers(rows: Rows, tp: int) -> Rows:
+    return [r for r in rows if int(r["num_workers"]) == tp and int(r["devices_per_node"]) == tp]
+
+
+def _curve(rows: Rows, key: str, columns: Iterable[str]) -> Callable[[float], float]:
+    """Return ms -> seconds of the columns' sum at a key: medians of equal keys, straight lines between."""
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        found.setdefault(float(row[key]), []).append(sum(float(row[c]) for c in columns) / 1000)
+    x = np.array(sorted(found))
+    y = np.array([np.median(found[at]) for at in x])
+    return lambda at: float(np.interp(at, x, y))
+
+
+def _line(rows: Rows, key: str, columns: Iterable[str]) -> Callable[[float], float]:
+    """Return seconds of the columns' sum as a straight line of the key: profiles end before batches do."""
+    y = np.array([sum(float(row[c]) for c in columns) for row in rows]) / 1000
+    slope, base = np.polyfit([float(row[key]) for row in rows], y, 1)
+    return lambda at: float(base + slope * at)
