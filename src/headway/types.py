@@ -279,8 +279,19 @@ Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | Instance
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Hand a queued request to an engine. rank: its `Jobs.urgency` there, lower first; 0 = the packer's order."""
+
     id: str
     instance: str
+    rank: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rerank:
+    """Change the rank of requests that are inside an engine: request id -> `Jobs.urgency`, lower first."""
+
+    instance: str
+    ranks: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +319,7 @@ class Reject:
     retry_after: float | None = None
 
 
-Command = Send | Swap | Warm | Reject
+Command = Send | Rerank | Swap | Warm | Reject
 
 
 # ---- the two decision languages

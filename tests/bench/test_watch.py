@@ -14,7 +14,7 @@ from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
 from headway.sim.forecasts import Oracle
-from headway.sim.instance import Host, InstanceSpec, words
+from headway.sim.instance import InstanceSpec, SimulatedInstance, words
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
 from headway.sim.workload.traffic import Workload, concat, single
@@ -87,7 +87,7 @@ def test_an_engine_has_the_memory_that_its_recipe_uses(
     recipe: str, tokens: int | None, kind: type | None, overlap: bool | None, told: str
 ) -> None:
     place = replace(node(), host_tokens=tokens)
-    engine = Host(place, find(recipe)).engine
+    engine = SimulatedInstance(place, find(recipe)).engine
     assert isinstance(engine, HostPoolEngine) == (kind is not None)
     if kind is not None and isinstance(engine, HostPoolEngine):
         assert type(engine) is kind
