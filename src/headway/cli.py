@@ -81,14 +81,16 @@ def serve(
 @app.command()
 def simulate(
     recipes: Annotated[str, typer.Option(help=f"Comma separated: {_RECIPES}.")] = "vllm,edf,slack",
-    profile: Annotated[str, typer.Option(help="A built-in pace file or a path.")] = "opt-13b-a100",
+    profile: Annotated[str, typer.Option(help="A built-in latency profile or a path.")] = "opt-13b-a100",
     instances: Annotated[int, typer.Option(min=1)] = 1,
     instance: Annotated[
         list[str] | None,
-        typer.Option(help="Instead of --pace: PACE[:COUNT][,kv_tokens=..,host_kv_gib=..,loads=PACE+PACE]."),
+        typer.Option(
+            help="Instead of --profile: PROFILE[:COUNT][,kv_tokens=..,host_kv_gib=..,loads=PROFILE+PROFILE]."
+        ),
     ] = None,
     fleet: Annotated[
-        Path | None, typer.Option(help="Instead of --pace: TOML with [[instances]] and [[traffic]].")
+        Path | None, typer.Option(help="Instead of --profile: TOML with [[instances]] and [[traffic]].")
     ] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="Arrivals per second.")] = 8.0,
     duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 300.0,
@@ -143,13 +145,15 @@ def sweep(
     duration: Annotated[float | None, typer.Option(min=1, help="Seconds of arrivals. [120]")] = None,
     slo: Annotated[str | None, typer.Option(help="What chat is promised, in ms. [ttft:400 tpot:200]")] = None,
     profile: Annotated[
-        str | None, typer.Option(help="A built-in pace file or a path. [opt-13b-a100]")
+        str | None, typer.Option(help="A built-in latency profile or a path. [opt-13b-a100]")
     ] = None,
     instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="[256]")] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Tokens per iteration. [2048]")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=16, help="[2048]")] = None,
-    kv_tokens: Annotated[int | None, typer.Option(min=16, help="KV per instance. [the pace file's]")] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=16, help="KV per instance. [the latency profile's]")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [one per core]")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="End within a minute on a small machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -167,7 +171,7 @@ def sweep(
         "seed": seed, "duration": duration, "slo": slo,
     }  # fmt: skip
     fleet = {
-        "pace": profile, "count": instances, "max_running": max_running, "budget": budget,
+        "profile": profile, "count": instances, "max_running": max_running, "budget": budget,
         "max_model_len": max_model_len, "kv_tokens": kv_tokens,
     }  # fmt: skip
     mine, machines = ({k: v for k, v in table.items() if v is not None} for table in (given, fleet))
@@ -221,7 +225,7 @@ def profile(
     seed: Annotated[int, typer.Option()] = 0,
     out: Annotated[Path | None, typer.Option(help="Write pace.json, a plot and report.html here.")] = None,
 ) -> None:
-    """How fast is an engine? Measure a live one, fit the laws of iteration time, and keep a pace file."""
+    """How fast is an engine? Measure a live one, fit the laws of iteration time, and keep a latency profile."""
     from headway.bench.live.profile_report import main
     from headway.bench.live.systems import standard_engine
 

@@ -100,10 +100,10 @@ class Forecast:
         """Return the value not exceeded with probability p, 0 <= p <= 1."""
         return float(np.quantile(self.samples, p))
 
-    def left(self, made: float) -> float:
+    def left(self, output_tokens: float) -> float:
         """Return the mean of what is still to come, given that `made` is behind; at least 1."""
-        rest = self.samples[self.samples > made]
-        return float(rest.mean() - made) if rest.size else 1.0
+        rest = self.samples[self.samples > output_tokens]
+        return float(rest.mean() - output_tokens) if rest.size else 1.0
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         """Draw n values with replacement."""
@@ -125,9 +125,9 @@ class Jobs(Table):
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
-        "prompt": int, "computed": int, "made": int, "left": float, "blocks": int, "saved": int,
+        "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float, "blocks": int, "saved": int,
         "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
-        "host": int, "start": int, "span": int, "lent": int,
+        "lender": int, "loan_start": int, "loan_blocks": int, "first_lent_block": int,
     }  # fmt: skip
 
 
@@ -224,7 +224,7 @@ class Started:
 @dataclass(frozen=True, slots=True)
 class Finished:
     id: str
-    made: int
+    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class Returned:
     took the request's KV. made: tokens of its answer that are out already and will not be made again."""
 
     id: str
-    made: int = 0
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

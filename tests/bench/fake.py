@@ -101,8 +101,10 @@ class Fake:
         if how == "silent":
             await _event(out, shape({"content": ""}, "stop"))
         if how != "no usage":
-            made = {"silent": 1, "empty": 0}.get(how, 2 * self.words)  # two tokens a chunk
-            await _event(out, {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": made}})
+            output_tokens = {"silent": 1, "empty": 0}.get(how, 2 * self.words)  # two tokens a chunk
+            await _event(
+                out, {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": output_tokens}}
+            )
         if how != "short":
             await out.write(b"data: [DONE]\n\n")
             self.done.set()

@@ -37,11 +37,13 @@ def made_up(n: int = 240) -> Asked:
     """Prompts of one shape; those that begin with an "a" have answers of about 20 tokens, others of 200."""
     rng = np.random.default_rng(0)
     texts = tuple("ab"[i] + "x" * 20 for i in rng.integers(0, 2, n))
-    made = np.array(
+    output_tokens = np.array(
         [rng.integers(15, 25) if text[0] == "a" else rng.integers(150, 250) for text in texts], float
     )
     looks = np.array([features(text, 8, Letters()(text)) for text in texts])
-    return Asked("made-up", texts, tuple(predictor._request(f"m{i}", 8) for i in range(n)), looks, made)
+    return Asked(
+        "made-up", texts, tuple(predictor._request(f"m{i}", 8) for i in range(n)), looks, output_tokens
+    )
 
 
 def figures(seen: Seen) -> dict[str, float | None]:
@@ -49,8 +51,8 @@ def figures(seen: Seen) -> dict[str, float | None]:
 
 
 def test_the_figures_are_what_they_say() -> None:
-    expected, made = np.array([100.0, 100, 100, 100]), np.array([50.0, 95, 110, 200])
-    found = figures(Seen(expected, np.array([50.0, 100, 150, 199]), made))
+    expected, output_tokens = np.array([100.0, 100, 100, 100]), np.array([50.0, 95, 110, 200])
+    found = figures(Seen(expected, np.array([50.0, 100, 150, 199]), output_tokens))
     assert found["accuracy_pct"] == 75  # 110 is within 10 % padding, 200 is not
     assert found["overpredicted_tokens_pct"] == pytest.approx(100 * (60 + 15 + 0) / 455)
     assert found["within_pct"] == 50
@@ -65,7 +67,7 @@ def test_the_meaning_tells_apart_what_looks_alike_and_the_baselines_cannot() -> 
     seen = predictor.trial(asked, Letters())  # type: ignore[arg-type]
     error = {name: figures(one)["mae_tokens"] or 0 for name, one in seen.items()}
     assert error["predictor"] < 0.4 * min(error["no-embedding"], error["task-mean"], error["constant"])
-    assert len(seen["predictor"].made) == 48, "the last fifth"
+    assert len(seen["predictor"].output_tokens) == 48, "the last fifth"
     assert (seen["constant"].expected == 256).all()
     assert np.unique(seen["task-mean"].expected).size == 1, "nothing is learned from the rest"
     assert seen["predictor"].fit_s is not None
@@ -75,15 +77,15 @@ def test_the_meaning_tells_apart_what_looks_alike_and_the_baselines_cannot() -> 
 def test_online_nothing_is_known_before_it_was_answered() -> None:
     asked = made_up()
     seen = predictor.prequential(asked)
-    changed = Asked(asked.name, asked.texts, asked.requests, asked.features, asked.made.copy())
-    changed.made[150:] = 7
+    changed = Asked(asked.name, asked.texts, asked.requests, asked.features, asked.output_tokens.copy())
+    changed.output_tokens[150:] = 7
     again = predictor.prequential(changed)
     for name, one in seen.items():
         np.testing.assert_array_equal(one.expected[:151], again[name].expected[:151])
         np.testing.assert_array_equal(one.padded[:151], again[name].padded[:151])
-        assert len(one.made) == 240
+        assert len(one.output_tokens) == 240
     late = slice(100, None)
-    off = {name: np.abs(one.expected - one.made)[late].mean() for name, one in seen.items()}
+    off = {name: np.abs(one.expected - one.output_tokens)[late].mean() for name, one in seen.items()}
     assert off["predictor"] < 0.4 * off["task-mean"]
     assert seen["predictor"].share is not None
 
@@ -112,11 +114,11 @@ def test_data_sets_are_read_and_shuffled_together(tmp_path: Path, monkeypatch: p
         file.write("\n".join(map(json.dumps, rows)))
     asked = predictor.read("alpaca", None, Letters())  # type: ignore[arg-type]
     assert asked.texts == ("a one", "a three"), "an empty answer is no answer"
-    assert asked.made.tolist() == [5, 9]
+    assert asked.output_tokens.tolist() == [5, 9]
     both = predictor.together([asked, made_up(20)], np.random.default_rng(0))
-    assert sorted(both.made) == sorted([5, 9, *made_up(20).made])
+    assert sorted(both.output_tokens) == sorted([5, 9, *made_up(20).output_tokens])
     i = both.texts.index("a three")
-    assert both.made[i] == 9
+    assert both.output_tokens[i] == 9
     np.testing.assert_array_equal(both.features[i], asked.features[1])
     del rows[0]["output_tokens"]
     with gzip.open(tmp_path / "prompts" / "alpaca.jsonl.gz", "wt") as file:

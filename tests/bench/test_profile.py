@@ -37,7 +37,7 @@ class Asked:
     id: str
     prompt: int
     output: int
-    made: int = 0
+    output_tokens: int = 0
     first: float = 0.0
     tokens: asyncio.Queue[bool] = field(default_factory=asyncio.Queue)
 
@@ -64,18 +64,18 @@ class Engine:
             await self._iteration(now)
 
     async def _iteration(self, now: float) -> None:
-        fresh = [r for r in self.running if not r.made]
-        old = [r for r in self.running if r.made]
+        fresh = [r for r in self.running if not r.output_tokens]
+        old = [r for r in self.running if r.output_tokens]
         prefill = sum(r.prompt for r in fresh)
-        batch = Batch(len(old), sum(r.prompt + r.made for r in old), prefill, prefill * prefill // 2)
+        batch = Batch(len(old), sum(r.prompt + r.output_tokens for r in old), prefill, prefill * prefill // 2)
         self.diary.begin(now, batch)
         await asyncio.sleep(float(LAW.seconds(Shapes.of([batch]))[0]))
         self.diary.output(time.time() - now)
         for one in self.running:
-            one.made += 1
+            one.output_tokens += 1
             one.first = one.first or time.time()
-            one.tokens.put_nowait(one.made == one.output)
-        for one in [r for r in self.running if r.made == r.output]:
+            one.tokens.put_nowait(one.output_tokens == one.output)
+        for one in [r for r in self.running if r.output_tokens == r.output]:
             self.running.remove(one)
             self.diary.leave(one.id, one.id, one.first, time.time())
 

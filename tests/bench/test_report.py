@@ -141,10 +141,10 @@ def test_running_attainment_looks_back_a_window():
 # ---- the terminal
 
 
-def printed(made) -> str:
+def printed(output_tokens) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(made)
+        console.print(output_tokens)
     return console.export_text()
 
 

@@ -264,7 +264,7 @@ def test_ctrl_c_between_two_cells_leaves_no_process_either(
 def test_a_file_and_options_that_replace_it(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text(
-        'recipes = ["edf"]\nrates = [1, 2.5]\nseeds = 4\n[fleet]\npace = "opt-66b-a100"\ncount = 2\n'
+        'recipes = ["edf"]\nrates = [1, 2.5]\nseeds = 4\n[fleet]\nprofile = "opt-66b-a100"\ncount = 2\n'
     )
     assert sweeps.read(file, {}, {}) == Sweep(("edf",), (1.0, 2.5), 4, fleet=Fleet("opt-66b-a100", 2))
     mixed = sweeps.read(file, {"recipes": ["slack"], "seed": 9}, {"count": 3})
@@ -275,7 +275,7 @@ def test_a_file_and_options_that_replace_it(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("recipe = ['edf']", "Did you mean recipes?"),
-        ("[fleet]\npaces = 'x'", "Did you mean pace?"),
+        ("[fleet]\nprofiles = 'x'", "Did you mean profile?"),
         ("fleet = 3", "fleet"),
         ("seeds = 2.5", "seeds is 2.5. It must be a whole number"),
         ("seeds = true", "seeds is True"),
@@ -305,7 +305,7 @@ def test_no_file_is_a_clear_error(tmp_path: Path) -> None:
     [
         (["--recipes", "slak"], "slack"),
         (["--slo", "ttfd:3"], "ttft"),
-        (["--pace", "opt-13"], "opt-13b-a100"),
+        (["--profile", "opt-13"], "opt-13b-a100"),
         (["--rates", "2,x"], "no list of rates"),
         (["--kv-tokens", "100"], "hold no request"),
     ],

@@ -105,9 +105,9 @@ def test_the_workload_has_what_the_real_run_had() -> None:
 def test_what_did_not_complete_is_in_neither_world_and_said_so() -> None:
     one = replay("vllm")
     one.records[3] = replace(one.records[3], error="HTTP 500: no", first=None, last=None)
-    made = pair_of(one)
-    assert len(made.real) == len(made.simulated) == len(one.calls) - 1
-    notes = Findings([made], [run_of([one])], {}).notes()
+    output_tokens = pair_of(one)
+    assert len(output_tokens.real) == len(output_tokens.simulated) == len(one.calls) - 1
+    notes = Findings([output_tokens], [run_of([one])], {}).notes()
     assert any("1 requests did not complete" in line for line in notes)
 
 

@@ -26,7 +26,7 @@ class Moment:
     budget: int
 
     def __repr__(self) -> str:
-        columns = ("prompt", "computed", "made", "blocks", "running", "held")
+        columns = ("prompt", "computed", "output_tokens", "blocks", "running", "held")
         rows = [tuple(int(getattr(self.jobs, c)[row]) for c in columns) for row in self.jobs.rows()]
         limits = f"max_running={self.max_running} budget={self.budget} {self.ledger}"
         return f"Moment({columns}={rows} ranked={self.ranked.tolist()} {limits})"
@@ -63,15 +63,15 @@ def moments(draw: st.DrawFn, *, held: bool = True) -> Moment:
 def _row(jobs: Jobs, name: str, bits: Bits, free: int, total: int, slots: int, held: bool) -> int:
     """Add a job; return the blocks it holds. One that could never fit is cut to what fits."""
     prompt = 1 + bits.take(min(24, (total - 2) * SIZE))
-    made = min(bits.take(9), (total - 1) * SIZE - prompt)
+    output_tokens = min(bits.take(9), (total - 1) * SIZE - prompt)
     running, answering, rank, stop = bits.take(2), bits.take(2), bits.take(100), held and bits.take(8) == 0
-    computed = prompt + made - 1 if answering else bits.take(prompt + made)
+    computed = prompt + output_tokens - 1 if answering else bits.take(prompt + output_tokens)
     blocks = -(-computed // SIZE)
     holds = bool(running and computed and blocks <= free and jobs.running.sum() < slots)
     jobs.add(
         name,
         prompt=prompt,
-        made=made,
+        output_tokens=output_tokens,
         computed=computed if holds else 0,
         blocks=blocks if holds else 0,
         running=holds,
@@ -82,7 +82,7 @@ def _row(jobs: Jobs, name: str, bits: Bits, free: int, total: int, slots: int, h
         ttft=1.0 + bits.take(4) if bits.take(2) else math.inf,
         tpot=0.1 if bits.take(2) else math.inf,
         e2e=math.inf,
-        first=float(rank) + 1 if made else 0.0,
-        left=4.0,
+        first=float(rank) + 1 if output_tokens else 0.0,
+        tokens_left=4.0,
     )
     return blocks if holds else 0

@@ -28,10 +28,10 @@ def request(id: str, *, model: str = "m0", prompt: int = 10, arrival: float = 0.
 
 
 def world(recipe: str, *up: str) -> World:
-    made = World(controller(recipe))
+    output_tokens = World(controller(recipe))
     for name in up:
-        made.start(name)
-    return made
+        output_tokens.start(name)
+    return output_tokens
 
 
 @every_recipe

@@ -27,16 +27,16 @@ def test_before_the_first_answer_the_prior_stands_in() -> None:
 
 def test_a_task_is_forecast_from_its_own_answers_only() -> None:
     lengths = TaskLengths()
-    for made in (30, 10, 20):
-        lengths.learn(request("chat"), made)
+    for output_tokens in (30, 10, 20):
+        lengths.learn(request("chat"), output_tokens)
     assert lengths.forecast(request("chat")).samples.tolist() == [10, 20, 30]
     assert lengths.forecast(request("code")).mean == 256
 
 
 def test_only_the_last_answers_count() -> None:
     lengths = TaskLengths(window=3)
-    for made in (1000, 1, 2, 3):
-        lengths.learn(request(), made)
+    for output_tokens in (1000, 1, 2, 3):
+        lengths.learn(request(), output_tokens)
     assert lengths.forecast(request()).samples.tolist() == [1, 2, 3]
 
 
@@ -51,12 +51,12 @@ def test_a_forecast_is_sorted_within_limits_and_the_last_answers(
     answers: list[int], limit: int, window: int
 ) -> None:
     lengths = TaskLengths(window)
-    for made in answers:
+    for output_tokens in answers:
         lengths.forecast(request())  # asking in between changes nothing
-        lengths.learn(request(), made)
-    seen = [made for made in answers if made][-window:] or [256]
+        lengths.learn(request(), output_tokens)
+    seen = [output_tokens for output_tokens in answers if output_tokens][-window:] or [256]
     assert lengths.forecast(request(max_tokens=limit)).samples.tolist() == sorted(
-        min(made, limit) for made in seen
+        min(output_tokens, limit) for output_tokens in seen
     )
 
 

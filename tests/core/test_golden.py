@@ -92,7 +92,7 @@ class Host:
 
     def _ends(self, engine: ToyEngine, ran: Ran) -> None:
         for id in ran.tokens:
-            if id in engine.jobs and engine.jobs.made[engine.jobs.row_of[id]] == 1:
+            if id in engine.jobs and engine.jobs.output_tokens[engine.jobs.row_of[id]] == 1:
                 self.at(engine.now, Started(id))
         for id in ran.finished:
             self.at(engine.now, Finished(id, self.targets[id]))

@@ -1,4 +1,4 @@
-"""Forms find the law that made the data; pace files keep it, refuse what is wrong and say the mend."""
+"""Forms find the law that made the data; latency profiles keep it, refuse what is wrong and say the mend."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class Table:
         self.jobs = Jobs()
 
     def waiting(self, name: str, prompt: int = 32, **values: float) -> Table:
-        promises = {"ttft": math.inf, "tpot": math.inf, "e2e": math.inf, "arrival": NOW, "left": 10.0}
+        promises = {"ttft": math.inf, "tpot": math.inf, "e2e": math.inf, "arrival": NOW, "tokens_left": 10.0}
         self.jobs.add(name, prompt=prompt, **{"serial": len(self.jobs) + 1, **promises, **values})
         return self
 
-    def running(self, name: str, prompt: int = 32, made: int = 1, **values: float) -> Table:
-        computed = int(values.pop("computed", prompt + made - 1))
-        first = values.pop("first", NOW if made else 0.0)
-        self.waiting(name, prompt, made=made, computed=computed, first=first, **values)
+    def running(self, name: str, prompt: int = 32, output_tokens: int = 1, **values: float) -> Table:
+        computed = int(values.pop("computed", prompt + output_tokens - 1))
+        first = values.pop("first", NOW if output_tokens else 0.0)
+        self.waiting(name, prompt, output_tokens=output_tokens, computed=computed, first=first, **values)
         row = self.jobs.row_of[name]
         self.jobs.running[row], self.jobs.blocks[row] = True, -(-computed // 16)
         return self
@@ -128,14 +128,18 @@ def test_nobody_is_displaced_for_a_prompt_that_gets_no_tokens() -> None:
 
 def test_a_prompt_in_progress_keeps_room_for_its_rest() -> None:
     """Else a later prompt takes the blocks and one of the two is computed for nothing."""
-    table = Table().running("big", 320, made=0, computed=32, priority=0).waiting("next", 64, priority=1)
+    table = (
+        Table().running("big", 320, output_tokens=0, computed=32, priority=0).waiting("next", 64, priority=1)
+    )
     assert table.pack(ranked(2, budget=64), free=20).order == ["big"]
     assert table.pack(ranked(2, budget=512), free=23).order == ["big"]
     assert table.pack(ranked(2, budget=512), free=24).order == ["big", "next"]
 
 
 def test_a_prompt_in_progress_evicts_only_for_what_this_step_computes() -> None:
-    table = Table().running("big", 320, made=0, computed=32, priority=0).running("bulk", 160, priority=5)
+    table = (
+        Table().running("big", 320, output_tokens=0, computed=32, priority=0).running("bulk", 160, priority=5)
+    )
     assert table.pack(ranked(2, budget=65), free=10).evict == []
     assert table.pack(ranked(2, budget=305), free=10).evict == ["bulk"]
 
@@ -149,12 +153,20 @@ def test_small_prompts_do_not_overtake_a_large_one_that_waits_for_memory() -> No
 
 
 def test_small_prompts_do_not_overtake_a_large_one_in_progress_that_pauses_for_memory() -> None:
-    table = Table().running("runs", 30, priority=0).running("large", 320, made=0, computed=32, priority=1)
+    table = (
+        Table()
+        .running("runs", 30, priority=0)
+        .running("large", 320, output_tokens=0, computed=32, priority=1)
+    )
     assert table.waiting("small", 16, priority=2).pack(ranked(4), free=12).order == ["runs"]
 
 
 def test_running_rows_that_need_no_more_memory_go_on_beside_one_that_pauses_for_it() -> None:
-    table = Table().running("runs", 30, priority=0).running("large", 320, made=0, computed=32, priority=1)
+    table = (
+        Table()
+        .running("runs", 30, priority=0)
+        .running("large", 320, output_tokens=0, computed=32, priority=1)
+    )
     step = table.running("small", 10, priority=2).pack(ranked(4), free=5)
     assert step.order == ["runs", "small"]
     assert step.evict == []
@@ -169,7 +181,11 @@ def test_of_several_the_least_urgent_is_evicted_first() -> None:
 
 def test_a_newcomer_takes_a_slot_from_the_least_urgent() -> None:
     """`large` pauses for memory and keeps its slot, so there is none left for `least`."""
-    table = Table().running("large", 320, made=0, computed=32, priority=1).running("least", 10, priority=2)
+    table = (
+        Table()
+        .running("large", 320, output_tokens=0, computed=32, priority=1)
+        .running("least", 10, priority=2)
+    )
     step = table.waiting("alarm", 15, priority=0).pack(ranked(2), free=5, slots=2)
     assert step.order == ["alarm"]
     assert step.evict == ["least"]
@@ -209,7 +225,7 @@ def test_slack_runs_first_what_can_wait_least() -> None:
 
 
 def test_what_is_left_to_answer_counts_against_a_promise_for_the_whole() -> None:
-    table = Table().waiting("short", e2e=9.0, left=5.0).waiting("long", e2e=9.1, left=200.0)
+    table = Table().waiting("short", e2e=9.0, tokens_left=5.0).waiting("long", e2e=9.1, tokens_left=200.0)
     assert table.pack(slack()).order == ["long", "short"]
 
 
@@ -224,7 +240,11 @@ def test_a_late_one_still_goes_before_best_effort() -> None:
 
 
 def test_an_answer_in_progress_that_is_behind_goes_first() -> None:
-    table = Table().waiting("new", ttft=0.5).running("behind", made=20, first=NOW - 3, ttft=1.0, tpot=0.1)
+    table = (
+        Table()
+        .waiting("new", ttft=0.5)
+        .running("behind", output_tokens=20, first=NOW - 3, ttft=1.0, tpot=0.1)
+    )
     assert table.pack(slack()).order == ["behind", "new"]
 
 
@@ -234,7 +254,7 @@ def test_best_effort_fills_the_rest_in_order_of_arrival_at_the_engine() -> None:
 
 
 def test_an_answer_ahead_of_its_pace_makes_place_for_one_that_is_not() -> None:
-    ahead = {"made": 40, "first": NOW - 1.0, "ttft": 1.0, "tpot": 0.1}
+    ahead = {"output_tokens": 40, "first": NOW - 1.0, "ttft": 1.0, "tpot": 0.1}
     table = Table().running("ahead", **ahead).waiting("new", ttft=0.5)  # type: ignore[arg-type]
     step = table.pack(slack(running=1))
     assert step.order == ["new"]
@@ -242,7 +262,7 @@ def test_an_answer_ahead_of_its_pace_makes_place_for_one_that_is_not() -> None:
 
 
 def test_least_slack_pauses_but_does_not_evict_its_equals() -> None:
-    ahead = {"made": 40, "first": NOW - 1.0, "ttft": 1.0, "tpot": 0.1}
+    ahead = {"output_tokens": 40, "first": NOW - 1.0, "ttft": 1.0, "tpot": 0.1}
     table = Table().running("ahead", 160, **ahead).waiting("new", 160, ttft=0.5)  # type: ignore[arg-type]
     step = table.pack(slack(), free=4)
     assert step.order == ["ahead"]
@@ -271,9 +291,9 @@ def chunk(table: Table, **options: float) -> int:
 
 def answering(slack_tokens: float) -> Table:
     """One answer that may wait about `slack_tokens` x 0.1 s, and a long prompt with a promise."""
-    made = 10
-    first = NOW - made * 0.1 + slack_tokens * 0.1
-    table = Table().running("answer", made=made, first=first, ttft=1.0, tpot=0.1)
+    output_tokens = 10
+    first = NOW - output_tokens * 0.1 + slack_tokens * 0.1
+    table = Table().running("answer", output_tokens=output_tokens, first=first, ttft=1.0, tpot=0.1)
     return table.waiting("prompt", 4000, ttft=9.0)
 
 
@@ -308,19 +328,19 @@ def test_a_late_answer_catches_up_at_half_its_pace_and_prompts_go_on() -> None:
 
 
 def test_prompts_progress_by_min_chunk_whatever_was_promised() -> None:
-    table = Table().running("answer", made=10, first=NOW - 5, ttft=1.0, tpot=0.001)
+    table = Table().running("answer", output_tokens=10, first=NOW - 5, ttft=1.0, tpot=0.001)
     assert chunk(table.waiting("prompt", 4000, ttft=9.0), min_chunk=48) == 48
 
 
 def test_a_whole_answer_that_is_late_stops_nobody() -> None:
-    table = Table().running("answer", made=10, e2e=1.0, arrival=NOW - 50)
+    table = Table().running("answer", output_tokens=10, e2e=1.0, arrival=NOW - 50)
     assert chunk(table.waiting("prompt", 4000, ttft=9.0), max_step=0.2) > 256
 
 
 def test_decodes_do_not_eat_the_prompt_chunk() -> None:
     table = Table()
     for i in range(40):
-        table.running(f"r{i}", made=5, first=NOW - 9, tpot=0.001, ttft=1.0)
+        table.running(f"r{i}", output_tokens=5, first=NOW - 9, tpot=0.001, ttft=1.0)
     table.waiting("prompt", 4000, ttft=9.0)
     step = table.pack(slack(running=64, min_chunk=48))
     assert step.tokens["prompt"] == 48
@@ -329,8 +349,12 @@ def test_decodes_do_not_eat_the_prompt_chunk() -> None:
 
 def test_prompts_without_a_promise_do_not_spend_the_slack_of_answers() -> None:
     """It is there when somebody with a promise arrives."""
-    made, first = 10, NOW + 0.4
-    table = Table().running("answer", made=made, first=first, ttft=1.0, tpot=0.1).waiting("prompt", 4000)
+    output_tokens, first = 10, NOW + 0.4
+    table = (
+        Table()
+        .running("answer", output_tokens=output_tokens, first=first, ttft=1.0, tpot=0.1)
+        .waiting("prompt", 4000)
+    )
     n = chunk(table)
     assert OnlineLatency().seconds(Batch(1, 41, n, n * n // 2)) <= 0.1
     assert n > slack().min_chunk

@@ -23,10 +23,10 @@ RANKS = {"arrival": by_arrival, "priority": by_priority, "due": by_due, "hope": 
 
 
 def cluster(*instances: Instance) -> Cluster:
-    made = Cluster()
+    output_tokens = Cluster()
     for instance in instances or (Instance("e0", "m0", 2, 1000, 16, 2048),):
-        made.instances[instance.id] = instance
-    return made
+        output_tokens.instances[instance.id] = instance
+    return output_tokens
 
 
 def add(place: Cluster, id: str, *, at: str | None = None, model: str = "m0", **values: float) -> None:

@@ -28,12 +28,12 @@ def world(n: int, seed: int = 0, noise: float = 0.3) -> tuple[Traits, Floats]:
     meaning = rng.normal(size=(n, 4))
     meaning /= np.linalg.norm(meaning, axis=1)[:, None]
     mean = np.exp(4 + 1.5 * meaning[:, 0] + 0.3 * (plain[:, 0] - 3))
-    made = np.ceil(mean * np.exp(noise * rng.normal(size=n)))
-    return np.concatenate([plain, meaning], 1).astype(np.float32), made
+    output_tokens = np.ceil(mean * np.exp(noise * rng.normal(size=n)))
+    return np.concatenate([plain, meaning], 1).astype(np.float32), output_tokens
 
 
-def taught(looks: Traits, made: Floats, predictor: Predictor) -> Predictor:
-    for i, (look, tokens) in enumerate(zip(looks, made, strict=True)):
+def taught(looks: Traits, output_tokens: Floats, predictor: Predictor) -> Predictor:
+    for i, (look, tokens) in enumerate(zip(looks, output_tokens, strict=True)):
         predictor.tell(f"r{i}", look)
         predictor.learn(ask(i), int(tokens))
     predictor.adopt(fit(predictor.history()))
@@ -66,36 +66,39 @@ def test_traits_of_any_text_are_finite(text: str, tokens: int) -> None:
 
 
 def test_it_knows_lengths_that_follow_from_prompts_twice_as_well_as_the_task() -> None:
-    looks, made = world(700)
-    predictor = taught(looks[:500], made[:500], Predictor())
+    looks, output_tokens = world(700)
+    predictor = taught(looks[:500], output_tokens[:500], Predictor())
     expected = np.array([forecast.mean for forecast in asked(predictor, looks[500:])])
-    ours, task = np.abs(expected - made[500:]).mean(), np.abs(made[:500].mean() - made[500:]).mean()
+    ours, task = (
+        np.abs(expected - output_tokens[500:]).mean(),
+        np.abs(output_tokens[:500].mean() - output_tokens[500:]).mean(),
+    )
     assert ours < task / 2
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, SHARE, 0.9])
 def test_its_quantiles_hold_on_prompts_that_it_has_not_seen(share: float) -> None:
-    looks, made = world(1000, seed=1)
-    model = fit(History(looks[:500], ("a",) * 500, made[:500]))
+    looks, output_tokens = world(1000, seed=1)
+    model = fit(History(looks[:500], ("a",) * 500, output_tokens[:500]))
     length = np.quantile(model.samples(looks[500:], ("a",) * 500), share, axis=1)
-    assert np.mean(made[500:] <= length) == pytest.approx(share, abs=0.06)
+    assert np.mean(output_tokens[500:] <= length) == pytest.approx(share, abs=0.06)
 
 
 def test_what_says_nothing_about_lengths_is_not_believed() -> None:
     """Lengths independent of prompts: the error stays near that of the mean, which nothing can beat."""
     rng = np.random.default_rng(2)
     looks, _ = world(600)
-    made = np.ceil(rng.lognormal(4, 0.5, 600))
-    model = fit(History(looks[:400], ("a",) * 400, made[:400]))
+    output_tokens = np.ceil(rng.lognormal(4, 0.5, 600))
+    model = fit(History(looks[:400], ("a",) * 400, output_tokens[:400]))
     expected = model.samples(looks[400:], ("a",) * 200).mean(1)
-    error = np.square(expected - made[400:]).mean()
-    assert error < 1.15 * np.square(made[:400].mean() - made[400:]).mean()
+    error = np.square(expected - output_tokens[400:]).mean()
+    assert error < 1.15 * np.square(output_tokens[:400].mean() - output_tokens[400:]).mean()
 
 
 def test_the_task_is_told_apart_when_the_prompts_look_alike() -> None:
     looks = np.tile(world(1)[0], (200, 1))
-    made = np.where(np.arange(200) % 2, 300.0, 10.0)
-    model = fit(History(looks, tuple(("long" if m > 100 else "short") for m in made), made))
+    output_tokens = np.where(np.arange(200) % 2, 300.0, 10.0)
+    model = fit(History(looks, tuple(("long" if m > 100 else "short") for m in output_tokens), output_tokens))
     long, short, other = model.samples(looks[:3], ("long", "short", "unknown")).mean(1)
     assert long > 200
     assert short < 50
@@ -111,8 +114,8 @@ def test_forecasts_are_sorted_finite_and_at_least_one_token(
     rng = np.random.default_rng(seed)
     looks = rng.normal(0, 3, (n, PLAIN + 2)).astype(np.float32)
     looks = np.tile(looks[:1], (n, 1)) if alike else looks
-    made = np.full(n, 7.0) if same else np.ceil(rng.lognormal(3, 2, n))
-    model = fit(History(looks, tuple("ab"[i % 2] for i in range(n)), made))
+    output_tokens = np.full(n, 7.0) if same else np.ceil(rng.lognormal(3, 2, n))
+    model = fit(History(looks, tuple("ab"[i % 2] for i in range(n)), output_tokens))
     samples = model.samples(rng.normal(0, 9, (5, PLAIN + 2)).astype(np.float32), ("a", "b", "c", "a", "b"))
     assert samples.shape == (5, SAMPLES)
     assert np.isfinite(samples).all()
@@ -123,9 +126,9 @@ def test_forecasts_are_sorted_finite_and_at_least_one_token(
 
 
 def test_fitting_is_deterministic_and_leaves_the_history_as_it_was() -> None:
-    looks, made = world(80)
+    looks, output_tokens = world(80)
     before = looks.copy()
-    both = [fit(History(looks, ("a",) * 80, made)).samples(looks[:9], ("a",) * 9) for _ in range(2)]
+    both = [fit(History(looks, ("a",) * 80, output_tokens)).samples(looks[:9], ("a",) * 9) for _ in range(2)]
     np.testing.assert_array_equal(*both)
     np.testing.assert_array_equal(looks, before)
 
@@ -135,14 +138,14 @@ def test_fitting_is_deterministic_and_leaves_the_history_as_it_was() -> None:
 
 def test_until_it_is_taught_the_task_answers() -> None:
     predictor, tasks = Predictor(least=10), TaskLengths()
-    looks, made = world(10)
+    looks, output_tokens = world(10)
     for i in range(10):
         predictor.tell(f"r{i}", looks[i])
         assert not predictor.reads(f"r{i}")
         np.testing.assert_array_equal(predictor.forecast(ask(i)).samples, tasks.forecast(ask(i)).samples)
         assert not predictor.due
         for one in (predictor, tasks):
-            one.learn(ask(i), int(made[i]))
+            one.learn(ask(i), int(output_tokens[i]))
     assert predictor.due
     predictor.adopt(fit(predictor.history()))
     assert not predictor.due
@@ -153,18 +156,18 @@ def test_until_it_is_taught_the_task_answers() -> None:
 
 
 def test_a_request_keeps_its_first_forecast_through_a_new_model() -> None:
-    looks, made = world(120)
-    predictor = taught(looks[:60], made[:60], Predictor())
+    looks, output_tokens = world(120)
+    predictor = taught(looks[:60], output_tokens[:60], Predictor())
     (first,) = asked(predictor, looks[:1])
-    predictor.adopt(fit(History(looks[60:], ("default",) * 60, made[60:])))
+    predictor.adopt(fit(History(looks[60:], ("default",) * 60, output_tokens[60:])))
     assert predictor.forecast(ask("t0")) is first
     predictor.forget("rt0")
     assert asked(predictor, looks[:1])[0].mean != first.mean
 
 
 def test_no_forecast_is_longer_than_what_was_asked_for() -> None:
-    looks, made = world(100)
-    predictor = taught(looks, made, Predictor())
+    looks, output_tokens = world(100)
+    predictor = taught(looks, output_tokens, Predictor())
     predictor.tell("rx", looks[0])
     forecast = predictor.forecast(ask("x", max_tokens=5))
     assert forecast.samples.max() <= 5
@@ -179,7 +182,7 @@ def test_its_memory_is_bounded() -> None:
         if i % 2:
             predictor.learn(ask(i), i)
     assert len(predictor.history()) == 32
-    assert predictor.history().made[-1] == 99
+    assert predictor.history().output_tokens[-1] == 99
     assert len(predictor._open) <= 8
 
 
@@ -192,11 +195,11 @@ def test_empty_answers_teach_nothing_and_end_the_request() -> None:
 
 
 def test_fits_become_rarer_as_the_history_grows() -> None:
-    predictor, (looks, made), at = Predictor(window=600), world(600), []
-    model = fit(History(looks[:8], ("a",) * 8, made[:8]))
+    predictor, (looks, output_tokens), at = Predictor(window=600), world(600), []
+    model = fit(History(looks[:8], ("a",) * 8, output_tokens[:8]))
     for i in range(600):
         predictor.tell(f"r{i}", looks[i])
-        predictor.learn(ask(i), int(made[i]))
+        predictor.learn(ask(i), int(output_tokens[i]))
         if predictor.due:
             at.append(i + 1)
             predictor.history()
@@ -248,10 +251,12 @@ def test_noise_does_not_move_the_share() -> None:
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=60))
 def test_the_sums_are_those_of_the_last_answers(answers: list[tuple[int, int]]) -> None:
     spot = PaddingTuner(Costs(regroup=9.0), shares=(0.1, 0.5, 0.9), window=16)
-    for length, made in answers:
-        spot.learn(Forecast(np.array([length / 2, length])), made)
+    for length, output_tokens in answers:
+        spot.learn(Forecast(np.array([length / 2, length])), output_tokens)
     lengths = [np.ceil(np.quantile([n / 2, n], spot._shares)) for n, _ in answers]
-    costs = [spot.costs.of(one, made) for one, (_, made) in zip(lengths, answers, strict=True)]
+    costs = [
+        spot.costs.of(one, output_tokens) for one, (_, output_tokens) in zip(lengths, answers, strict=True)
+    ]
     np.testing.assert_allclose(spot._sum, np.sum(costs[-16:], 0), atol=1e-6)
 
 
@@ -263,8 +268,8 @@ def test_costs_of_too_short_and_too_long() -> None:
 def test_adaptive_pads_to_the_spots_share_and_teaches_it_what_was_forecast_before() -> None:
     tasks, spot = TaskLengths(), PaddingTuner(least=1, shares=(0.5, 0.9), start=0.5, margin=0.0)
     lengths = Adaptive(tasks, spot)
-    for made in (10, 20, 30, 40):
-        tasks.learn(ask(0), made)
+    for output_tokens in (10, 20, 30, 40):
+        tasks.learn(ask(0), output_tokens)
     assert lengths.forecast(ask(1)).samples == Padded(tasks, 0.5).forecast(ask(1)).samples == [25]
     lengths.learn(ask(1), 500)
     assert spot.share == 0.9

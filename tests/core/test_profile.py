@@ -29,7 +29,7 @@ Rows = list[list[float | None]]
 
 def rows(count: int, rng: np.random.Generator, law: Stepped | Additive = LAW, noise: float = 0.0) -> Rows:
     """Iterations of an engine that follows a law: runs of answers, now and then a prompt among them."""
-    made: Rows = []
+    output_tokens: Rows = []
     now = 1000.0
     for _ in range(count):
         decodes, prefill = int(rng.integers(1, 17)), int(rng.integers(0, 2) * rng.integers(10, 1500))
@@ -37,9 +37,9 @@ def rows(count: int, rng: np.random.Generator, law: Stepped | Additive = LAW, no
             shape = (decodes, decodes * int(rng.integers(50, 900)), prefill, prefill * prefill // 2)
             seconds = float(law.seconds(Shapes(*np.array(shape, float)[:, None]))[0])
             seconds *= float(rng.lognormal(0, noise))
-            made.append([now, seconds - 1e-3, seconds, *map(float, shape)])
+            output_tokens.append([now, seconds - 1e-3, seconds, *map(float, shape)])
             now, prefill = now + seconds, 0
-    return made
+    return output_tokens
 
 
 @given(st.integers(1, 64), st.integers(64, 60_000), st.integers(64, 4096), st.booleans(), st.integers(0, 99))
@@ -78,11 +78,11 @@ def test_answers_alone_are_pooled_and_prompts_stand_for_themselves() -> None:
 
 
 def test_the_law_of_the_engine_is_found_and_the_sum_is_right() -> None:
-    made = rows(300, np.random.default_rng(0), noise=0.1)
-    fits = fit_all(Samples.of(made))
+    output_tokens = rows(300, np.random.default_rng(0), noise=0.1)
+    fits = fit_all(Samples.of(output_tokens))
     assert fits.best == "stepped"
     assert fits.errors["stepped"]["all"].mean < 0.09
-    assert abs(bias(fits.forms["stepped"], made)) < 0.01
+    assert abs(bias(fits.forms["stepped"], output_tokens)) < 0.01
     law = fits.forms["stepped"]
     assert isinstance(law, Stepped)
     assert law.step == pytest.approx(LAW.step, rel=0.4)
@@ -92,79 +92,81 @@ def test_the_law_of_the_engine_is_found_and_the_sum_is_right() -> None:
 def test_what_scatters_is_met_in_the_mean_whatever_scatters_more() -> None:
     """Answers alone scatter, prompts do not: each kind must come out right on its own."""
     rng = np.random.default_rng(0)
-    made = rows(600, rng)
-    for row in made:
+    output_tokens = rows(600, rng)
+    for row in output_tokens:
         if not row[5]:
             row[2] = (row[2] or 0) * float(rng.lognormal(0, 0.3))
-    law = fit_all(Samples.of(made)).forms["stepped"]
-    assert abs(bias(law, [row for row in made if not row[5]])) < 0.015
-    assert abs(bias(law, [row for row in made if row[5]])) < 0.015
+    law = fit_all(Samples.of(output_tokens)).forms["stepped"]
+    assert abs(bias(law, [row for row in output_tokens if not row[5]])) < 0.015
+    assert abs(bias(law, [row for row in output_tokens if row[5]])) < 0.015
 
 
 def test_a_stretch_in_which_the_machine_was_disturbed_is_left_out() -> None:
-    made = rows(300, np.random.default_rng(0), noise=0.05)
-    clean = fit_all(Samples.of(made))
-    for row in made[400:500]:
+    output_tokens = rows(300, np.random.default_rng(0), noise=0.05)
+    clean = fit_all(Samples.of(output_tokens))
+    for row in output_tokens[400:500]:
         row[2] = 1.5 * (row[2] or 0)
-    noisy = fit_all(Samples.of(made))
+    noisy = fit_all(Samples.of(output_tokens))
     assert clean.disturbed == 0
     assert noisy.disturbed > 20
-    assert abs(bias(noisy.forms["stepped"], made[:400])) < 0.02
-    length = sum(float(row[2] or 0) for row in made[400:500])
-    assert disturbed(noisy.forms["stepped"], made) == pytest.approx(length, rel=0.2)
-    assert disturbed(noisy.forms["stepped"], made[:400]) == 0.0
+    assert abs(bias(noisy.forms["stepped"], output_tokens[:400])) < 0.02
+    length = sum(float(row[2] or 0) for row in output_tokens[400:500])
+    assert disturbed(noisy.forms["stepped"], output_tokens) == pytest.approx(length, rel=0.2)
+    assert disturbed(noisy.forms["stepped"], output_tokens[:400]) == 0.0
 
 
 def test_single_slow_iterations_are_the_engine_s_own() -> None:
     rng = np.random.default_rng(0)
-    made = rows(300, rng, noise=0.05)
-    for i in rng.integers(0, len(made), 60):
-        made[i][2] = 2 * (made[i][2] or 0)
-    assert fit_all(Samples.of(made)).disturbed == 0
+    output_tokens = rows(300, rng, noise=0.05)
+    for i in rng.integers(0, len(output_tokens), 60):
+        output_tokens[i][2] = 2 * (output_tokens[i][2] or 0)
+    assert fit_all(Samples.of(output_tokens)).disturbed == 0
 
 
 def test_scaled_and_bias() -> None:
-    made = rows(20, np.random.default_rng(3))
-    assert bias(LAW, made) == pytest.approx(0.0, abs=1e-9)
-    assert bias(scaled(LAW, 1.1), made) == pytest.approx(0.1)
-    total = sum(float(row[2] or 0) for row in made)
-    assert bias(LAW, made, more=0.05 * total) == pytest.approx(0.05)
+    output_tokens = rows(20, np.random.default_rng(3))
+    assert bias(LAW, output_tokens) == pytest.approx(0.0, abs=1e-9)
+    assert bias(scaled(LAW, 1.1), output_tokens) == pytest.approx(0.1)
+    total = sum(float(row[2] or 0) for row in output_tokens)
+    assert bias(LAW, output_tokens, more=0.05 * total) == pytest.approx(0.05)
 
 
 def busy(delays: Floats, rng: np.random.Generator) -> tuple[Rows, list[Seen]]:
     """An engine that is always busy; each request can be had `delay` after it was sent."""
-    made = rows(200, rng)
-    starts = np.array([row[0] for row in made], float)
+    output_tokens = rows(200, rng)
+    starts = np.array([row[0] for row in output_tokens], float)
     sent = rng.uniform(starts[0], starts[-40], delays.size)
     entered = starts[np.searchsorted(starts, sent + delays)]
     first = entered + 0.05
-    return made, [Seen(*map(float, s)) for s in zip(sent, entered, first, first + 0.004, strict=True)]
+    return output_tokens, [
+        Seen(*map(float, s)) for s in zip(sent, entered, first, first + 0.004, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("delay", [0.002, 0.011])
 def test_overheads_of_a_busy_engine_are_found_although_it_looks_only_between_iterations(delay: float) -> None:
-    made, seen = busy(np.full(80, delay), np.random.default_rng(4))
-    request, token = overheads(seen, made)
+    output_tokens, seen = busy(np.full(80, delay), np.random.default_rng(4))
+    request, token = overheads(seen, output_tokens)
     assert request == pytest.approx(delay, abs=2e-3)
     assert token == pytest.approx(0.004, abs=1e-6)
 
 
 def test_overheads_of_an_idle_engine_are_what_they_seem() -> None:
     seen = [Seen(t, t + 0.006, t + 0.05, t + 0.053) for t in np.arange(10.0, 20.0)]
-    made: Rows = [[s.entered, 0.04, 0.044, 0.0, 0.0, 30.0, 450.0] for s in seen]
-    assert overheads(seen, made) == pytest.approx((0.006, 0.003), abs=1e-6)
+    output_tokens: Rows = [[s.entered, 0.04, 0.044, 0.0, 0.0, 30.0, 450.0] for s in seen]
+    assert overheads(seen, output_tokens) == pytest.approx((0.006, 0.003), abs=1e-6)
 
 
 def test_what_requests_take_from_iterations_is_told_from_the_iterations() -> None:
     rng = np.random.default_rng(5)
-    made = rows(300, rng, noise=0.05)
-    arrivals = [rng.uniform(made[0][0] or 0, made[-1][0] or 0, 150), np.array([1e9])]
-    clean = [list(row) for row in made]
-    starts = np.array([row[0] for row in made])
+    output_tokens = rows(300, rng, noise=0.05)
+    arrivals = [rng.uniform(output_tokens[0][0] or 0, output_tokens[-1][0] or 0, 150), np.array([1e9])]
+    clean = [list(row) for row in output_tokens]
+    starts = np.array([row[0] for row in output_tokens])
     for at in arrivals[0]:
-        row = made[int(np.searchsorted(starts, at, "right")) - 1]
+        row = output_tokens[int(np.searchsorted(starts, at, "right")) - 1]
         row[2] = (row[2] or 0) + 0.006
-    (chat, other), shorter = interruptions(made, arrivals)
+    (chat, other), shorter = interruptions(output_tokens, arrivals)
     assert chat == pytest.approx(0.006, abs=0.0015)
     assert other == 0.0
     total = sum(float(row[2] or 0) for row in clean)

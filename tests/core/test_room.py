@@ -98,7 +98,7 @@ def test_who_is_admitted_finds_room_for_its_whole_prompt(moment: Moment) -> None
     tokens = granted(step)
     free = moment.ledger.free + int(jobs.blocks[step.evict].sum())
     for row, n in zip(step.order.tolist(), tokens.tolist(), strict=True):
-        whole = -(-int(jobs.prompt[row] + jobs.made[row]) // SIZE)
+        whole = -(-int(jobs.prompt[row] + jobs.output_tokens[row]) // SIZE)
         assert jobs.running[row] or whole <= free
         free -= max(-(-int(jobs.computed[row] + n) // SIZE) - int(jobs.blocks[row]), 0)
 
@@ -141,7 +141,7 @@ def test_an_evicted_row_could_not_have_been_kept_by_evicting_less_urgent_ones(mo
     gone, runs = set(step.evict.tolist()), set(step.order.tolist())
     blocks, slots = jobs.blocks.copy(), 0
     for row in step.order:
-        whole = jobs.prompt[row] + jobs.made[row] + 1
+        whole = jobs.prompt[row] + jobs.output_tokens[row] + 1
         extra = 0 if jobs.running[row] else 1
         step_end = jobs.computed[row] + (min(missing(jobs, np.array([row]))[0], moment.budget))
         needs = max(blocks[row], -(-int(whole if extra else step_end) // SIZE)) + extra
@@ -162,7 +162,7 @@ def test_something_runs_if_anybody_could_in_free_memory(moment: Moment) -> None:
     step, jobs, ledger = arranged(moment), moment.jobs, moment.ledger
     want = np.minimum(missing(jobs, moment.ranked), moment.budget)
     grows = ledger.blocks_for(jobs.computed[moment.ranked] + want) - jobs.blocks[moment.ranked]
-    whole = ledger.blocks_for(jobs.prompt[moment.ranked] + jobs.made[moment.ranked] + 1) + 1
+    whole = ledger.blocks_for(jobs.prompt[moment.ranked] + jobs.output_tokens[moment.ranked] + 1) + 1
     seats = ledger.slots - int(jobs.running.sum())
     could = np.where(jobs.running[moment.ranked], grows <= ledger.free, (whole <= ledger.free) & (seats > 0))
     assert granted(step).sum() > 0 or not could.any()

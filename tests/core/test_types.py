@@ -191,19 +191,19 @@ def test_the_first_token_is_due_ttft_after_arrival() -> None:
 
 def test_later_tokens_are_due_tpot_apart_counted_from_the_first() -> None:
     """Tokens made early count: an answer ahead of its pace can wait."""
-    assert due_of(ttft=2.0, tpot=0.1, first=101.0, made=1) == pytest.approx(101.1)
-    assert due_of(ttft=2.0, tpot=0.1, first=101.0, made=30) == pytest.approx(104.0)
+    assert due_of(ttft=2.0, tpot=0.1, first=101.0, output_tokens=1) == pytest.approx(101.1)
+    assert due_of(ttft=2.0, tpot=0.1, first=101.0, output_tokens=30) == pytest.approx(104.0)
 
 
 def test_nothing_is_due_later_than_the_whole_answer() -> None:
     assert due_of(ttft=2.0, e2e=1.0) == 101.0
-    assert due_of(tpot=0.1, first=101.0, made=30, e2e=3.0) == 103.0
+    assert due_of(tpot=0.1, first=101.0, output_tokens=30, e2e=3.0) == 103.0
 
 
 def test_without_a_promise_nothing_is_due() -> None:
     assert due_of() == math.inf
-    assert due_of(first=101.0, made=3) == math.inf
-    assert due_of(ttft=1.0, first=101.0, made=3) == math.inf
+    assert due_of(first=101.0, output_tokens=3) == math.inf
+    assert due_of(ttft=1.0, first=101.0, output_tokens=3) == math.inf
 
 
 # ---- Forecast
@@ -219,9 +219,11 @@ def test_a_quantile_is_not_exceeded_with_its_probability(samples: Any, p: float)
 
 
 @given(SAMPLES, st.integers(0, 6000))
-def test_what_is_left_is_at_least_a_token_and_counts_only_longer_answers(samples: Any, made: int) -> None:
-    left = Forecast(samples).left(made)
-    longer = [s - made for s in samples if s > made]
+def test_what_is_left_is_at_least_a_token_and_counts_only_longer_answers(
+    samples: Any, output_tokens: int
+) -> None:
+    left = Forecast(samples).left(output_tokens)
+    longer = [s - output_tokens for s in samples if s > output_tokens]
     assert left == pytest.approx(sum(longer) / len(longer) if longer else 1.0)
     assert left >= 1.0
 

@@ -65,7 +65,7 @@ class ToyEngine:
             task.id,
             arrival=task.arrival,
             prompt=task.prompt,
-            left=task.target if left is None else left,
+            tokens_left=task.target if left is None else left,
             priority=task.priority,
             serial=self._serial,
             **promises,
@@ -134,7 +134,7 @@ class ToyEngine:
     ) -> None:
         for row in waiting:
             tokens = min(self._missing(row), caps[row], budget)
-            whole = int(self.jobs.prompt[row] + self.jobs.made[row])
+            whole = int(self.jobs.prompt[row] + self.jobs.output_tokens[row])
             if places <= 0 or tokens <= 0 or self._short(row, whole) > self.free:
                 return
             self.jobs.running[row] = True
@@ -154,7 +154,7 @@ class ToyEngine:
         return int(-(-(self.jobs.computed[row] + tokens) // self.size) - self.jobs.blocks[row])
 
     def _missing(self, row: int) -> int:
-        return int(self.jobs.prompt[row] + self.jobs.made[row] - self.jobs.computed[row])
+        return int(self.jobs.prompt[row] + self.jobs.output_tokens[row] - self.jobs.computed[row])
 
     def _evict(self, row: int) -> None:
         assert self.jobs.running[row]
@@ -169,12 +169,12 @@ class ToyEngine:
             jobs.computed[row] += n
             if self._missing(row):
                 continue
-            jobs.made[row] += 1
-            jobs.left[row] = max(jobs.left[row] - 1, 1.0)
-            if jobs.made[row] == 1:
+            jobs.output_tokens[row] += 1
+            jobs.tokens_left[row] = max(jobs.tokens_left[row] - 1, 1.0)
+            if jobs.output_tokens[row] == 1:
                 jobs.first[row] = self.now
             id = str(jobs.keys[row])
-            if jobs.made[row] >= self.tasks[id].target:
+            if jobs.output_tokens[row] >= self.tasks[id].target:
                 finished.append(id)
         for id in finished:
             self.free += int(jobs.blocks[jobs.row_of[id]])

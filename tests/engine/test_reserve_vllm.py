@@ -156,7 +156,11 @@ def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
         while clock.busy:
             clock.step()
             jobs = clock.scheduler.jobs
-            lending = [str(jobs.keys[row]) for row in jobs.rows() if jobs.lent[row] or jobs.span[row]]
+            lending = [
+                str(jobs.keys[row])
+                for row in jobs.rows()
+                if jobs.first_lent_block[row] or jobs.loan_blocks[row]
+            ]
             if lending and rng.random() < 0.2:
                 gone = str(rng.choice(lending))
                 if gone in clock.scheduler.requests:
@@ -194,7 +198,7 @@ def test_a_reset_of_the_engine_s_caches_ends_all_loans() -> None:
     jobs, resets = clock.scheduler.jobs, 0
     while clock.busy:
         clock.step()
-        if resets < 3 and jobs.lent[jobs.rows()].any() and not clock.scheduler.holding._coming:
+        if resets < 3 and jobs.first_lent_block[jobs.rows()].any() and not clock.scheduler.holding._coming:
             clock.scheduler.reset_prefix_cache(reset_running_requests=True)
             resets += 1
     assert resets == 3

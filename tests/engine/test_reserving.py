@@ -28,7 +28,7 @@ class Drive:
         self.engine = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=slots, budget=256, max_model_len=blocks * SIZE
         )
-        self.made: dict[str, int] = {}
+        self.output_tokens: dict[str, int] = {}
         self.blocks, self.now, self.iterations = blocks, 0.0, 0
 
     def iterate(self) -> None:
@@ -37,10 +37,10 @@ class Drive:
         assert ran.rows.size, "an engine with work computes"
         assert ran.preempted == 0, "an exact allocation never fails"
         assert ran.tokens.sum() <= 256
-        before = {id: int(jobs.made[row]) for id, row in jobs.row_of.items()}
+        before = {id: int(jobs.output_tokens[row]) for id, row in jobs.row_of.items()}
         self.now += 0.02
         done = self.engine.complete(ran, self.now)
-        self.made |= {id: before[id] + 1 for id in done.ids}
+        self.output_tokens |= {id: before[id] + 1 for id in done.ids}
         self.iterations += 1
         reservations.check(jobs.data, jobs.rows(), SIZE, self.blocks, self.engine.free)
 
@@ -63,7 +63,7 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
     while run.engine.busy:
         run.iterate()
         assert run.iterations < 20_000
-    assert run.made == wanted
+    assert run.output_tokens == wanted
     assert run.engine.free == blocks
     return run, run.packer.counts
 
@@ -130,13 +130,13 @@ def test_held_rows_are_left_alone() -> None:
         run.iterate()
     row = run.engine.jobs.row_of["r2"]
     run.engine.jobs.held[row] = True
-    made = int(run.engine.jobs.made[row])
+    output_tokens = int(run.engine.jobs.output_tokens[row])
     for _ in range(100):
         if len(run.engine.jobs) == 1:
             break
         run.iterate()
-    assert int(run.engine.jobs.made[row]) == made
+    assert int(run.engine.jobs.output_tokens[row]) == output_tokens
     run.engine.jobs.held[row] = False
     while run.engine.busy:
         run.iterate()
-    assert run.made["r2"] == 40
+    assert run.output_tokens["r2"] == 40

@@ -33,14 +33,14 @@ def build(
 
 def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dict[str, int]:
     """Run until all have ended; each ask comes `after` so many iterations. Returns the tokens each made."""
-    made: dict[str, int] = {}
+    output_tokens: dict[str, int] = {}
     now, iteration = 0.0, 0
     waiting = sorted(enumerate(asks), key=lambda item: item[1][3])
     while waiting or engine.busy:
         while waiting and (waiting[0][1][3] <= iteration or not engine.busy):
             i, (prompt, output, promised, _) = waiting.pop(0)
             engine.add(f"r{i}", prompt, output, arrival=now, slo=CHAT if promised else _NONE)
-        before = {row: int(engine.jobs.made[row]) for row in engine.jobs.rows().tolist()}
+        before = {row: int(engine.jobs.output_tokens[row]) for row in engine.jobs.rows().tolist()}
         ran = engine.schedule(now)
         assert ran.rows.size, "nothing runs and nothing will"
         assert np.unique(ran.rows).size == ran.rows.size
@@ -52,10 +52,12 @@ def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dic
             assert (engine.book.host[ran.rows] == 0).all(), "who runs is here"
         done = engine.complete(ran, now + 0.05)
         for row, name in names.items():
-            made[str(name)] = before[row] + 1 if name in done.ids else made.get(str(name), 0)
+            output_tokens[str(name)] = (
+                before[row] + 1 if name in done.ids else output_tokens.get(str(name), 0)
+            )
         now, iteration = now + engine.seconds(ran, 0.05), iteration + 1
         assert iteration < 5000
-    return made
+    return output_tokens
 
 
 @pytest.mark.parametrize(("two_ended", "decode_only"), [(True, False), (True, True), (False, False)])
@@ -72,8 +74,8 @@ def test_every_request_ends_with_its_tokens(
     two_ended: bool, decode_only: bool, asks: list[tuple[int, int, bool, int]], blocks: int, host: int
 ) -> None:
     engine = build(blocks, host, two_ended=two_ended, decode_only=decode_only)
-    made = drive(engine, asks)
-    assert made == {f"r{i}": output for i, (_, output, _, _) in enumerate(asks)}
+    output_tokens = drive(engine, asks)
+    assert output_tokens == {f"r{i}": output for i, (_, output, _, _) in enumerate(asks)}
     assert engine.free == blocks, "everything is free at the end"
     if isinstance(engine, TwoEndedEngine):
         engine.check_integrity()

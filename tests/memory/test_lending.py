@@ -32,7 +32,9 @@ class TwoEndedTable:
     def come(self, prompt: int, goal: int) -> int | None:
         """Admit a row with an exact allocation, None when it does not fit."""
         self.serial += 1
-        row = self.jobs.add(f"r{self.serial}", prompt=prompt, serial=self.serial, left=float(goal - prompt))
+        row = self.jobs.add(
+            f"r{self.serial}", prompt=prompt, serial=self.serial, tokens_left=float(goal - prompt)
+        )
         if self.step(row, prompt, goal):
             return row
         self.jobs.remove(f"r{self.serial}")
@@ -98,8 +100,8 @@ class Program:
         if -(-goal // SIZE) - span > book.balance[FREE]:
             return
         book.serial += 1
-        row = jobs.add(f"r{book.serial}", prompt=prompt, serial=book.serial, left=1.0)
-        nested = jobs.span[host] > 0
+        row = jobs.add(f"r{book.serial}", prompt=prompt, serial=book.serial, tokens_left=1.0)
+        nested = jobs.loan_blocks[host] > 0
         book.lend(row, host, slot.stop - span, span)
         assert book.step(row, prompt, max(goal, span * SIZE))
         self.seen["lent"] += 1
@@ -113,22 +115,22 @@ class Program:
         if row is None:
             return
         jobs = self.book.jobs
-        tokens = max(int(jobs.prompt[row] + jobs.made[row] - jobs.computed[row]), 1)
+        tokens = max(int(jobs.prompt[row] + jobs.output_tokens[row] - jobs.computed[row]), 1)
         end = -(-int(jobs.computed[row] + tokens) // SIZE)
-        if jobs.lent[row] and end > jobs.lent[row]:
+        if jobs.first_lent_block[row] and end > jobs.first_lent_block[row]:
             return  # it would run into its guest
-        if jobs.span[row] and end > reservations.room_of(jobs.data, row):
+        if jobs.loan_blocks[row] and end > reservations.room_of(jobs.data, row):
             return
         self.book.step(row, tokens)
 
     def end(self) -> None:
         row = self.pick(running=True)
         if row is not None:
-            heirs = np.flatnonzero((self.book.jobs.host == row) & (self.book.jobs.span > 0))
-            own = self.book.jobs.span[row] == 0
+            heirs = np.flatnonzero((self.book.jobs.lender == row) & (self.book.jobs.loan_blocks > 0))
+            own = self.book.jobs.loan_blocks[row] == 0
             self.book.end(row)
             self.seen["inherited"] += heirs.size if own else 0
-            assert not own or (self.book.jobs.span[heirs] == 0).all()
+            assert not own or (self.book.jobs.loan_blocks[heirs] == 0).all()
 
     def lose(self) -> None:
         row = self.pick(running=True)
@@ -142,8 +144,8 @@ class Program:
             self.book.end(row)
             self.book.check()
         assert self.book.balance[FREE] == self.book.total
-        assert not self.book.jobs.span.any()
-        assert not self.book.jobs.lent.any()
+        assert not self.book.jobs.loan_blocks.any()
+        assert not self.book.jobs.first_lent_block.any()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(4, 90))
@@ -182,7 +184,7 @@ def hosted() -> tuple[TwoEndedTable, int, int]:
 def test_a_guest_takes_no_free_block() -> None:
     book, _, guest = hosted()
     assert book.balance[FREE] == 10
-    assert (book.jobs.blocks[guest], book.jobs.span[guest]) == (0, 3)
+    assert (book.jobs.blocks[guest], book.jobs.loan_blocks[guest]) == (0, 3)
 
 
 def test_a_host_does_not_run_into_its_guest() -> None:
@@ -202,7 +204,7 @@ def test_a_guest_does_not_outgrow_its_loan() -> None:
 def test_what_a_leaving_host_has_lent_is_the_guests_own() -> None:
     book, host, guest = hosted()
     book.end(host)
-    assert (book.jobs.blocks[guest], book.jobs.span[guest]) == (3, 0)
+    assert (book.jobs.blocks[guest], book.jobs.loan_blocks[guest]) == (3, 0)
     assert book.balance[FREE] == 17
     book.check()
 
@@ -213,8 +215,8 @@ def test_a_guests_guest_stays_where_it_is() -> None:
     book.lend(nested, guest, 2, 1)
     assert book.step(nested, 4, 4)
     book.end(guest)
-    assert (book.jobs.host[nested], book.jobs.start[nested]) == (host, 9)
-    assert book.jobs.lent[host] == 9
+    assert (book.jobs.lender[nested], book.jobs.loan_start[nested]) == (host, 9)
+    assert book.jobs.first_lent_block[host] == 9
     book.check()
 
 

@@ -52,7 +52,7 @@ class Iteration:
     waiting: list[str]
     saved: set[str]
     computed: dict[str, int]
-    made: dict[str, int]
+    output_tokens: dict[str, int]
     free: int
     copied: int
 
@@ -97,10 +97,10 @@ class Driven:
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
         inside, saved = rows[jobs.running[rows]], rows[jobs.saved[rows] > 0]
-        done = (jobs.made > 0) & (jobs.computed == jobs.prompt + jobs.made - 1)
-        computed, made = dict(zip(names(rows), jobs.computed[rows].tolist(), strict=True)), {}
-        made = dict(zip(names(rows), jobs.made[rows].tolist(), strict=True))
-        before = (names(inside), names(rows[~jobs.running[rows]]), set(names(saved)), computed, made)
+        done = (jobs.output_tokens > 0) & (jobs.computed == jobs.prompt + jobs.output_tokens - 1)
+        computed, output_tokens = dict(zip(names(rows), jobs.computed[rows].tolist(), strict=True)), {}
+        output_tokens = dict(zip(names(rows), jobs.output_tokens[rows].tolist(), strict=True))
+        before = (names(inside), names(rows[~jobs.running[rows]]), set(names(saved)), computed, output_tokens)
         free = self.engine.free
         ran = self.engine.schedule(self.now)
         self._check(ran)

@@ -55,11 +55,11 @@ def test_every_request_is_served_and_no_iteration_is_wasted(
 ) -> None:
     """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
     run = Driven(packer(name, limits), limits)
-    made: dict[str, int] = {}
+    output_tokens: dict[str, int] = {}
     for seen in run.go(asks):
-        made |= {id: seen.made[id] + (seen.computed[id] + n >= asks[int(id[1:])].prompt + seen.made[id])
+        output_tokens |= {id: seen.output_tokens[id] + (seen.computed[id] + n >= asks[int(id[1:])].prompt + seen.output_tokens[id])
                  for id, n in seen.tokens.items()}  # fmt: skip
-    assert made == {f"r{i}": ask.output for i, ask in enumerate(asks)}
+    assert output_tokens == {f"r{i}": ask.output for i, ask in enumerate(asks)}
 
 
 @every

@@ -28,9 +28,9 @@ def steady() -> OnlineLatency:
 
 
 def packer(places: int = 4, **options: object) -> Bros:
-    made = Bros(places, 2048, steady(), sizing=BatchSize(base=places), **options)  # type: ignore[arg-type]
-    assert made.sizing.size == places
-    return made
+    output_tokens = Bros(places, 2048, steady(), sizing=BatchSize(base=places), **options)  # type: ignore[arg-type]
+    assert output_tokens.sizing.size == places
+    return output_tokens
 
 
 def account(jobs: Jobs, total: int = 100, *, shared: bool = True, copy: float = 0.0) -> TwoEndedBudget:
@@ -39,13 +39,13 @@ def account(jobs: Jobs, total: int = 100, *, shared: bool = True, copy: float = 
     return TwoEndedBudget(total, free, SIZE, 64, copy, moves, shared)
 
 
-def answering(jobs: Jobs, id: str, left: float, *, made: int = 10, prompt: int = 30) -> None:
+def answering(jobs: Jobs, id: str, left: float, *, output_tokens: int = 10, prompt: int = 30) -> None:
     """Add a real-time answer in progress that has `left` seconds: the first token came accordingly."""
-    first = NOW + left - made * 0.2
-    tokens = prompt + made - 1
+    first = NOW + left - output_tokens * 0.2
+    tokens = prompt + output_tokens - 1
     jobs.add(
         id, arrival=first - 0.1, first=first, ttft=0.4, tpot=0.2, e2e=math.inf, prompt=prompt,
-        computed=tokens, made=made, blocks=-(-tokens // SIZE), running=True, serial=len(jobs),
+        computed=tokens, output_tokens=output_tokens, blocks=-(-tokens // SIZE), running=True, serial=len(jobs),
     )  # fmt: skip
 
 
@@ -56,7 +56,13 @@ def asking(jobs: Jobs, id: str, left: float, prompt: int = 20) -> None:
 
 def batch_job(jobs: Jobs, id: str, *, saved: int = 0, prompt: int = 40, inside: bool = True) -> None:
     """Add a best-effort request that answers, `saved` of its tokens on the host; or one that waits."""
-    state = {"computed": prompt, "made": 1, "blocks": -(-prompt // SIZE), "running": True, "saved": saved}
+    state = {
+        "computed": prompt,
+        "output_tokens": 1,
+        "blocks": -(-prompt // SIZE),
+        "running": True,
+        "saved": saved,
+    }
     never = {"ttft": math.inf, "tpot": math.inf, "e2e": math.inf}
     jobs.add(id, prompt=prompt, arrival=1.0, serial=len(jobs), **never, **(state if inside else {}))
 
@@ -79,7 +85,7 @@ def test_real_time_goes_by_time_left_whatever_its_phase() -> None:
 
 def test_time_left_of_an_answer_counts_all_its_tokens() -> None:
     jobs = Jobs()
-    answering(jobs, "a", 0.7, made=3)
+    answering(jobs, "a", 0.7, output_tokens=3)
     rows, left = algorithm_1.polled(jobs.data, jobs.rows(), NOW, 4, False)
     assert left == pytest.approx(0.7) == due_of(jobs.data, rows[0]) - NOW
 
@@ -252,12 +258,12 @@ def test_a_request_near_its_limit_resets_the_batch() -> None:
     jobs = Jobs()
     for i in range(2):
         answering(jobs, f"r{i}", 1.0)
-    made = Bros(8, 2048, steady(), sizing=BatchSize(base=2))
-    made.pack(jobs, account(jobs), NOW)
-    assert made.sizing.size == 4
+    output_tokens = Bros(8, 2048, steady(), sizing=BatchSize(base=2))
+    output_tokens.pack(jobs, account(jobs), NOW)
+    assert output_tokens.sizing.size == 4
     answering(jobs, "close", 0.04)
-    made.pack(jobs, account(jobs), NOW)
-    assert made.sizing.size == 2
+    output_tokens.pack(jobs, account(jobs), NOW)
+    assert output_tokens.sizing.size == 2
 
 
 @pytest.mark.parametrize(("name", "field", "value"), [
@@ -265,13 +271,13 @@ def test_a_request_near_its_limit_resets_the_batch() -> None:
     ("bros-no-replacement", "replaces", False), ("bros-lost-last", "lost_last", True),
 ])  # fmt: skip
 def test_recipes(name: str, field: str, value: bool) -> None:
-    made = find(name).packer(256, 2048, OnlineLatency())
-    assert isinstance(made, Bros)
-    assert getattr(made, field) is value
-    assert made.sizing.size == 128
+    output_tokens = find(name).packer(256, 2048, OnlineLatency())
+    assert isinstance(output_tokens, Bros)
+    assert getattr(output_tokens, field) is value
+    assert output_tokens.sizing.size == 128
 
 
 def test_without_sizing_the_batch_stays_at_the_base() -> None:
-    made = find("bros-no-sizing").packer(256, 2048, OnlineLatency())
-    assert isinstance(made, Bros)
-    assert not made.sizing.adapts
+    output_tokens = find("bros-no-sizing").packer(256, 2048, OnlineLatency())
+    assert isinstance(output_tokens, Bros)
+    assert not output_tokens.sizing.adapts

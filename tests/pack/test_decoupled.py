@@ -54,7 +54,7 @@ def table(*lefts: int) -> tuple[Jobs, Any]:
     """Rows 0.. whose predicted answers have these lengths, in order of arrival."""
     jobs, mine = Jobs(64), np.zeros(64, MINE)
     for i, left in enumerate(lefts):
-        row = jobs.add(f"r{i}", prompt=10, serial=i + 1, left=float(left), ttft=math.inf, e2e=math.inf)
+        row = jobs.add(f"r{i}", prompt=10, serial=i + 1, tokens_left=float(left), ttft=math.inf, e2e=math.inf)
         mine["goal"][row], mine["serial"][row] = 10 + left, i + 1
     return jobs, mine
 
@@ -173,7 +173,7 @@ def test_a_late_guest_leaves_and_comes_out_whole() -> None:
     engine.add("guest", 16, 300, left=60.0)
     engine.step()
     jobs = engine.host.jobs
-    assert jobs.span[jobs.row_of["guest"]] > 0
+    assert jobs.loan_blocks[jobs.row_of["guest"]] > 0
     steps = engine.until_done()
     assert sum(step.get("guest", 0) for step in steps) >= 290
     assert engine.packer.counts.late >= 1
@@ -246,10 +246,10 @@ def test_the_guest_is_the_longest_answer_that_is_gone_in_time() -> None:
     engine.step()
     jobs = engine.host.jobs
     guest = jobs.row_of["long"]
-    assert jobs.host[guest] == jobs.row_of["host"]
-    assert jobs.span[guest] == 9
+    assert jobs.lender[guest] == jobs.row_of["host"]
+    assert jobs.loan_blocks[guest] == 9
     assert jobs.blocks[guest] == 0
-    assert not jobs.running[jobs.row_of["late"]] or jobs.span[jobs.row_of["late"]] == 0
+    assert not jobs.running[jobs.row_of["late"]] or jobs.loan_blocks[jobs.row_of["late"]] == 0
     engine.until_done()
     assert engine.host.free == 24
 

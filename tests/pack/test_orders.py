@@ -32,7 +32,7 @@ def test_chunked_fills_the_budget_and_no_answer_waits(asks: list[Ask], limits: L
         assert set(seen.inside) <= set(seen.tokens) | _in_prompt(seen, asks)
         used, idle = sum(seen.tokens.values()), set(seen.waiting) - set(seen.tokens)
         whole = all(
-            seen.computed[name] + n >= asks[int(name[1:])].prompt + seen.made[name]
+            seen.computed[name] + n >= asks[int(name[1:])].prompt + seen.output_tokens[name]
             for name, n in seen.tokens.items()
         )
         assert used == limits.budget or (whole and (not idle or len(seen.tokens) == limits.running))
@@ -134,10 +134,12 @@ def test_multires_with_exact_forecasts_never_runs_out_of_kv(asks: list[Ask], lim
 )
 def test_multires_takes_the_demand_nearest_to_what_is_free(free: int, first: str) -> None:
     jobs = Jobs()
-    jobs.add("long", prompt=80, left=240.0, serial=1)
-    jobs.add("broad", prompt=40, left=760.0, serial=2)
+    jobs.add("long", prompt=80, tokens_left=240.0, serial=1)
+    jobs.add("broad", prompt=40, tokens_left=760.0, serial=2)
     if free < 100:
-        row = jobs.add("old", prompt=5, left=1.0, made=1, computed=5, serial=0, blocks=100 - free)
+        row = jobs.add(
+            "old", prompt=5, tokens_left=1.0, output_tokens=1, computed=5, serial=0, blocks=100 - free
+        )
         jobs.running[row] = True
     step = MultiRes(8, 200).pack(jobs, KvBudget(100, free, SIZE, 16), 0.0)
     assert next(name for name in jobs.names(step.order) if name != "old") == first
@@ -148,7 +150,7 @@ def test_multires_swaps_the_last_come_when_answers_outgrow_their_allocation() ->
     run = Driven(MultiRes(6, 200), room)
     copied = 0
     for seen in run.go([Ask(40, 60, after=i) for i in range(9)]):
-        run.engine.jobs.left[:] = 1.0  # every forecast is far too short
+        run.engine.jobs.tokens_left[:] = 1.0  # every forecast is far too short
         copied += seen.copied
         new = set(seen.waiting) & set(seen.tokens) - seen.saved
         assert not new or seen.saved <= set(seen.tokens), "who was swapped out comes back first"
@@ -191,7 +193,7 @@ def test_round_robin_begins_with_a_promise_and_keeps_the_order_of_each_queue() -
 
 def test_multires_names_who_comes_back_once() -> None:
     jobs = Jobs()
-    jobs.add("back", prompt=40, made=3, computed=42, saved=42, left=9.0, serial=1)
-    jobs.add("new", prompt=40, left=9.0, serial=2)
+    jobs.add("back", prompt=40, output_tokens=3, computed=42, saved=42, tokens_left=9.0, serial=1)
+    jobs.add("new", prompt=40, tokens_left=9.0, serial=2)
     step = MultiRes(8, 200).pack(jobs, KvBudget(100, 100, SIZE, 16), 0.0)
     assert jobs.names(step.order) == ["back", "new"]

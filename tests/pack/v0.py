@@ -16,12 +16,12 @@ from tests.pack.driven import SIZE, Ask, Limits
 class Group:
     id: str
     ask: Ask
-    made: int = 0
+    output_tokens: int = 0
     blocks: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.ask.prompt + self.made
+        return self.ask.prompt + self.output_tokens
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Reference:
         groups, prompt = self._schedule()
         tokens = {group.id: group.tokens if prompt else 1 for group in groups}
         for group in groups:
-            group.made += 1
-            if group.made == group.ask.output:
+            group.output_tokens += 1
+            if group.output_tokens == group.ask.output:
                 self._release(group)
                 self.running.remove(group)
         return tokens

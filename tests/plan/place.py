@@ -18,7 +18,7 @@ class Known:
     def forecast(self, request: Request) -> Forecast:
         return Forecast(np.array([float(request.max_tokens)]))
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """It is known."""
 
 

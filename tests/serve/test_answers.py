@@ -40,7 +40,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
         back = recall(path, history.features.shape[1])
         assert back is not None
         assert (back.features == history.features).all()
-        assert (back.made == history.made).all()
+        assert (back.output_tokens == history.output_tokens).all()
         assert back.tasks == history.tasks
     assert os.listdir(path.parent) == ["lengths.npz"], "nothing half written is left"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -68,7 +68,7 @@ def test_a_file_of_something_else_is_not_used_and_says_why(
     why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, good = tmp_path / "lengths.npz", some()
-    columns = {"features": good.features, "tasks": np.array(good.tasks), "made": good.made}
+    columns = {"features": good.features, "tasks": np.array(good.tasks), "made": good.output_tokens}
     np.savez(path, **(columns | BAD[why]))
     assert recall(path, PLAIN) is None
     assert why in caplog.text

@@ -18,13 +18,13 @@ from headway.errors import EngineError
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> overhead.Measured:
     """Measure for a moment; the hook's rows are made up."""
-    made, rng = overhead.Measured(seconds=1.0), np.random.default_rng(0)
+    measured, rng = overhead.Measured(seconds=1.0), np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch, overhead.servers(tmp_path_factory.mktemp("o")) as peers:
         patch.setattr(overhead, "_TOKENS", 20)
-        overhead._latency(peers, made, 10, rng)
-        overhead._throughput(peers, made, 0.2, rng)
-    made.rows.append(Row("hook.ratio", "slack", "16 running", 1.5, "x"))
-    return made
+        overhead._latency(peers, measured, 10, rng)
+        overhead._throughput(peers, measured, 0.2, rng)
+    measured.rows.append(Row("hook.ratio", "slack", "16 running", 1.5, "x"))
+    return measured
 
 
 def test_every_figure_is_there(measured: overhead.Measured) -> None:

@@ -41,7 +41,7 @@ def test_blocks_and_slots_are_conserved(
     engine = SimulatedEngine(
         packer, blocks=blocks, size=SIZE, slots=2 * running, budget=budget, max_model_len=LONGEST
     )
-    todo, now, made = list(enumerate(load)), 0.0, 0
+    todo, now, output_tokens = list(enumerate(load)), 0.0, 0
     for step in range(100_000):
         if todo and step % every == 0:
             i, (prompt, output, ttft) = todo.pop()
@@ -54,7 +54,7 @@ def test_blocks_and_slots_are_conserved(
         assert ran.tokens.sum() <= budget
         assert np.unique(ran.rows).size == ran.rows.size
         now += 0.05
-        made += len(engine.complete(ran, now).ids)
+        output_tokens += len(engine.complete(ran, now).ids)
         check(engine)
-    assert made == len(load)
+    assert output_tokens == len(load)
     assert engine.free == blocks

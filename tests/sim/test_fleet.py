@@ -36,18 +36,18 @@ def test_a_line_of_text_is_a_spec() -> None:
 @pytest.mark.parametrize(
     ("text", "said", "mend"),
     [
-        ("opt-13b-a10", "no pace file opt-13b-a10", "opt-13b-a100"),
-        ("opt-13b-a100:0", "count", "pace[:count]"),
-        ("opt-13b-a100:two", "count", "pace[:count]"),
+        ("opt-13b-a10", "no latency profile opt-13b-a10", "opt-13b-a100"),
+        ("opt-13b-a100:0", "count", "profile[:count]"),
+        ("opt-13b-a100:two", "count", "profile[:count]"),
         ("opt-13b-a100,kv_token=5", "no 'kv_token'", "'kv_tokens'"),
         ("opt-13b-a100,zzz=5", "no 'zzz'", "Use one of"),
-        ("opt-13b-a100,fast", "no key=value", "pace[:count]"),
+        ("opt-13b-a100,fast", "no key=value", "profile[:count]"),
         ("opt-13b-a100,kv_tokens=1000", "hold no request of 2048", "smaller max_model_len"),
         ("opt-13b-a100,budget=100", "fewer than 256 running", "Raise budget"),
         ("opt-13b-a100,loads=opt-13b-a100", "one model twice", "Let it load each model once"),
-        ("opt-13b-a100,host_gb=-1", "host_gb", "pace[:count]"),
-        ("opt-13b-a100,host_kv_gib=-1", "host_kv_gib", "pace[:count]"),
-        ("", "pace", ""),
+        ("opt-13b-a100,host_gb=-1", "host_gb", "profile[:count]"),
+        ("opt-13b-a100,host_kv_gib=-1", "host_kv_gib", "profile[:count]"),
+        ("", "profile", ""),
     ],
 )
 def test_fleets_that_cannot_be_are_refused_with_the_mend(text: str, said: str, mend: str) -> None:
@@ -105,7 +105,7 @@ def test_swapping_needs_known_load_times() -> None:
 
 def unlike() -> list[InstanceSpec]:
     """One four times as fast as the other, and with more memory."""
-    slow = replace(machine("slow", "m", each=0.2, blocks=20), profile=Constant(0.2))
+    slow = replace(machine("slow", "m", each=0.2, blocks=20), latency=Constant(0.2))
     return [slow, machine("fast", "m", each=0.05, blocks=200)]
 
 
@@ -139,12 +139,12 @@ def test_what_fits_nowhere_any_more_fails_instead_of_waiting_for_ever() -> None:
 
 SCENE = """
 [[instances]]
-pace = "opt-13b-a100"
+profile = "opt-13b-a100"
 count = 2
 loads = ["llama-2-7b-a100"]
 
 [[instances]]
-pace = "llama-2-7b-a40"
+profile = "llama-2-7b-a40"
 
 [[traffic]]
 name = "chat"
@@ -177,12 +177,12 @@ def test_a_scene_is_a_fleet_and_its_traffic(tmp_path: Path) -> None:
     [
         ("", "names no instance"),
         ("[[instances", "not TOML"),
-        ("[instances]\npace = 'x'", "[[instances]]"),
+        ("[instances]\nprofile = 'x'", "[[instances]]"),
         ("[[machines]]", "a table 'machines'"),
-        ("[[instances]]\npace = 'x'\ncuont = 1", "'count'"),
-        ("[[instances]]\npace = 'x'\n[[traffic]]\nname = 'c'\nshare = 'a'", "share of [[traffic]]"),
-        ("[[instances]]\npace = 'x'\n[[traffic]]\nname = 'c'\nslos = ''", "'slo'"),
-        ("[[instances]]\npace = 'x'\n[[traffic]]\nshare = 1.0", "has no name"),
+        ("[[instances]]\nprofile = 'x'\ncuont = 1", "'count'"),
+        ("[[instances]]\nprofile = 'x'\n[[traffic]]\nname = 'c'\nshare = 'a'", "share of [[traffic]]"),
+        ("[[instances]]\nprofile = 'x'\n[[traffic]]\nname = 'c'\nslos = ''", "'slo'"),
+        ("[[instances]]\nprofile = 'x'\n[[traffic]]\nshare = 1.0", "has no name"),
     ],
 )
 def test_bad_scenes_are_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -32,7 +32,7 @@ def same(one: Workload, other: Workload) -> bool:
     return names and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in COLUMNS)
 
 
-def made(n: int = 1000, seed: int = 0) -> Workload:
+def output_tokens(n: int = 1000, seed: int = 0) -> Workload:
     return traffic.make(CLASSES, np.arange(n) / 10, rng(seed))
 
 
@@ -101,7 +101,7 @@ def test_a_trace_is_brought_to_a_rate_and_spread(file):
 
 
 def test_the_classes_are_what_they_say():
-    some = made(5000)
+    some = output_tokens(5000)
     assert (some.tiers, some.models) == (("chat", "batch", "idle"), ("small", "large"))
     assert np.array_equal(some.arrival, np.arange(5000) / 10)
     shares = np.bincount(some.tier) / 5000
@@ -120,7 +120,7 @@ def test_the_classes_are_what_they_say():
 
 
 def test_a_request_is_its_row():
-    some = made()
+    some = output_tokens()
     i = int(np.flatnonzero(some.tier == 0)[7])
     assert some.request(i) == Request(
         f"r{i}", "small", int(some.prompt[i]), int(some.max_tokens[i]), float(some.arrival[i]),
@@ -135,13 +135,13 @@ def test_a_request_is_its_row():
 @given(seeds, st.integers(0, 200))
 @settings(max_examples=30)
 def test_the_same_seed_gives_the_same_columns(seed, n):
-    assert same(made(n, seed), made(n, seed))
+    assert same(output_tokens(n, seed), output_tokens(n, seed))
 
 
 @given(seeds)
 @settings(max_examples=10)
 def test_another_seed_gives_others(seed):
-    assert not same(made(200, seed), made(200, seed + 1))
+    assert not same(output_tokens(200, seed), output_tokens(200, seed + 1))
 
 
 def test_a_burst_is_not_sorted_by_class():
@@ -217,7 +217,7 @@ def test_one_class_from_columns():
 @given(seeds, st.integers(0, 60), st.integers(0, 60))
 @settings(max_examples=30)
 def test_joining_keeps_every_request(seed, n, m):
-    one = made(n, seed)
+    one = output_tokens(n, seed)
     other = traffic.single(np.arange(m) / 7, 10, 20, slo=Slo(tpot=1), tier="batch", model="new", tenant="z")
     both = traffic.concat(one, other)
     assert requests(both) == requests(one) + requests(other)
@@ -235,13 +235,13 @@ def test_joining_nothing_is_refused():
 
 
 def test_a_piece_of_time():
-    piece = made().between(2, 3)
+    piece = output_tokens().between(2, 3)
     assert piece.arrival.tolist() == pytest.approx(np.arange(20, 30) / 10)
     assert piece.request(0).id == "r0"
 
 
 def test_columns_cannot_be_written():
-    some, times = made(10), np.arange(3.0)
+    some, times = output_tokens(10), np.arange(3.0)
     for name in COLUMNS:
         with pytest.raises(ValueError, match="read-only"):
             getattr(some, name)[0] = 1

@@ -1,4 +1,4 @@
-"""Which pace files come with Headway, and from what measurements?
+"""Which latency profiles come with Headway, and from what measurements?
 
 Each is a form (BROS 4.1, SLO-aware 4.2) fitted to public profiles of one model on one device. Run
 `HEADWAY_DATA=... python -m tools.latency_profiles.build --out DIR` to make them again, to the byte, and to see
@@ -211,7 +211,7 @@ FILES: dict[str, Callable[[Data], Sample]] = {
 
 
 def build(sample: Sample) -> LatencyProfile:
-    """Return the pace file of a sample: every form fitted, the nearest one chosen."""
+    """Return the latency profile of a sample: every form fitted, the nearest one chosen."""
     x = Shapes.of(sample.batches)
     seen = np.arange(len(sample.batches)) < (sample.measured or len(sample.batches))
     forms: dict[str, LatencyLaw] = {
@@ -239,9 +239,9 @@ def table(files: dict[str, LatencyProfile]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write every built-in pace file and print the errors; ConfigError without the data."""
+    """Write every built-in latency profile and print the errors; ConfigError without the data."""
     parser = argparse.ArgumentParser(
-        prog="tools.latency_profiles.build", description="Make the built-in pace files."
+        prog="tools.latency_profiles.build", description="Make the built-in latency profiles."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     out = parser.parse_args(arguments).out

@@ -90,8 +90,8 @@ class Controller:
         if self._listener is not None:
             self._listener.on(event, self.cluster, now)
         match event:
-            case Finished(id, made):
-                self._end(id, made, now)
+            case Finished(id, output_tokens):
+                self._end(id, output_tokens, now)
             case Failed(id):
                 self._end(id, 0, now)
         return not isinstance(event, Started)  # then nothing has moved: no room was made, nobody came
@@ -138,10 +138,10 @@ class Controller:
         self._serial += 1
         self._queued += 1
 
-    def _end(self, id: str, made: int, now: float) -> None:
+    def _end(self, id: str, output_tokens: int, now: float) -> None:
         request = self._drop(id)
         if request is not None:
-            self.lengths.learn(request, made)
+            self.lengths.learn(request, output_tokens)
             self._ends.append(now)
 
     def _drop(self, id: str) -> Request | None:

@@ -32,13 +32,13 @@ class Slot(NamedTuple):
 @compiled
 def room_of(jobs: Rows, row: int) -> int:
     """Return the blocks that a row may fill: its own and those it borrows."""
-    return int(jobs["blocks"][row] + jobs["span"][row])
+    return int(jobs["blocks"][row] + jobs["loan_blocks"][row])
 
 
 @compiled
 def stop_of(jobs: Rows, row: int) -> int:
     """Return the block before which all that a row may lend ends: the first that it has lent already."""
-    return int(jobs["lent"][row]) if jobs["lent"][row] else room_of(jobs, row)
+    return int(jobs["first_lent_block"][row]) if jobs["first_lent_block"][row] else room_of(jobs, row)
 
 
 @compiled
@@ -55,13 +55,13 @@ def slot_in(front: int, stop: int, least: int, size: int) -> Slot:
 @compiled
 def front_of(jobs: Rows, row: int) -> int:
     """Return the tokens of a row that are written or about to be: a prompt counts as a whole."""
-    return int(max(jobs["computed"][row], jobs["prompt"][row] + jobs["made"][row]))
+    return int(max(jobs["computed"][row], jobs["prompt"][row] + jobs["output_tokens"][row]))
 
 
 @compiled
 def least_of(jobs: Rows, row: int) -> int:
     """Return the first block that a row may lend: a guest's is behind the first that it borrows."""
-    return int(jobs["blocks"][row] + 1) if jobs["span"][row] else 1
+    return int(jobs["blocks"][row] + 1) if jobs["loan_blocks"][row] else 1
 
 
 @compiled
@@ -71,13 +71,15 @@ def lend(jobs: Rows, guest: Ints, host: Ints, start: Ints, span: Ints) -> None:
         row, lender = guest[i], host[i]
         assert row != lender, "nobody is its own guest"
         assert span[i] > 0, "a loan has blocks"
-        assert jobs["span"][row] == 0, "a guest has one loan"
-        assert jobs["lent"][row] == 0, "a guest has lent nothing yet"
+        assert jobs["loan_blocks"][row] == 0, "a guest has one loan"
+        assert jobs["first_lent_block"][row] == 0, "a guest has lent nothing yet"
         assert start[i] > 0, "a host keeps its first block"
         assert start[i] + span[i] <= stop_of(jobs, lender), "a loan lies in its host's tail"
-        assert jobs["span"][lender] == 0 or start[i] > jobs["blocks"][lender], "what is borrowed is lent on"
-        jobs["host"][row], jobs["start"][row], jobs["span"][row] = lender, start[i], span[i]
-        jobs["lent"][lender] = start[i]
+        assert jobs["loan_blocks"][lender] == 0 or start[i] > jobs["blocks"][lender], (
+            "what is borrowed is lent on"
+        )
+        jobs["lender"][row], jobs["loan_start"][row], jobs["loan_blocks"][row] = lender, start[i], span[i]
+        jobs["first_lent_block"][lender] = start[i]
 
 
 @compiled
@@ -87,28 +89,28 @@ def settle(jobs: Rows, row: int) -> int:
     What an owner has lent becomes the guests' own. A guest's guests stay where they are, as guests of its
     host, to whom the rest returns.
     """
-    kept, host, span = 0, jobs["host"][row], jobs["span"][row]
-    if jobs["lent"][row]:
+    kept, host, span = 0, jobs["lender"][row], jobs["loan_blocks"][row]
+    if jobs["first_lent_block"][row]:
         for other in range(jobs.size):
-            if jobs["span"][other] and jobs["host"][other] == row:
+            if jobs["loan_blocks"][other] and jobs["lender"][other] == row:
                 if span:
-                    jobs["host"][other] = host
-                    jobs["start"][other] += jobs["start"][row] - jobs["blocks"][row]
+                    jobs["lender"][other] = host
+                    jobs["loan_start"][other] += jobs["loan_start"][row] - jobs["blocks"][row]
                 else:
                     kept += _own(jobs, other)
-    jobs["lent"][row] = 0
+    jobs["first_lent_block"][row] = 0
     if span:
-        jobs["host"][row], jobs["start"][row], jobs["span"][row] = 0, 0, 0
-        jobs["lent"][host] = _first_lent(jobs, host)
+        jobs["lender"][row], jobs["loan_start"][row], jobs["loan_blocks"][row] = 0, 0, 0
+        jobs["first_lent_block"][host] = _first_lent(jobs, host)
     return int(kept)
 
 
 @compiled
 def _own(jobs: Rows, guest: int) -> int:
     """Make a loan the guest's own; return its blocks."""
-    span = jobs["span"][guest]
+    span = jobs["loan_blocks"][guest]
     jobs["blocks"][guest] += span
-    jobs["host"][guest], jobs["start"][guest], jobs["span"][guest] = 0, 0, 0
+    jobs["lender"][guest], jobs["loan_start"][guest], jobs["loan_blocks"][guest] = 0, 0, 0
     return int(span)
 
 
@@ -117,8 +119,8 @@ def _first_lent(jobs: Rows, host: int) -> int:
     """Return the first block that a row has lent, 0 = none."""
     first = 0
     for other in range(jobs.size):
-        if jobs["span"][other] and jobs["host"][other] == host:
-            start = jobs["start"][other]
+        if jobs["loan_blocks"][other] and jobs["lender"][other] == host:
+            start = jobs["loan_start"][other]
             first = start if first == 0 else min(first, start)
     return int(first)
 
@@ -127,8 +129,8 @@ def _first_lent(jobs: Rows, host: int) -> int:
 def guest_at(jobs: Rows, host: int) -> int:
     """Return the guest that a host reaches first; asserts that it has one."""
     for other in range(jobs.size):
-        mine = jobs["span"][other] and jobs["host"][other] == host
-        if mine and jobs["start"][other] == jobs["lent"][host]:
+        mine = jobs["loan_blocks"][other] and jobs["lender"][other] == host
+        if mine and jobs["loan_start"][other] == jobs["first_lent_block"][host]:
             return int(other)
     raise AssertionError("a host that lends has a guest")
 
@@ -143,9 +145,9 @@ def placed(jobs: Rows, rows: Ints, size: int) -> dict[int, list[tuple[int, int]]
     def blocks(row: int) -> list[tuple[int, int]]:
         if row not in at:
             own = [(row, block) for block in range(int(jobs["blocks"][row]))]
-            span, start = int(jobs["span"][row]), int(jobs["start"][row])
+            span, start = int(jobs["loan_blocks"][row]), int(jobs["loan_start"][row])
             if span:
-                theirs = blocks(int(jobs["host"][row]))[start : start + span]
+                theirs = blocks(int(jobs["lender"][row]))[start : start + span]
                 assert len(theirs) == span, f"the loan of row {row} is not inside its host"
                 own += theirs
             at[row] = own
@@ -165,4 +167,6 @@ def check(jobs: Rows, rows: Ints, size: int, total: int, free: int) -> None:
     for row in here.tolist():
         assert len(used[row]) == -(-int(jobs["computed"][row]) // size), f"row {row} has no place for its KV"
         lent = _first_lent(jobs, row)
-        assert lent == jobs["lent"][row], f"row {row} has lent from {lent}, not {jobs['lent'][row]}"
+        assert lent == jobs["first_lent_block"][row], (
+            f"row {row} has lent from {lent}, not {jobs['lent'][row]}"
+        )

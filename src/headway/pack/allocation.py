@@ -26,13 +26,15 @@ def allocate(
     most = budget if chunk is None else chunk
     ranked = np.ascontiguousarray(ranked)
     others = int(np.count_nonzero(jobs.running & jobs.live) - np.count_nonzero(jobs.running[ranked]))
-    made = kernels.allocate(jobs.data, ranked, others, ledger, max_running, budget, most)
-    return Step(made.order, made.caps, made.evict, max_running=max_running, token_budget=budget)
+    step = kernels.allocate(jobs.data, ranked, others, ledger, max_running, budget, most)
+    return Step(step.order, step.caps, step.evict, max_running=max_running, token_budget=budget)
 
 
 def missing(jobs: Jobs, rows: Ints) -> Ints:
     """Return the tokens each row must compute before its next token comes out: 1 for a decode."""
-    return np.asarray(np.maximum(jobs.prompt[rows] + jobs.made[rows] - jobs.computed[rows], 1), np.int64)
+    return np.asarray(
+        np.maximum(jobs.prompt[rows] + jobs.output_tokens[rows] - jobs.computed[rows], 1), np.int64
+    )
 
 
 def grant(jobs: Jobs, order: Ints, budget: int, chunk: int | None = None) -> Ints:

@@ -94,7 +94,7 @@ def _merge(keys: Floats, serial: Ints, order: Ints, out: Ints, start: int, middl
 @compiled
 def missing_of(jobs: Rows, row: int) -> int:
     """Return the tokens a row must compute before its next token comes out: 1 for a decode."""
-    return int(max(jobs["prompt"][row] + jobs["made"][row] - jobs["computed"][row], 1))
+    return int(max(jobs["prompt"][row] + jobs["output_tokens"][row] - jobs["computed"][row], 1))
 
 
 @compiled
@@ -104,8 +104,12 @@ def due_of(jobs: Rows, row: int) -> float:
     Before the first token that is arrival + ttft; afterwards first + made * tpot (BROS 4.2's remaining
     time, cumulative so that tokens made early count). An e2e promise is due as a whole.
     """
-    arrival, made = jobs["arrival"][row], jobs["made"][row]
-    token = arrival + jobs["ttft"][row] if made == 0 else jobs["first"][row] + made * jobs["tpot"][row]
+    arrival, output_tokens = jobs["arrival"][row], jobs["output_tokens"][row]
+    token = (
+        arrival + jobs["ttft"][row]
+        if output_tokens == 0
+        else jobs["first"][row] + output_tokens * jobs["tpot"][row]
+    )
     return float(min(token, arrival + jobs["e2e"][row]))
 
 
@@ -115,7 +119,7 @@ def slack_of(jobs: Rows, row: int, now: float, work: float, token: float) -> flo
 
     work: seconds that its next token takes, token: seconds for each of the others.
     """
-    answer = jobs["arrival"][row] + jobs["e2e"][row] - now - work - jobs["left"][row] * token
+    answer = jobs["arrival"][row] + jobs["e2e"][row] - now - work - jobs["tokens_left"][row] * token
     return float(min(due_of(jobs, row) - now - work, answer))
 
 
@@ -124,7 +128,7 @@ def lateness_class(jobs: Rows, row: int, slack: float) -> float:
     """Return 0 for a row that can be on time, 1 for a first token already lost, 2 for best effort."""
     if np.isinf(slack):
         return 2.0
-    return 1.0 if slack < 0 and jobs["made"][row] == 0 else 0.0
+    return 1.0 if slack < 0 and jobs["output_tokens"][row] == 0 else 0.0
 
 
 # ---- who gets the slots, the blocks and the tokens
@@ -302,13 +306,13 @@ def _slack(
         keys[1, i] = lateness_class(jobs, rows[i], keys[3, i])
     order = ordered(keys, serial)
     chunk = _chunk(rule, jobs, rows[order], keys[3][order], theta)
-    made = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
-    if made.evict.size:
+    step = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
+    if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
         order = ordered(keys, serial)
-        made = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
-    return made
+        step = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
+    return step
 
 
 @compiled
@@ -342,7 +346,7 @@ def _limit(rule: PackerParams, jobs: Rows, head: Ints, slack: Floats) -> float:
     for i in range(head.size):
         if not np.isfinite(slack[i]):
             continue
-        if jobs["made"][head[i]] == 0:
+        if jobs["output_tokens"][head[i]] == 0:
             fresh = True
             continue
         tpot = jobs["tpot"][head[i]]

@@ -47,8 +47,8 @@ class Fcfs:
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return running rows and enough waiting ones to fill the batch, all in order of arrival."""
-        made = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, _NO_PACE)
-        return Step(made.order, max_running=self.max_running)
+        step = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, _NO_PACE)
+        return Step(step.order, max_running=self.max_running)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,5 +41,5 @@ class Slack:
         Slack alone pauses but never evicts: who waits has ever less of it, so two equals would take each
         other's KV in turn and recompute their prompts for ever. Among equals what holds KV goes on.
         """
-        made = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, self.latency.theta)
-        return Step(made.order, made.caps, made.evict, max_running=self.max_running, token_budget=self.budget)
+        step = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, self.latency.theta)
+        return Step(step.order, step.caps, step.evict, max_running=self.max_running, token_budget=self.budget)

@@ -296,18 +296,18 @@ class Dispatcher:
         ticket.first = time.time()
         self.tell(Started(ticket.request.id))
 
-    async def finish(self, ticket: InFlightRequest, made: int, result: bytes | None = None) -> bool:
+    async def finish(self, ticket: InFlightRequest, output_tokens: int, result: bytes | None = None) -> bool:
         """Close a ticket as answered: at once for the core, then durably. False when it was closed before."""
         if ticket.closed:
             return False
         ticket.closed = True
         now, request = time.time(), ticket.request
-        self.foresight.ending(request, made)
-        self._leave(ticket, Finished(request.id, made))
+        self.foresight.ending(request, output_tokens)
+        self._leave(ticket, Finished(request.id, output_tokens))
         done = await self.broker.done(request.id, result, now)
         if done:
             first = ticket.first if ticket.upstream.get("stream") and ticket.first is not None else now
-            self.metrics.finished(request, first - request.arrival, now - request.arrival, made)
+            self.metrics.finished(request, first - request.arrival, now - request.arrival, output_tokens)
         return done
 
     async def fail(self, ticket: InFlightRequest, reason: str, outcome: str = "failed") -> None:

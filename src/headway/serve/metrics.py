@@ -55,16 +55,16 @@ class Metrics:
         """Count a refusal."""
         self._drops.labels(reason).inc()
 
-    def finished(self, request: Request, ttft: float, e2e: float, made: int) -> None:
+    def finished(self, request: Request, ttft: float, e2e: float, output_tokens: int) -> None:
         """Count a complete answer: seconds from arrival, and its tokens."""
         by = (request.model, request.tier)
-        tpot = (e2e - ttft) / (made - 1) if made > 1 else 0.0
+        tpot = (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else 0.0
         self._ends.labels(*by, "finished").inc()
         self._ttft.labels(*by).observe(ttft)
         self._tpot.labels(*by).observe(tpot)
         self._e2e.labels(*by).observe(e2e)
         self._tokens.labels(request.model, "prompt").inc(request.prompt_tokens)
-        self._tokens.labels(request.model, "output").inc(made)
+        self._tokens.labels(request.model, "output").inc(output_tokens)
         self._promise(request, request.slo.met(ttft, tpot, e2e))
 
     def failed(self, request: Request, outcome: str) -> None:

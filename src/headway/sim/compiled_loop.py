@@ -113,11 +113,11 @@ def _begin(w: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     rows = w.rows[: w.counts[ROWS]]
     ledger = KvBudget(w.line.blocks, w.balance[FREE], w.limits.size, w.limits.slots)
-    made = pack(w.rule, w.jobs, rows, ledger, now, w.theta)
-    engine.evict(w.jobs, w.balance, made.evict)
-    paused = w.balance[HOLDING] - np.count_nonzero(w.jobs["running"][made.order])
+    step = pack(w.rule, w.jobs, rows, ledger, now, w.theta)
+    engine.evict(w.jobs, w.balance, step.evict)
+    paused = w.balance[HOLDING] - np.count_nonzero(w.jobs["running"][step.order])
     budget = w.rule.budget if w.rule.budget else w.limits.budget
-    ran = engine.run(w.jobs, w.balance, w.limits, made.order, made.caps, w.rule.max_running, budget)
+    ran = engine.run(w.jobs, w.balance, w.limits, step.order, step.caps, w.rule.max_running, budget)
     size = ran.rows.size
     w.counts[RUNNING], w.counts[RAN] = size > 0, size
     if size == 0:
@@ -252,7 +252,7 @@ def _inside_first(asks: Rows, kind: int, j: int, i: int, heap: int) -> bool:
 def _deliver(w: RunState, i: int, now: float) -> None:
     w.counts[SERIAL] += 1
     w.jobs["serial"][i] = w.counts[SERIAL]
-    w.jobs["left"][i] = _forecast(w, i)
+    w.jobs["tokens_left"][i] = _forecast(w, i)
     w.jobs["live"][i] = True
     w.rows[w.counts[ROWS]] = i
     w.counts[ROWS] += 1

@@ -1,6 +1,6 @@
 """Which machines are simulated? From a line of text, a TOML table or numbers to nodes, or a plain no.
 
-`pace[:count][,key=value...]`, such as `opt-13b-a100:2,kv_tokens=40000` or, for instances that may swap
+`profile[:count][,key=value...]`, such as `opt-13b-a100:2,kv_tokens=40000` or, for instances that may swap
 models, `opt-13b-a100,loads=llama-2-7b-a100,host_gb=64`. In TOML the same keys stand in [[instances]].
 """
 
@@ -24,15 +24,15 @@ from headway.types import Bools, Instance
 
 _STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(ge=1)]
-_FORM = "Write pace[:count][,key=value...], such as opt-13b-a100:2,kv_tokens=40000."
+_FORM = "Write profile[:count][,key=value...], such as opt-13b-a100:2,kv_tokens=40000."
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Spec:
-    """`count` equal instances of one pace file.
+    """`count` equal instances of one latency profile.
 
-    model: the name that requests ask for; None = the last part of the pace file's model in lower case.
-    kv_tokens: None = as the file says. loads: pace files of the models that these instances can load instead
+    model: the name that requests ask for; None = the last part of the latency profile's model in lower case.
+    kv_tokens: None = as the file says. loads: latency profiles of the models that these instances can load instead
     of their first, on the same terms. host_gb: host memory in which weights stay warm, in 1e9 bytes.
     host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = there is none.
     """
@@ -91,7 +91,7 @@ class Spec:
         if tokens is None:
             raise ConfigError(
                 f"How much KV has {file.model} on {file.device}?",
-                "Give kv_tokens: the pace file does not say how much fits.",
+                "Give kv_tokens: the latency profile does not say how much fits.",
             )
         if tokens // file.block_size * file.block_size < self.max_model_len:
             raise ConfigError(
@@ -130,10 +130,10 @@ def holds(nodes: Sequence[InstanceSpec], workload: Workload) -> Bools:
 
 
 def spec(text: str, **defaults: Any) -> Spec:
-    """Read `pace[:count][,key=value...]`. ConfigError, naming the mend, for anything else."""
+    """Read `profile[:count][,key=value...]`. ConfigError, naming the mend, for anything else."""
     head, *pairs = [part.strip() for part in text.split(",")]
     profile, colon, count = head.rpartition(":") if _counted(head) else (head, "", "")
-    data: dict[str, Any] = {**defaults, "pace": profile}
+    data: dict[str, Any] = {**defaults, "profile": profile}
     if colon:
         data["count"] = count
     for pair in pairs:
@@ -156,7 +156,7 @@ _ADAPTER = TypeAdapter(Spec)
 
 
 def short(file: LatencyProfile) -> str:
-    """Return the name that a pace file's model has by default: the last part of it in lower case."""
+    """Return the name that a latency profile's model has by default: the last part of it in lower case."""
     return file.model.rsplit("/", 1)[-1].lower()
 
 
@@ -174,7 +174,7 @@ def _load(file: LatencyProfile) -> Load | None:
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
     problem = error.errors()[0]
-    key = str(problem["loc"][0]) if problem["loc"] else "pace"
+    key = str(problem["loc"][0]) if problem["loc"] else "profile"
     if problem["type"] == "unexpected_keyword_argument":
         keys = [entry.name for entry in fields(Spec)]
         near = get_close_matches(key, keys, n=1)

@@ -30,7 +30,7 @@ class Oracle:
         """Return the answer's tokens as the only sample."""
         return Forecast(np.array([float(self.workload.output[int(request.id[1:])])]))
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """Do nothing: all is known."""
 
 
@@ -68,7 +68,7 @@ class Noisy:
         i = int(request.id[1:])
         return Forecast(np.maximum(self.workload.output[i] * self.factors[i] * self.spread, 1.0))
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """Do nothing: the error is given."""
 
 

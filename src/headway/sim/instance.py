@@ -96,7 +96,7 @@ class HostMemory:
 class Preempted:
     """A request that was taken out of an engine: tokens made, instant of the first, times it lost its KV."""
 
-    made: int
+    output_tokens: int
     first: float
     evictions: int
 
@@ -181,12 +181,12 @@ class SimulatedInstance:
         request, left, before = given.request, given.left, given.before
         row = self.engine.add(
             request.id, request.prompt_tokens, given.output, arrival=request.arrival, slo=request.slo,
-            priority=request.priority, left=left if before is None else max(left - before.made, 1.0),
+            priority=request.priority, left=left if before is None else max(left - before.output_tokens, 1.0),
         )  # fmt: skip
         if before is not None:
             jobs = self.engine.jobs
-            jobs.made[row], jobs.evictions[row] = before.made, before.evictions
-            if before.made:
+            jobs.output_tokens[row], jobs.evictions[row] = before.output_tokens, before.evictions
+            if before.output_tokens:
                 jobs.first[row] = before.first
         return row
 
@@ -196,9 +196,12 @@ class SimulatedInstance:
         jobs = self.engine.jobs
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
-        columns = zip(jobs.made[rows].tolist(), jobs.first[rows].tolist(),
+        columns = zip(jobs.output_tokens[rows].tolist(), jobs.first[rows].tolist(),
                       (jobs.evictions[rows] + (jobs.computed[rows] > 0)).tolist(), strict=True)  # fmt: skip
-        taken = [Preempted(made if keep else 0, first, evictions) for made, first, evictions in columns]
+        taken = [
+            Preempted(output_tokens if keep else 0, first, evictions)
+            for output_tokens, first, evictions in columns
+        ]
         out = dict(zip(jobs.names(rows), taken, strict=True))
         self._empty()
         return out
@@ -308,7 +311,7 @@ def _load(form: InstanceSpec) -> Load:
     if form.load is None:
         raise ConfigError(
             f"{form.instance.id} may swap models, but nobody knows how long {form.instance.model} loads.",
-            "Give its pace file load_cold_s and load_warm_s, or let this node serve one model.",
+            "Give its latency profile load_cold_s and load_warm_s, or let this node serve one model.",
         )
     return form.load
 

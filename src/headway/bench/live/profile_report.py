@@ -1,4 +1,4 @@
-"""Which law fits this engine, and how well? Residuals of each form by kind of batch, and the pace file."""
+"""Which law fits this engine, and how well? Residuals of each form by kind of batch, and the latency profile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COLOURS = {"prefill": "#D55E00", "decode": "#0072B2", "mixed": "#009E73"}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A profile with its fits and its pace file."""
+    """A profile with its fits and its latency profile."""
 
     measured: Measured
     fits: Fits
@@ -106,7 +106,7 @@ def _describe(found: Found) -> str:
     profile, limits = found.profile, found.measured.limits
     return (
         f"{profile.model} on {profile.device}: {len(found.measured.rows)} iterations, each from one decision to "
-        f"the next; batch limit {limits.max_running}, {limits.kv_tokens} tokens of KV. The pace file keeps "
+        f"the next; batch limit {limits.max_running}, {limits.kv_tokens} tokens of KV. The latency profile keeps "
         f"{found.fits.best!r}, the nearest form."
     )
 

@@ -298,13 +298,13 @@ class Shot:
     def record(self) -> Record:
         assert self.sent is not None, "only what was sent has a record"
         usage = self.usage or {}
-        made = usage.get("completion_tokens")
+        output_tokens = usage.get("completion_tokens")
         return Record(
             tier=self.call.tier, at=self.call.at, sent=self.sent, first=self.first, last=self.last,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
-            output_tokens=self.chunks if made is None else int(made),
+            output_tokens=self.chunks if output_tokens is None else int(output_tokens),
             itl=np.array(self.gaps, np.float32), status=self.status, error=self.error, slo=self.call.slo,
-            counted=made is None and self.error is None, id=self.id,
+            counted=output_tokens is None and self.error is None, id=self.id,
         )  # fmt: skip
 
 

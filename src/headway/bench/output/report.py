@@ -56,15 +56,15 @@ def table(results: Results, about: About | None = None, *, title: str = "Was it 
     """Return a rich table: a column per class for one system, else a column per system with its ratio."""
     rows = figures(results)
     lines = [*([about.workload] if about and about.workload else []), *notes(results)]
-    made = Table(title=title, caption=escape("\n".join(lines)) or None, caption_justify="left")
-    made.add_column("figure", no_wrap=True)
+    output_tokens = Table(title=title, caption=escape("\n".join(lines)) or None, caption_justify="left")
+    output_tokens.add_column("figure", no_wrap=True)
     header, cells = _by_class(rows) if len(results) == 1 else _by_system(rows, list(results))
     for name in header:
-        made.add_column(escape(name), justify="right", no_wrap=True)
+        output_tokens.add_column(escape(name), justify="right", no_wrap=True)
     for line, following in zip(cells, [*cells[1:], None], strict=True):
         ends = following is not None and line.section != following.section
-        made.add_row(line.label, *line.cells, end_section=ends)
-    return made
+        output_tokens.add_row(line.label, *line.cells, end_section=ends)
+    return output_tokens
 
 
 @dataclass(frozen=True, slots=True)

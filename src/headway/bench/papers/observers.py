@@ -129,10 +129,10 @@ class Prompt(Observer):
     ) -> None:
         """Note the tokens that come out at this iteration's end."""
         jobs, now = engine.jobs.data[ran.rows], ran.start + seconds - _ROUNDING
-        comes: Bools = jobs["computed"] + ran.tokens >= jobs["prompt"] + jobs["made"]
-        who, made = self._request[ran.rows[comes]], jobs["made"][comes]
-        later = made > 0
+        comes: Bools = jobs["computed"] + ran.tokens >= jobs["prompt"] + jobs["output_tokens"]
+        who, output_tokens = self._request[ran.rows[comes]], jobs["output_tokens"][comes]
+        later = output_tokens > 0
         tpot = self._tpot[who]
         self.steady[who] += later & (now - self._last[who] <= tpot)
-        self.ahead[who] += later & (now <= self._start[who] + made * tpot)
+        self.ahead[who] += later & (now <= self._start[who] + output_tokens * tpot)
         self._last[who] = now

@@ -60,7 +60,7 @@ def load(path: Path, **defaults: Any) -> tuple[list[fleet.Spec], list[TrafficCla
         for i, entry in enumerate(_tables(data, "instances", path))
     ]
     if not specs:
-        raise ConfigError(f"{path} names no instance.", "Add an [[instances]] table with a pace.")
+        raise ConfigError(f"{path} names no instance.", "Add an [[instances]] table with a profile.")
     return specs, [_traffic(entry, path) for entry in _tables(data, "traffic", path)]
 
 

@@ -139,14 +139,18 @@ def crowd(seed: int) -> tuple[Jobs, KvBudget]:
     """Return a table of RUNNING answers in progress and WAITING prompts, half of each with a promise."""
     rng, jobs = np.random.default_rng(seed), Jobs(2048)
     for i in range(RUNNING + WAITING):
-        running, made = i < RUNNING, int(rng.integers(1, 200))
+        running, output_tokens = i < RUNNING, int(rng.integers(1, 200))
         prompt = int(rng.integers(20, 800))
-        state = {"computed": prompt + made - 1, "made": made, "first": float(rng.uniform(10, 19))}
+        state = {
+            "computed": prompt + output_tokens - 1,
+            "output_tokens": output_tokens,
+            "first": float(rng.uniform(10, 19)),
+        }
         promise = (1.0, 0.1) if i % 2 else (np.inf, np.inf)
         jobs.add(
             f"r{i}", arrival=float(rng.uniform(0, 10)), ttft=promise[0], tpot=promise[1], e2e=np.inf,
-            prompt=prompt, left=100.0, serial=i, running=running,
-            blocks=-(-(prompt + made) // 16) if running else 0, **(state if running else {}),
+            prompt=prompt, tokens_left=100.0, serial=i, running=running,
+            blocks=-(-(prompt + output_tokens) // 16) if running else 0, **(state if running else {}),
         )  # fmt: skip
     held = int(jobs.blocks.sum())
     return jobs, KvBudget(held + 4000, 4000, 16, 2 * RUNNING)

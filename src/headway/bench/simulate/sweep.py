@@ -33,9 +33,8 @@ from headway.forecast.latency import profiles
 from headway.recipes.registry import find
 
 _SOURCES = (
-    "types.py", "core/controller.py", "recipes.py", "compiled.py", "plan", "pack", "memory", "forecast", "sim",
-    "engines/simulated/engine.py", "engines/simulated/kernels.py", "bench/simulate/whatif.py", "bench/load/metrics.py",
-    "bench/load/records.py",
+    "types.py", "compiled.py", "core", "recipes", "plan", "pack", "memory", "forecast", "sim",
+    "engines/simulated", "bench/simulate/whatif.py", "bench/load/metrics.py", "bench/load/records.py",
 )  # fmt: skip
 _DIED = "its process died (out of memory?)"
 
@@ -52,7 +51,7 @@ class Cell:
     fleet: Fleet
 
     def setting(self) -> dict[str, Any]:
-        """Return everything the figures depend on: the cell, its pace file's content and the code."""
+        """Return everything the figures depend on: the cell, its latency profile's content and the code."""
         return asdict(self) | {"pace_file": _pace(self.fleet.profile), "code": _code()}
 
     @property
@@ -198,7 +197,7 @@ def _as_json(setting: dict[str, Any]) -> Any:
 
 @cache
 def _pace(name: str) -> str:
-    """Return a digest of what a pace file says."""
+    """Return a digest of what a latency profile says."""
     return hashlib.sha256(repr(profiles.load(name)).encode()).hexdigest()[:16]
 
 

@@ -35,7 +35,7 @@ _NO_GAPS = np.empty(0, np.float32)  # a simulated client sees no chunks
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`count` equal instances of one pace file. kv_tokens None: as the file says."""
+    """`count` equal instances of one latency profile. kv_tokens None: as the file says."""
 
     profile: str
     count: int = 1
@@ -45,7 +45,7 @@ class Fleet:
     kv_tokens: int | None = None
 
     def nodes(self, model: str) -> list[InstanceSpec]:
-        """Return the simulated instances. ConfigError for an unknown pace file or a fleet that cannot run."""
+        """Return the simulated instances. ConfigError for an unknown latency profile or a fleet that cannot run."""
         spec = fleets.Spec(
             self.profile, self.count, model, self.max_running, self.budget, self.max_model_len, self.kv_tokens
         )
@@ -178,7 +178,7 @@ def _check(recipes: Sequence[str], nodes: Sequence[InstanceSpec]) -> None:
             other = "take another recipe" if recipe.saves else "say host_kv_gib=0 in --instance"
             raise ConfigError(
                 f"{name} copies KV to the host, and how fast {unknown[0]} does that is not known.",
-                f"Add kv_copy_gb_s to a copy of its pace file, or {other}.",
+                f"Add kv_copy_gb_s to a copy of its latency profile, or {other}.",
                 param="recipes",
             )
 

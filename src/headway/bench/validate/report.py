@@ -106,7 +106,7 @@ class Findings:
         lines = [
             "attainment: of requests with a promise; its error is in percentage points.",
             "pace.spread_pct: how far the passes of the profile differ: the machine's own drift.",
-            "pace.bias_pct: the pace file's forecast of the replay's own iterations against what they took.",
+            "pace.bias_pct: the latency profile's forecast of the replay's own iterations against what they took.",
         ]
         for pair in self.pairs:
             lost = len(pair.replay.records) - len(pair.real)
@@ -201,7 +201,7 @@ def to_json(found: Findings, seconds: float) -> dict[str, object]:
 
 
 def write(folder: Path, found: Findings, seconds: float, about: About) -> list[Path]:
-    """Write report.json, a picture per replay, pace files and report.html into a folder."""
+    """Write report.json, a picture per replay, latency profiles and report.html into a folder."""
     pictures = {f"{p.replay.system.replace(':', '-')}-{p.replay.setting}": draw(p) for p in found.pairs}
     lines = [line for section in _sections(found) for line in section]
     page = Page("Real vLLM against the simulator", _HEADER, lines, pictures, found.notes())

@@ -95,7 +95,7 @@ class Run:
 class Pair:
     """A replay beside its simulation; only requests that completed are in either.
 
-    bias: of the pace, as a fraction, over the replay's own iterations (positive: the pace file is too slow).
+    bias: of the pace, as a fraction, over the replay's own iterations (positive: the latency profile is too slow).
     disturbed: seconds of the real run in which another program had the machine.
     """
 
@@ -164,7 +164,7 @@ async def live(name: str, engine: Engine, logs: Path) -> AsyncIterator[Target]:
 
 
 async def _one(name: str, target: Target, setup: Setup, capacity: float | None) -> Run:
-    """Profile, replay, profile, replay, profile: a machine that drifts drifts into the pace file too."""
+    """Profile, replay, profile, replay, profile: a machine that drifts drifts into the latency profile too."""
     rng = np.random.default_rng([setup.seed, 77])
     measured = await measure(target, rng, quick=setup.quick)
     replays = []
@@ -214,7 +214,7 @@ async def _capacity(target: Target, setup: Setup) -> float:
 
 
 def pair(replay: Replay, run: Run, setup: Setup) -> Pair:
-    """Return a replay and its simulation with the run's pace file."""
+    """Return a replay and its simulation with the run's latency profile."""
     kept = [(c, r) for c, r in zip(replay.calls, replay.records, strict=True) if r.ok and r.output_tokens]
     asked = workload(kept, setup.engine.name)
     outcome = Simulation(find(replay.system), [node(run.profile, setup.engine)], asked).run()
@@ -318,5 +318,5 @@ def describe(setup: Setup, results: Results) -> str:
     loads = ", ".join(f"{setting} saturation {rate} req/s" for setting, rate in rates.items())
     return (
         f"{mix.describe(setup.mix)}; Poisson arrivals, {loads}{known}, {setup.duration:g} s each; the "
-        "simulator has the same arrivals and the lengths that the real run had, and a pace file of this run"
+        "simulator has the same arrivals and the lengths that the real run had, and a latency profile of this run"
     )

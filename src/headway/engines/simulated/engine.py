@@ -89,7 +89,7 @@ class SimulatedEngine:
         promise = slo or Slo()
         row = self.jobs.add(
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
-            left=float(output if left is None else left),
+            tokens_left=float(output if left is None else left),
             ttft=_or_never(promise.ttft), tpot=_or_never(promise.tpot), e2e=_or_never(promise.e2e),
         )  # fmt: skip
         if row >= self.target.size:

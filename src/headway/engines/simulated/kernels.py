@@ -45,7 +45,7 @@ class Ran(NamedTuple):
 @compiled
 def release(jobs: Rows, balance: Ints, row: int) -> None:
     """Take a row's KV, on the host too, and its slot; what it has lent stays with its guests."""
-    if jobs["lent"][row] or jobs["span"][row]:
+    if jobs["first_lent_block"][row] or jobs["loan_blocks"][row]:
         balance[FREE] -= settle(jobs, row)
     balance[FREE] += jobs["blocks"][row]
     balance[HOLDING] -= jobs["running"][row]
@@ -116,7 +116,7 @@ def run_reserved(
 def _grows(jobs: Rows, row: int, tokens: int, reserve: int, size: int) -> int:
     """Return the free blocks a row takes to compute `tokens` more and hold its reservation."""
     end = -(-(jobs["computed"][row] + tokens) // size)
-    blocks, span, lent = jobs["blocks"][row], jobs["span"][row], jobs["lent"][row]
+    blocks, span, lent = jobs["blocks"][row], jobs["loan_blocks"][row], jobs["first_lent_block"][row]
     assert lent == 0 or end <= lent, "a host runs into its guest"
     more = max(max(end, -(-reserve // size)) - blocks - span, 0)
     if span and more:  # its own blocks come first, so they are complete before the loan is used
@@ -165,9 +165,9 @@ def _admit(
     given, size, copied = np.empty(waiting.size, np.int64), 0, 0
     for i in range(waiting.size):
         row = waiting[i]
-        whole = jobs["prompt"][row] + jobs["made"][row]
+        whole = jobs["prompt"][row] + jobs["output_tokens"][row]
         tokens = min(whole - jobs["computed"][row], caps[i], budget)
-        most = max(-(-max(whole, reserve[i]) // limits.size) - jobs["span"][row], 0)
+        most = max(-(-max(whole, reserve[i]) // limits.size) - jobs["loan_blocks"][row], 0)
         if places <= 0 or tokens <= 0 or most > balance[FREE]:
             break
         blocks = _grows(jobs, row, tokens, reserve[i], limits.size)
@@ -189,13 +189,13 @@ def complete(jobs: Rows, balance: Ints, target: Ints, rows: Ints, tokens: Ints, 
     for i in range(rows.size):
         row = rows[i]
         jobs["computed"][row] += tokens[i]
-        if jobs["computed"][row] < jobs["prompt"][row] + jobs["made"][row]:
+        if jobs["computed"][row] < jobs["prompt"][row] + jobs["output_tokens"][row]:
             continue
-        if jobs["made"][row] == 0:
+        if jobs["output_tokens"][row] == 0:
             jobs["first"][row] = now
-        jobs["made"][row] += 1
-        jobs["left"][row] = max(jobs["left"][row] - 1.0, 1.0)
-        if jobs["made"][row] >= target[row]:
+        jobs["output_tokens"][row] += 1
+        jobs["tokens_left"][row] = max(jobs["tokens_left"][row] - 1.0, 1.0)
+        if jobs["output_tokens"][row] >= target[row]:
             release(jobs, balance, row)
             done[size] = row
             size += 1

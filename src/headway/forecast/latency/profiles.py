@@ -1,6 +1,6 @@
 """How long does an iteration take on a machine that is not here?
 
-A pace file keeps what was once measured of a model on a device: a form's coefficients (BROS 4.1, SLO-aware
+A latency profile keeps what was once measured of a model on a device: a form's coefficients (BROS 4.1, SLO-aware
 4.2), how far they are off, the memory for KV, the seconds to load. `python -m tools.latency_profiles.build` wrote
 the files that come with Headway from public profiles; each says where every number is from.
 """
@@ -106,16 +106,16 @@ class FixedLatency:
         return np.asarray(np.maximum(self.form.seconds(alone), SHORTEST))
 
     def learn(self, batch: Batch, seconds: float) -> None:
-        """Do nothing: a pace file is a record. `pace.OnlineLatency` learns."""
+        """Do nothing: a latency profile is a record. `pace.OnlineLatency` learns."""
 
 
 def names() -> list[str]:
-    """Return the names of the pace files that come with Headway, sorted."""
+    """Return the names of the latency profiles that come with Headway, sorted."""
     return sorted(path.stem for path in BUILTIN.glob("*.json"))
 
 
 def load(name: str | Path) -> LatencyProfile:
-    """Return the pace file of a built-in name or a path.
+    """Return the latency profile of a built-in name or a path.
 
     Raises ConfigError, naming what is wrong and the mend, when there is none or it cannot be trusted.
     """
@@ -124,15 +124,15 @@ def load(name: str | Path) -> LatencyProfile:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"The pace file {path} cannot be read: {error.strerror}.", "Check the path."
+            f"The latency profile {path} cannot be read: {error.strerror}.", "Check the path."
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.", f"Copy one of {BUILTIN} and edit that.") from error
     return parse(data, str(path))
 
 
-def parse(data: Any, where: str = "the pace file") -> LatencyProfile:
-    """Return the pace file of decoded JSON; errors as `load`."""
+def parse(data: Any, where: str = "the latency profile") -> LatencyProfile:
+    """Return the latency profile of decoded JSON; errors as `load`."""
     if not isinstance(data, dict):
         raise ConfigError(f"{where} is JSON but not an object.", f"Copy one of {BUILTIN} and edit that.")
     _check_version(data, where)
@@ -157,7 +157,8 @@ def _locate(name: str | Path) -> Path:
     near = get_close_matches(Path(name).stem, names(), n=1, cutoff=0.4)
     hint = f"Did you mean {near[0]}? " if near else ""
     raise ConfigError(
-        f"There is no pace file {name}.", f"{hint}Built in are {', '.join(names())}; else give a .json file."
+        f"There is no latency profile {name}.",
+        f"{hint}Built in are {', '.join(names())}; else give a .json file.",
     )
 
 

@@ -27,6 +27,6 @@ class Padded:
         """Return the padded length, in whole tokens, as the only sample."""
         return Forecast(np.array([float(np.ceil(self.inner.forecast(request).quantile(self.share)))]))
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """Teach `inner`."""
-        self.inner.learn(request, made)
+        self.inner.learn(request, output_tokens)

@@ -31,9 +31,9 @@ class Costs:
     under: float = SHARE / (1 - SHARE)
     regroup: float = 0.0
 
-    def of(self, length: Floats, made: float) -> Floats:
+    def of(self, length: Floats, output_tokens: float) -> Floats:
         """Return the costs of having planned with each length when the answer had `made` tokens."""
-        missing = made - length
+        missing = output_tokens - length
         late = self.under * missing + self.regroup
         return np.where(missing > 0, late, -self.over * missing)
 
@@ -62,10 +62,10 @@ class PaddingTuner:
         """The share of the forecast to plan with."""
         return float(self._shares[self._at])
 
-    def learn(self, forecast: Forecast, made: int) -> None:
+    def learn(self, forecast: Forecast, output_tokens: int) -> None:
         """Count what each share of this forecast would have cost."""
         row = self._count % len(self._ring)
-        costs = self.costs.of(np.ceil(np.quantile(forecast.samples, self._shares)), made)
+        costs = self.costs.of(np.ceil(np.quantile(forecast.samples, self._shares)), output_tokens)
         self._sum += costs - self._ring[row]
         self._ring[row] = costs
         self._count += 1
@@ -91,8 +91,8 @@ class Adaptive:
         """Return the padded length, in whole tokens, as the only sample."""
         return Padded(self.inner, self.spot.share).forecast(request)
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """Teach the share by what `inner` forecast, then `inner` itself; empty answers teach nothing."""
-        if made > 0:
-            self.spot.learn(self.inner.forecast(request), made)
-        self.inner.learn(request, made)
+        if output_tokens > 0:
+            self.spot.learn(self.inner.forecast(request), output_tokens)
+        self.inner.learn(request, output_tokens)

@@ -80,19 +80,21 @@ class Predictor:
             told.forecast = self._read(told.features, request)
         return told.forecast
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """Add one answer's length; empty answers (aborted before the first token) teach nothing."""
-        self.tasks.learn(request, made)
+        self.tasks.learn(request, output_tokens)
         told = self._open.pop(request.id, None)
-        if told is not None and made > 0:
-            self._seen.append((told.features, request.task, float(made)))
+        if told is not None and output_tokens > 0:
+            self._seen.append((told.features, request.task, float(output_tokens)))
             self._fresh += 1
 
     def remember(self, history: History) -> None:
         """Take over what an earlier process learned, before this one's first answer."""
-        for looks, task, made in zip(history.features, history.tasks, history.made.tolist(), strict=True):
-            self._seen.append((looks, task, made))
-            self.tasks.add(task, int(made))
+        for looks, task, output_tokens in zip(
+            history.features, history.tasks, history.output_tokens.tolist(), strict=True
+        ):
+            self._seen.append((looks, task, output_tokens))
+            self.tasks.add(task, int(output_tokens))
         self._fresh = len(self._seen)
 
     @property
@@ -109,8 +111,8 @@ class Predictor:
     def history(self) -> History:
         """Return the answers to fit to; from now on the count for the next fit begins anew."""
         self._fresh = 0
-        looks, tasks, made = zip(*self._seen, strict=True)
-        return History(np.array(looks, np.float32), tuple(tasks), np.array(made))
+        looks, tasks, output_tokens = zip(*self._seen, strict=True)
+        return History(np.array(looks, np.float32), tuple(tasks), np.array(output_tokens))
 
     def adopt(self, model: Model) -> None:
         """Forecast with this model from now on."""

@@ -33,14 +33,14 @@ class History:
 
     features: Traits
     tasks: tuple[str, ...]
-    made: Floats
+    output_tokens: Floats
 
     def __len__(self) -> int:
         return len(self.tasks)
 
     def last(self, n: int) -> History:
         """Return the youngest n answers."""
-        return History(self.features[-n:], self.tasks[-n:], self.made[-n:])
+        return History(self.features[-n:], self.tasks[-n:], self.output_tokens[-n:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def fit(history: History) -> Model:
     codes = np.array([tasks[task] for task in history.tasks], np.int64)
     meaning, ridge = _choose(history.last(_CHOSEN_ON), codes[-_CHOSEN_ON:])
     scale = _Scale.of(history.features, meaning)
-    rows, root = _Rows.of(scale(history.features), codes), np.sqrt(history.made)
+    rows, root = _Rows.of(scale(history.features), codes), np.sqrt(history.output_tokens)
     middle = float(root.mean())
     weights, off = _solve(_kernel(rows, rows), root - middle, ridge)
     levels, errors = _errors(root - off, off)
@@ -110,7 +110,7 @@ def fit(history: History) -> Model:
 
 def _choose(history: History, codes: Ints) -> tuple[float, float]:
     """Return the weight of meaning and the ridge whose leave-one-out errors are the smallest."""
-    root = np.sqrt(history.made)
+    root = np.sqrt(history.output_tokens)
     has_meaning = history.features.shape[1] > PLAIN
     best, least = (_MEANINGS[-1], _RIDGES[-1]), np.inf
     for meaning in _MEANINGS if has_meaning else _MEANINGS[-1:]:

@@ -36,14 +36,14 @@ class TaskLengths:
             return seen
         return Forecast(np.minimum(seen.samples, request.max_tokens))
 
-    def learn(self, request: Request, made: int) -> None:
+    def learn(self, request: Request, output_tokens: int) -> None:
         """Add one answer's length; empty answers (aborted before the first token) teach nothing."""
-        if made > 0:
-            self.add(request.task, made)
+        if output_tokens > 0:
+            self.add(request.task, output_tokens)
 
-    def add(self, task: str, made: int) -> None:
+    def add(self, task: str, output_tokens: int) -> None:
         """Add the length of one of a task's answers, at least 1 token."""
-        self._seen.setdefault(task, deque(maxlen=self.window)).append(made)
+        self._seen.setdefault(task, deque(maxlen=self.window)).append(output_tokens)
         self._sorted.pop(task, None)
 
     def _forecast_of(self, task: str) -> Forecast:

@@ -20,7 +20,7 @@ def by_coming(jobs: Jobs) -> tuple[Ints, Ints]:
 
 def in_prompt(jobs: Jobs, rows: Ints) -> Bools:
     """Tell which running rows still compute what comes before their next token (a prompt, or all again)."""
-    return np.asarray((jobs.made[rows] == 0) | (missing(jobs, rows) > 1), np.bool_)
+    return np.asarray((jobs.output_tokens[rows] == 0) | (missing(jobs, rows) > 1), np.bool_)
 
 
 def places(jobs: Jobs, ledger: KvBudget, running: Ints, max_running: int) -> int:

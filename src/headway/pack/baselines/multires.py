@@ -63,6 +63,8 @@ class MultiRes:
     def _demand(self, jobs: Jobs, ledger: KvBudget, rows: Ints) -> Floats:
         """Return (rows, 2): tokens in this iteration, and blocks for the prompt with the whole answer."""
         tokens = np.minimum(missing(jobs, rows), self.budget)
-        length = np.ceil(jobs.prompt[rows] + jobs.made[rows] + jobs.left[rows]).astype(np.int64)
+        length = np.ceil(jobs.prompt[rows] + jobs.output_tokens[rows] + jobs.tokens_left[rows]).astype(
+            np.int64
+        )
         blocks = np.clip(ledger.blocks_for(length), jobs.blocks[rows], ledger.total)
         return np.stack([tokens, blocks], 1).astype(float)

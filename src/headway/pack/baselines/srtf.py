@@ -46,4 +46,4 @@ class Srtf:
         want = missing(jobs, rows)
         prompt = np.where(want > 1, self.latency.prefill_seconds(want.astype(float)), 0.0)
         token = self.latency.seconds(Batch(self.max_running, self.max_running * _CONTEXT, 0))
-        return np.asarray(prompt + jobs.left[rows] * token, float)
+        return np.asarray(prompt + jobs.tokens_left[rows] * token, float)

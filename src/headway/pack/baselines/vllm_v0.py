@@ -144,7 +144,7 @@ class Orca:
 
         A sequence that is longer than it should be has reserved what it has.
         """
-        prompt, least = jobs.prompt[rows], jobs.prompt[rows] + jobs.made[rows]
+        prompt, least = jobs.prompt[rows], jobs.prompt[rows] + jobs.output_tokens[rows]
         most = np.full_like(prompt, self.longest)
         if self.max_answer is not None:
             most = np.minimum(prompt + self.max_answer, most)

@@ -95,7 +95,7 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tu
     left = np.empty(rows.size)
     for i in range(rows.size):
         left[i] = due_of(jobs, rows[i]) - now
-        if lost_last and left[i] < 0 and jobs["made"][rows[i]] == 0:
+        if lost_last and left[i] < 0 and jobs["output_tokens"][rows[i]] == 0:
             left[i] += _LOST
     inside = jobs["running"][rows]
     a, a_left = _least(jobs, rows[inside], left[inside], most)
@@ -218,7 +218,7 @@ def _tighten(
     """Let the time that a row has left bound the iteration, if it can be kept at all."""
     alone = with_row(jobs, batch, row, want, 0, theta, t.copy)
     bound = left
-    if jobs["made"][row] > 0:  # one that is late already catches up when iterations keep its pace
+    if jobs["output_tokens"][row] > 0:  # one that is late already catches up when iterations keep its pace
         bound = jobs["tpot"][row] if left < alone else min(left, jobs["tpot"][row])
     if bound >= alone:
         batch.sums[BOUND] = min(batch.sums[BOUND], bound)
@@ -367,7 +367,7 @@ def near_limit(jobs: Rows, rows: Ints, now: float, end: float, share: float) -> 
     for row in rows:
         due = due_of(jobs, row)
         promise, lost = jobs["tpot"][row], False
-        if jobs["made"][row] == 0:
+        if jobs["output_tokens"][row] == 0:
             promise, lost = min(jobs["ttft"][row], jobs["e2e"][row]), due < now
         if np.isfinite(due) and not lost and due - end < share * promise:
             return True

@@ -68,13 +68,13 @@ class Bros:
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         terms, moves = self._terms(ledger)
-        made = algorithm_1(terms, jobs.data, rows, moves, now, self.latency.theta)
-        taken = int(made.room[CHOSEN])
-        order, save = made.rows[:taken], made.save[: made.room[SAVED]]
-        seconds = forecast(made.sums, self.latency.theta, terms.copy)
+        step = algorithm_1(terms, jobs.data, rows, moves, now, self.latency.theta)
+        taken = int(step.room[CHOSEN])
+        order, save = step.rows[:taken], step.save[: step.room[SAVED]]
+        seconds = forecast(step.sums, self.latency.theta, terms.copy)
         near = near_limit(jobs.data, rows, now, now + seconds, self.near)
         self.sizing.learn(full=taken >= terms.places, near=near)
-        tokens, host = made.tokens[:taken], isinstance(ledger, TwoEndedBudget)
+        tokens, host = step.tokens[:taken], isinstance(ledger, TwoEndedBudget)
         evict, save = (_NOBODY, save) if host else (save, _NOBODY)
         return Step(order, tokens, evict, save, max_running=terms.places, token_budget=self.budget)
 

@@ -141,7 +141,11 @@ def _go_on(
     for i in range(seen.active.size):
         row = seen.active[i]
         end = blocks_of(jobs["computed"][row] + 1, size)
-        if mine["state"][row] == ACTIVE and jobs["lent"][row] and end > jobs["lent"][row]:
+        if (
+            mine["state"][row] == ACTIVE
+            and jobs["first_lent_block"][row]
+            and end > jobs["first_lent_block"][row]
+        ):
             goes[i] = _reach(rule, jobs, mine, marks, guest_at(jobs, row), theta, desk)
         if goes[i] and mine["state"][row] == ACTIVE and end > room_of(jobs, row):
             _outgrow(rule, jobs, mine, marks, row, size, theta, desk)
@@ -177,14 +181,14 @@ def _outgrow(
     desk: StepBuffer,
 ) -> None:
     """An answer is longer than predicted: the pool first, then it pauses and keeps its KV. A guest leaves."""
-    made = jobs["prompt"][row] + jobs["made"][row]
-    if jobs["span"][row]:
+    output_tokens = jobs["prompt"][row] + jobs["output_tokens"][row]
+    if jobs["loan_blocks"][row]:
         marks[LATE] += 1
-        mine["goal"][row] = min(made + rule.extra, rule.longest)
+        mine["goal"][row] = min(output_tokens + rule.extra, rule.longest)
         leave(rule, jobs, mine, row, theta, desk)
         return
     more = min(blocks_of(rule.extra, size), blocks_of(rule.longest, size) - jobs["blocks"][row], desk.n[FREE])
-    mine["goal"][row] = min(made + rule.extra, rule.longest)
+    mine["goal"][row] = min(output_tokens + rule.extra, rule.longest)
     if more > 0:
         marks[EXTENDED] += 1
         mine["goal"][row] = min((jobs["blocks"][row] + more) * size, rule.longest)
@@ -350,7 +354,7 @@ def _admit(
     rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, group: int, size: int, desk: StepBuffer
 ) -> bool:
     """Admit a prompt: with all the KV that it will need where there is so much, else into the pool."""
-    n, whole = desk.n, jobs["prompt"][row] + jobs["made"][row]
+    n, whole = desk.n, jobs["prompt"][row] + jobs["output_tokens"][row]
     mine["goal"][row] = max(mine["goal"][row], whole + 1)
     need, prompt = blocks_of(mine["goal"][row], size), blocks_of(whole, size)
     if need <= pooled(n[FREE], rule.reserve, n[POOL]) and n[RUNS] < rule.budget:
@@ -391,7 +395,7 @@ def _rescue(
     if rows.size == 0:
         return
     first = rows[0]
-    whole = jobs["prompt"][first] + jobs["made"][first]
+    whole = jobs["prompt"][first] + jobs["output_tokens"][first]
     least = max(blocks_of(whole, size) + 1 - room_of(jobs, first), 1)
     for i in range(rows.size - 1, 0, -1):
         if desk.n[FREE] >= least and (jobs["running"][first] or desk.n[SEATS] > 0):
@@ -400,7 +404,10 @@ def _rescue(
             leave(rule, jobs, mine, rows[i], theta, desk)
     if desk.n[FREE] < min(least, blocks_of(whole, size) - room_of(jobs, first)):
         return  # rows held by control have the rest
-    if jobs["lent"][first] and blocks_of(jobs["computed"][first] + 1, size) > jobs["lent"][first]:
+    if (
+        jobs["first_lent_block"][first]
+        and blocks_of(jobs["computed"][first] + 1, size) > jobs["first_lent_block"][first]
+    ):
         return  # so does its guest
     _run_first(rule, jobs, mine, first, whole, size, desk)
 

@@ -108,7 +108,7 @@ def _may_live(
 ) -> bool:
     """Tell whether a row can be a guest, with what the slot does not hold of it from free blocks."""
     n, span, queued = desk.n, _span(jobs, mine, row, slot, size), desk.n[POOL]
-    if mine["state"][row] == ACTIVE or jobs["lent"][row] or span <= 0:
+    if mine["state"][row] == ACTIVE or jobs["first_lent_block"][row] or span <= 0:
         return False
     if jobs["running"][row]:
         queued -= jobs["blocks"][row]

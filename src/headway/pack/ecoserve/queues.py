@@ -71,7 +71,9 @@ def look(jobs: Rows, mine: Rows, rows: Ints, most: int, groups: int) -> RowView:
 @compiled
 def _meet(jobs: Rows, mine: Rows, row: int, most: int) -> None:
     mine["serial"][row], mine["state"][row], mine["group"][row] = jobs["serial"][row], WAITING, 0
-    mine["goal"][row] = goal_of(jobs["prompt"][row] + jobs["made"][row], jobs["left"][row], most)
+    mine["goal"][row] = goal_of(
+        jobs["prompt"][row] + jobs["output_tokens"][row], jobs["tokens_left"][row], most
+    )
 
 
 @compiled
@@ -80,7 +82,7 @@ def _kind(jobs: Rows, mine: Rows, row: int) -> int:
     if not jobs["running"][row]:
         mine["state"][row] = WAITING
         return 3
-    if jobs["made"][row] == 0 or missing_of(jobs, row) > 1:
+    if jobs["output_tokens"][row] == 0 or missing_of(jobs, row) > 1:
         return 2
     return 0 if mine["state"][row] == ACTIVE else 1
 
@@ -88,7 +90,7 @@ def _kind(jobs: Rows, mine: Rows, row: int) -> int:
 @compiled
 def left_of(jobs: Rows, mine: Rows, row: int) -> int:
     """Return the tokens that a row is predicted to make yet, at least one."""
-    return int(max(mine["goal"][row] - jobs["prompt"][row] - jobs["made"][row], 1))
+    return int(max(mine["goal"][row] - jobs["prompt"][row] - jobs["output_tokens"][row], 1))
 
 
 @compiled

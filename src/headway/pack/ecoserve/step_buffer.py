@@ -84,8 +84,8 @@ def leave(rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, theta: Floats,
 def _freed(jobs: Rows, row: int) -> int:
     """Return the blocks that are free when a row leaves: its own, less those its guests live in."""
     kept = 0
-    if jobs["lent"][row] and jobs["span"][row] == 0:
+    if jobs["first_lent_block"][row] and jobs["loan_blocks"][row] == 0:
         for other in range(jobs.size):
-            if jobs["span"][other] and jobs["host"][other] == row:
-                kept += jobs["span"][other]
+            if jobs["loan_blocks"][other] and jobs["lender"][other] == row:
+                kept += jobs["loan_blocks"][other]
     return int(jobs["blocks"][row] - kept)

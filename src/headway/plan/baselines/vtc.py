@@ -34,9 +34,9 @@ class VirtualTokenCounter:
         match event:
             case Arrived(request):
                 self._lift(backlog, backlog.row_of[request.id])
-            case Finished(id, made) if id in backlog:
+            case Finished(id, output_tokens) if id in backlog:
                 row = backlog.row_of[id]
-                cost = self._prompt * int(backlog.prompt[row]) + self._answer * made
+                cost = self._prompt * int(backlog.prompt[row]) + self._answer * output_tokens
                 self._served[int(backlog.tenant[row])] += cost
             case Failed(id) if id in backlog and backlog.sent[backlog.row_of[id]]:
                 row = backlog.row_of[id]

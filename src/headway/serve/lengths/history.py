@@ -28,7 +28,9 @@ def keep(path: Path, history: History) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(handle, "wb") as file:
-                np.savez(file, features=history.features, tasks=np.array(history.tasks), made=history.made)
+                np.savez(
+                    file, features=history.features, tasks=np.array(history.tasks), made=history.output_tokens
+                )
             os.replace(name, path)
         except BaseException:
             os.unlink(name)

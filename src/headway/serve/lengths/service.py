@@ -132,10 +132,10 @@ class LengthService:
     def _look(self, text: str, tokens: int) -> Any:
         return features(text, tokens, self._embedder(text) if self._embedder is not None else None)
 
-    def ending(self, request: Request, made: int) -> None:
+    def ending(self, request: Request, output_tokens: int) -> None:
         """Note what is about to be learned: whether the answer was within its padded length."""
-        if self.predictor is not None and made > 0:
-            longer = made > self.lengths.forecast(request).mean
+        if self.predictor is not None and output_tokens > 0:
+            longer = output_tokens > self.lengths.forecast(request).mean
             self._kept.labels("longer" if longer else "within").inc()
 
     def ended(self, id: str) -> None:

@@ -187,14 +187,16 @@ class _Seen:
             jobs.running[rows], _PAUSED,
             np.where(jobs.saved[rows] > 0, State.SAVED, np.where(taken > 0, State.EVICTED, State.WAITING)),
         )  # fmt: skip
-        made = jobs.made[rows]
+        output_tokens = jobs.output_tokens[rows]
         # What was made elsewhere is computed again, too: an engine may swap its model and give work back.
-        again = (computed < self.reach[rows]) | ((made > 0) & (computed < jobs.prompt[rows] + made - 1))
-        fresh = np.where(made == 0, State.PREFILL, State.RUNNING)
+        again = (computed < self.reach[rows]) | (
+            (output_tokens > 0) & (computed < jobs.prompt[rows] + output_tokens - 1)
+        )
+        fresh = np.where(output_tokens == 0, State.PREFILL, State.RUNNING)
         doing = np.where(again, State.RECOMPUTE, fresh)
         state = np.where(tokens > 0, doing, state)
         blocks = jobs.blocks[rows]
-        resumes = (state == State.RECOMPUTE) & (made == 0)
+        resumes = (state == State.RECOMPUTE) & (output_tokens == 0)
         beyond = np.maximum(computed + tokens - self.reach[rows], 0)
         return _Look(
             rows, self.request[rows], state, tokens, computed + tokens, blocks, taken, self.state[rows],

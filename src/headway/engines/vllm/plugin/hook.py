@@ -137,7 +137,7 @@ class HeadwayMixin:
             ttft=facts.ttft,
             tpot=facts.tpot,
             e2e=facts.e2e,
-            left=facts.left,
+            tokens_left=facts.left,
             prompt=request.num_prompt_tokens,
             priority=request.priority,
             serial=self._serial,
@@ -152,10 +152,12 @@ class HeadwayMixin:
         jobs, running = self.jobs, self.running
         jobs.running[:] = False
         rows = np.fromiter((jobs.row_of[r.request_id] for r in running), np.int64, len(running))
-        made = np.fromiter((r.num_output_tokens for r in running), np.int64, len(running))
-        jobs.first[rows[(jobs.made[rows] == 0) & (made > 0)]] = now
-        jobs.left[rows] = np.maximum(jobs.left[rows] - (made - jobs.made[rows]), 1.0)
-        jobs.running[rows], jobs.made[rows] = True, made
+        output_tokens = np.fromiter((r.num_output_tokens for r in running), np.int64, len(running))
+        jobs.first[rows[(jobs.output_tokens[rows] == 0) & (output_tokens > 0)]] = now
+        jobs.tokens_left[rows] = np.maximum(
+            jobs.tokens_left[rows] - (output_tokens - jobs.output_tokens[rows]), 1.0
+        )
+        jobs.running[rows], jobs.output_tokens[rows] = True, output_tokens
         jobs.computed[:], jobs.blocks[:], jobs.saved[:] = 0, 0, 0
         jobs.computed[rows] = np.fromiter((r.num_computed_tokens for r in running), np.int64, len(running))
         jobs.blocks[rows] = -(-jobs.computed[rows] // self._block_size)
@@ -318,7 +320,7 @@ class HeadwayMixin:
             "held": bool(jobs.held[row]),
             "urgency": float(jobs.urgency[row]),
             "computed": int(jobs.computed[row]),
-            "made": int(jobs.made[row]),
+            "output_tokens": int(jobs.output_tokens[row]),
         }
 
 

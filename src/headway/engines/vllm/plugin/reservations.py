@@ -39,7 +39,7 @@ class Reservations(StockKv):
         lent = self._coming.pop(str(self._jobs.keys[row]), None)
         if lent is not None:
             self._manager.block_pool.free_blocks(reversed(lent))
-        if self._jobs.lent[row] or self._jobs.span[row]:
+        if self._jobs.first_lent_block[row] or self._jobs.loan_blocks[row]:
             reservations.settle(self._jobs.data, row)
 
     def refresh(self, rows: Ints) -> None:
@@ -48,11 +48,13 @@ class Reservations(StockKv):
         Loans end of rows that vLLM has preempted outside of a step (when its caches are reset).
         """
         jobs = self._jobs
-        for row in np.flatnonzero(((jobs.span > 0) | (jobs.lent > 0)) & ~jobs.running & jobs.live).tolist():
+        for row in np.flatnonzero(
+            ((jobs.loan_blocks > 0) | (jobs.first_lent_block > 0)) & ~jobs.running & jobs.live
+        ).tolist():
             self.leave(row)
         names = [str(jobs.keys[row]) for row in rows.tolist()]
         held = (len(self._lists[name]) + len(self._coming.get(name, ())) for name in names)
-        jobs.blocks[rows] = np.fromiter(held, np.int64, rows.size) - jobs.span[rows]
+        jobs.blocks[rows] = np.fromiter(held, np.int64, rows.size) - jobs.loan_blocks[rows]
 
     def begin(self, step: Step) -> None:
         """Take note of what a step reserves, and begin its loans."""
@@ -109,7 +111,7 @@ class Reservations(StockKv):
         rows = np.fromiter((jobs.row_of[id] for id in ran), np.int64, count)
         ends = -(-(jobs.computed[rows] + np.fromiter(ran.values(), np.int64, count)) // self._size)
         room = np.fromiter((len(self._lists[id]) for id in ran), np.int64, count)
-        lent = jobs.lent[rows]
+        lent = jobs.first_lent_block[rows]
         assert (ends <= np.where(lent > 0, lent, room)).all(), "a host runs into its guest"
         assert (ends <= room).all(), "a row computes beyond its blocks"
 

@@ -81,11 +81,11 @@ def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, posi
 
 
 def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
-    made = stock(builder, common_prefix_len, common, *args, **kwargs)
-    made.headway = [
+    output_tokens = stock(builder, common_prefix_len, common, *args, **kwargs)
+    output_tokens.headway = [
         call for row, k in _tails if row < common.num_reqs and (call := _call(builder, common, row, k))
     ]
-    return made
+    return output_tokens
 
 
 def _call(builder: Any, common: Any, row: int, k: int) -> Call | None:

@@ -78,14 +78,19 @@ def copies_of(book: TwoEndedTable, host: HostSlots) -> list[Copy]:
     """
     done: list[Copy] = []
     for entry in book.orders[: book.counts[ORDERS]].tolist():
-        made = _copy(entry, int(book.counts[SIZE]), host)
-        if made is None:
+        output_tokens = _copy(entry, int(book.counts[SIZE]), host)
+        if output_tokens is None:
             continue
-        if done and made.way != WITHIN and done[-1].way == made.way and _apart(done[-1], made):
+        if (
+            done
+            and output_tokens.way != WITHIN
+            and done[-1].way == output_tokens.way
+            and _apart(done[-1], output_tokens)
+        ):
             last = done.pop()
-            source, target = (np.concatenate(pair) for pair in zip(last[1:], made[1:], strict=True))
-            made = Copy(made.way, source, target)
-        done.append(made)
+            source, target = (np.concatenate(pair) for pair in zip(last[1:], output_tokens[1:], strict=True))
+            output_tokens = Copy(output_tokens.way, source, target)
+        done.append(output_tokens)
     return done
 
 
