@@ -15,6 +15,7 @@ from headway.core.cluster import Cluster
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
+from headway.plan.dispatch import sends
 from headway.ports import Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.observer import Observer
@@ -41,7 +42,7 @@ class _AtOnce:
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         new = np.flatnonzero(cluster.backlog.live & ~cluster.backlog.sent)
-        return Plan(dict.fromkeys(cluster.instances, new))
+        return Plan(sends(dict.fromkeys(cluster.instances, new), cluster))
 
 
 @dataclass(slots=True)
