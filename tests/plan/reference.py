@@ -13,6 +13,7 @@ from headway.core.cluster import Cluster
 from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
 from headway.plan.dispatch import sends
 from headway.plan.virtual_queue import virtual_queue
+from headway.ports import Planner
 from headway.types import Backlog, Floats, Ints, Plan
 
 Columns = tuple[Floats | Ints, ...]
@@ -33,7 +34,7 @@ COLUMNS: dict[int, Callable[[Backlog, Ints, float], Columns]] = {
 }
 
 
-class Reference:
+class Reference(Planner):
     """Orders everything by a kind of rank, whatever happened before."""
 
     def __init__(self, kind: int, displaces: bool = True) -> None:

@@ -18,6 +18,7 @@ from headway.core.cluster import Cluster, RowSet
 from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY, blocks_of, sent_ahead
 from headway.plan.dispatch import spread
 from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
+from headway.ports import Planner
 from headway.types import Arrived, Backlog, Event, Instance, Plan, Returned, Send
 
 by_arrival, by_priority, by_due, by_attainable_deadline = ARRIVAL, PRIORITY, DUE, ATTAINABLE
@@ -52,20 +53,25 @@ class _Full:
     blocks: int = -1
 
 
-class Ordered:
+class Ordered(Planner):
     """A kind of rank (`core/ranks.py`) for every instance.
 
     Attributes:
         kind: of the rank.
         displaces: queued requests may overtake those inside an engine.
         ranked: each `Send` carries the first number of its rank, so that the engine orders by it, too.
+        pull: requests stay in the queue until an engine has room for them.
         key: the planner's own first number of a queued request's rank; it must not change while it waits.
     """
 
+    pull = True
+
     def __init__(
-        self, kind: int, displaces: bool = True, *, ranked: bool = False, key: Key | None = None
-    ) -> None:
+        self, kind: int, displaces: bool = True, *, pull: bool = True, ranked: bool = False,
+        key: Key | None = None,
+    ) -> None:  # fmt: skip
         assert key is None or not displaces, "what is inside has no key of the planner's own"
+        self.pull = pull
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
         self._queues: dict[tuple[int, int], WaitingQueue] = {}
         self._limits: dict[int, list[int]] = {}
