@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
-from headway.memory.exact import reserve_of
+from headway.memory.reservations import pool_blocks
 from headway.pack.ecoserve import step_buffer as places
 from headway.pack.ecoserve.iteration import decide
 from headway.pack.ecoserve.queues import MINE
@@ -111,7 +111,7 @@ class EcoServe:
         o = self.options
         idle = max(int(o.idle * ledger.total), 1)
         return EcoServeParams(
-            min(o.tfs, self.budget), self.budget, reserve_of(ledger.total, o.reserve), o.buffer, ledger.size,
+            min(o.tfs, self.budget), self.budget, pool_blocks(ledger.total, o.reserve), o.buffer, ledger.size,
             o.extra, idle, o.synced, o.ordered, o.lends, self.copy_seconds,
             min(self.longest, ledger.total * ledger.size),
         )  # fmt: skip
