@@ -278,7 +278,8 @@ Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | Instance
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a queued request to an engine. rank: its `Jobs.urgency` there, lower first; 0 = the packer's order."""
+    """Hand a queued request to an engine. rank: its `Jobs.urgency` there, lower first; 0 = the packer's
+    order."""
 
     id: str
     instance: str
@@ -348,15 +349,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Loans:
-    """Blocks lent inside reservations, aligned rows: guest i gets `span` blocks of host i's from `start` on.
+    """Blocks lent inside reservations (`memory/reservations.py`), as aligned arrays.
 
-    Blocks are counted from the host's first (its own, then those it borrows itself).
+    borrower: row that gets the loan.
+    lender: row whose tail is lent.
+    start: first block of the loan, counted from the lender's first (its own, then those it borrows itself).
+    blocks: length of the loan.
     """
 
-    guest: Ints
-    host: Ints
+    borrower: Ints
+    lender: Ints
     start: Ints
-    span: Ints
+    blocks: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +373,8 @@ class Step:
     save: running rows whose KV is copied to the host and freed (swap); admitted later, they go on from there.
     reserve: per row of `order`, tokens whose blocks the engine holds for it from this step on, whatever it
     has computed (exact allocation); None = as it grows. lend: loans that begin now, after evict and save;
-    what a guest needs beyond its loan comes from free blocks. The engine refuses (assert) a host that would
-    run into a guest, and a guest that would outgrow its loan.
+    what a borrower needs beyond its loan comes from free blocks. The engine refuses (assert) a lender that
+    would write into a loan, and a borrower that would outgrow it.
     """
 
     order: Ints
