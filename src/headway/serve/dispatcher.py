@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 from headway.broker import open_broker
 from headway.broker.port import Broker, Job
 from headway.config import Config, state_dir
-from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.engines.vllm.process.client import EngineGone, VllmEngine
 from headway.engines.vllm.request_metadata import write_metadata
@@ -114,9 +113,7 @@ class Dispatcher:
         self.metrics = Metrics()
         self.foresight = LengthService(self.recipe, config.predictor, self.metrics, config.history)
         planner = self.recipe.planner()
-        self.controller = Controller(
-            planner, self.foresight.lengths, config.server.max_queued, Cluster(pull=planner.pull)
-        )
+        self.controller = Controller(planner, self.foresight.lengths, config.server.max_queued)
         log_dir = log_dir or state_dir()
         self.engines = {
             f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir, self.tell)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.engines.simulated.engine import Ran
 from headway.errors import ConfigError, HeadwayError
@@ -54,9 +53,7 @@ class Loop:
         self.observer = observer
         recipe = simulation.recipe
         planner = recipe.planner()
-        self.controller = Controller(
-            planner, simulation.lengths, simulation.max_queued, Cluster(pull=planner.pull)
-        )
+        self.controller = Controller(planner, simulation.lengths, simulation.max_queued)
         self.hosts = {node.instance.id: SimulatedInstance(node, recipe) for node in simulation.nodes}
         self._codes = {name: i for i, name in enumerate(self.hosts)}
         self._plan_seconds, self._tick = simulation.plan_seconds, simulation.tick
