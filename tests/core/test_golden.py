@@ -43,7 +43,7 @@ MIX = (
 
 
 def workload(n: int = 60, seed: int = 7) -> list[tuple[Request, int]]:
-    """Return requests and their output lengths; only `Random.random`, whose stream no Python version changes."""
+    """Return requests and output lengths; `Random.random` gives the same stream in every Python version."""
     rng, now, out = Random(seed), 0.0, []
     for i in range(n):
         now = round(now - 0.035 * math.log(1 - rng.random()) * (3 if i % 20 < 8 else 0.5), 4)

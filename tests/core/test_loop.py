@@ -1,4 +1,4 @@
-"""No deadlock or livelock: every recipe finishes requests that each fit alone, in a bounded number of iterations."""
+"""Liveness: every recipe finishes requests that each fit alone, in a bounded number of iterations."""
 
 from __future__ import annotations
 
