@@ -30,6 +30,7 @@ MARKERS = {
     "sim/test_story.py": ("slow",),
     "test_model.py": ("slow",),
 }
+assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 

@@ -1,6 +1,6 @@
 """`headway serve` as a user runs it: a process with a real vLLM child and a queue on disk.
 
-Every wait is for a condition. The limits are for a machine with all cores busy and say only that a wait is hopeless.
+Every wait is for a condition; the limits only end a wait that is hopeless, on a machine with all cores busy.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import httpx
 import psutil
+
 from tests.e2e.server import ANSWER_S, Headway, gone
 
 
