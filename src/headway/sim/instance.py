@@ -181,7 +181,8 @@ class SimulatedInstance:
         request, left, before = given.request, given.left, given.before
         row = self.engine.add(
             request.id, request.prompt_tokens, given.output, arrival=request.arrival, slo=request.slo,
-            priority=request.priority, left=left if before is None else max(left - before.output_tokens, 1.0),
+            priority=request.priority,
+            tokens_left=left if before is None else max(left - before.output_tokens, 1.0),
         )  # fmt: skip
         if before is not None:
             jobs = self.engine.jobs
