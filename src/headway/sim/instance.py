@@ -189,14 +189,15 @@ class SimulatedInstance:
 
     def _add(self, submission: Submission) -> int:
         """Return the request's row; a preempted one goes on after the tokens that it has made."""
-        request, left, before = submission.request, submission.tokens_left, submission.preempted
+        request, tokens_left, before = submission.request, submission.tokens_left, submission.preempted
+        if before is not None:
+            tokens_left = max(tokens_left - before.output_tokens, 1.0)
         row = self.engine.add(
             request.id, request.prompt_tokens, submission.output, arrival=request.arrival, slo=request.slo,
-            priority=request.priority, left=left if before is None else max(left - before.output_tokens, 1.0),
+            priority=request.priority, tokens_left=tokens_left, urgency=submission.rank,
         )  # fmt: skip
-        jobs = self.engine.jobs
-        jobs.urgency[row] = submission.rank
         if before is not None:
+            jobs = self.engine.jobs
             jobs.output_tokens[row], jobs.evictions[row] = before.output_tokens, before.evictions
             if before.output_tokens:
                 jobs.first[row] = before.first
@@ -204,10 +205,7 @@ class SimulatedInstance:
 
     def rerank(self, ranks: Mapping[str, float]) -> None:
         """Set the urgency of requests that are inside or submitted; ids of others are ignored."""
-        jobs = self.engine.jobs
-        for id, rank in ranks.items():
-            if id in jobs:
-                jobs.urgency[jobs.row_of[id]] = rank
+        self.engine.rerank(ranks)
         self.submissions = [replace(s, rank=ranks.get(s.request.id, s.rank)) for s in self.submissions]
 
     def take_all(self, *, keep: bool) -> dict[str, Preempted]:
