@@ -35,10 +35,10 @@ class Engine:
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
-    def add(self, name: str, prompt: list[int], tokens: int, **facts: float) -> None:
+    def add(self, name: str, prompt: list[int], tokens: int, **metadata: float) -> None:
         from vllm import SamplingParams
 
-        extra = {f"headway_{key}": value for key, value in facts.items()} | {"headway_id": name}
+        extra = {f"headway_{key}": value for key, value in metadata.items()} | {"headway_id": name}
         params = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )
