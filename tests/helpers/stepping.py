@@ -64,7 +64,7 @@ class Stepper:
         """Queue a request; tokens_left is its forecast (default: its target)."""
         self.engine.add(
             task.id, task.prompt, task.target, arrival=task.arrival, slo=task.slo, priority=task.priority,
-            left=tokens_left,
+            tokens_left=tokens_left,
         )  # fmt: skip
 
     def step(self) -> Iteration:
