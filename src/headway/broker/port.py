@@ -1,8 +1,8 @@
 """The broker's interface: what every kind of broker stores and guarantees.
 
-A `Broker` is one gateway's connection to a store that several gateways may share. The gateway has one lease,
-and holds every job that it put or took under this lease, so that a heartbeat costs one write however many jobs
-are open. When a gateway dies its lease runs out, and the others take its jobs.
+A `Broker` is one gateway's connection to a store that several gateways may share. The gateway has one
+lease, and holds every job that it put or took under this lease, so that a heartbeat costs one write however
+many jobs are open. When a gateway dies its lease runs out, and the others take its jobs.
 
 Guarantees, for any number of gateways:
   - A job whose `put` has returned is kept until it is done or failed, and afterwards until it is forgotten.
@@ -61,7 +61,7 @@ class Broker(Protocol):
 
     @property
     def owner(self) -> str:
-        """The gateway's name, different for every gateway that uses the store."""
+        """The gateway's name, different for every gateway that uses the store and for every start of one."""
 
     async def renew(self, until: float) -> bool:
         """Extend the lease to that instant; the first call begins it.
@@ -78,10 +78,11 @@ class Broker(Protocol):
         """
 
     async def take(self, now: float, limit: int) -> list[Job]:
-        """Take up to `limit` open jobs that no lease protects at `now`, oldest first; empty when all are held.
+        """Take up to `limit` open jobs that no lease protects at `now`, oldest first; [] when all are held.
 
         These are jobs that were given back, and those of other gateways whose lease ended at or before `now`.
-        Order is by arrival, then by put. Raises HeadwayError (503) before the first `renew`.
+        Order is by arrival, then by put. A caller that is cancelled may have taken jobs without seeing them:
+        the gateway then holds them until it closes. Raises HeadwayError (503) before the first `renew`.
         """
 
     async def give_back(self, id: str) -> bool:

@@ -1,7 +1,7 @@
 """A broker in one SQLite file, which gateways on one machine may share and which survives crashes.
 
-Each gateway has one thread that writes. Calls that arrive while a commit is under way share the next one (group
-commit), so a hundred waiting callers cost one fsync. A call returns after the commit that contains it.
+Each gateway has one thread that writes. Calls that arrive while a commit is under way share the next one
+(group commit), so a hundred waiting callers cost one fsync. A call returns after the commit that contains it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ LEAVE = "UPDATE leases SET ended = 1 WHERE owner = ?"
 PUT = f"""INSERT INTO jobs ({COLUMNS}) SELECT {", ".join("?" * len(FIELDS))}
     WHERE EXISTS (SELECT 1 FROM leases WHERE owner = ?) ON CONFLICT (id) DO NOTHING"""
 # The first jobs of each ended lease, then the first of these: held jobs are never scanned.
-FREE = f"""WITH free (owner) AS (SELECT NULL UNION ALL SELECT owner FROM leases WHERE ended AND owner <> :owner)
+FREE = f"""WITH free (owner) AS (
+        SELECT NULL UNION ALL SELECT owner FROM leases WHERE ended AND owner <> :owner)
     SELECT seq, {COLUMNS} FROM jobs WHERE seq IN (
         SELECT first.seq FROM free CROSS JOIN jobs AS first ON first.seq IN (
             SELECT seq FROM jobs AS held WHERE held.state = 'open' AND held.owner IS free.owner
@@ -141,9 +142,8 @@ class SqliteBroker:
         """Delete jobs and leases that ended before that instant, in several commits; return how many jobs."""
         total, deleted = 0, SWEEP
         while deleted == SWEEP:
-            deleted = await self._write(partial(_changes, FORGET, [before, SWEEP]))
+            deleted = await self._write(partial(_forget, before))
             total += deleted
-        await self._write(partial(_changes, FORGET_LEASES, [before]))
         return total
 
     async def close(self) -> None:
@@ -263,6 +263,11 @@ def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Jo
     for job in jobs:
         job.owner = owner
     return jobs
+
+
+def _forget(before: float, db: sqlite3.Connection) -> int:
+    db.execute(FORGET_LEASES, [before])
+    return db.execute(FORGET, [before, SWEEP]).rowcount
 
 
 def _check_lease(owner: str, db: sqlite3.Connection) -> None:
