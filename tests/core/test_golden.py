@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from headway.core.controller import Controller
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
 from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.task import TaskLengths
@@ -127,10 +128,10 @@ def decisions(recipe: str) -> list[str]:
     policy, latency = RECIPES[recipe], OnlineLatency()
     engines = {}
     for name, (instance, slots) in FLEET.items():
-        packer = policy.packer(instance.max_running, BUDGET, latency)
+        spec = EngineSpec(instance.max_running, BUDGET, instance.block_size, latency=latency)
         engine = SimulatedEngine(
-            packer, blocks=instance.blocks_total, size=instance.block_size, slots=slots, budget=BUDGET,
-            max_model_len=MAX_MODEL_LEN,
+            policy.packer(spec), blocks=instance.blocks_total, size=instance.block_size, slots=slots,
+            budget=BUDGET, max_model_len=MAX_MODEL_LEN,
         )  # fmt: skip
         engines[name] = Stepper(engine, latency)
     requests = workload()

@@ -75,13 +75,13 @@ class Simulation:
         when requests wait that the planner sends nowhere.
         """
         check(self.nodes)
-        check_fleet(self.nodes, self.workload, swaps=self.recipe.swaps)
+        check_fleet(self.nodes, self.workload, swaps=self.recipe.planner().swaps)
         self._check_failures()
         if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
         instances = [SimulatedInstance(spec, self.recipe) for spec in self.nodes]
-        cluster = Cluster(pull=self.recipe.pull)
-        controller = Controller(self.recipe.planner(), self.lengths, self.max_queued, cluster)
+        planner = self.recipe.planner()
+        controller = Controller(planner, self.lengths, self.max_queued, Cluster(pull=planner.pull))
         loop = Loop(
             self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
             failures=self.failures, observer=observer,
@@ -92,7 +92,7 @@ class Simulation:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""
         plain = len(self.nodes) == 1 and not self.failures and self.plan_seconds is no_time
         plain = plain and math.isinf(self.until)
-        plain = plain and self.recipe.pull and not self.nodes[0].others and not self.nodes[0].delays
+        plain = plain and self.recipe.planner().pull and not self.nodes[0].others and not self.nodes[0].delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
         world = compiled_loop.world(self.recipe, self.nodes[0], self.workload, self.lengths)
