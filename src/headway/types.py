@@ -7,7 +7,7 @@ randomness: `now` and generators are arguments wherever they are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -45,9 +45,8 @@ class Slo:
         return "deadline" if self.e2e is not None else "best_effort"
 
     def due(self, arrival: float) -> float:
-        """Instant by which the next visible thing is owed: first token, else the whole answer, else never."""
-        first = self.ttft if self.ttft is not None else self.e2e
-        return arrival + first if first is not None else math.inf
+        """Instant by which the first promised thing is owed: first token or whole answer, inf = neither."""
+        return arrival + min((s for s in (self.ttft, self.e2e) if s is not None), default=math.inf)
 
     def met(self, ttft: float, tpot: float, e2e: float) -> bool:
         """Tell whether measured seconds keep every promise made."""
@@ -327,16 +326,24 @@ Command = Send | Rerank | Swap | Warm | Reject
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The slow loop's decision: per instance the rows of the `Backlog` in order, sent ones included.
+    """The slow loop's decision: what is to be done now. What lies behind in the queue is the planner's.
 
-    A request not sent yet may stand in several lines: it goes to the first instance with room for it.
-    swap, warm: instance -> model it shall serve, or hold in host memory. reject: queued rows to refuse.
+    Attributes:
+        send: queued requests to hand to engines, in this order; each has at most one entry.
+        rerank: new ranks for requests that are inside engines.
+        swap: instance -> model it shall serve.
+        warm: instance -> model whose weights it shall hold in host memory.
+        reject: queued requests to refuse.
+        based_on: `Cluster.version` of the snapshot that a planner read which takes its time; what no longer holds
+            is dropped. None = the plan is for the cluster as it is.
     """
 
-    lines: dict[str, Ints]
+    send: Sequence[Send] = ()
+    rerank: Sequence[Rerank] = ()
     swap: Mapping[str, str] = field(default_factory=dict)
     warm: Mapping[str, str] = field(default_factory=dict)
-    reject: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    reject: Sequence[str] = ()
+    based_on: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import SLACK, pack
-from headway.plan.ordered import Ordered, Rank, by_arrival, by_attainable_deadline, by_due, by_priority
+from headway.plan.ordered import Ordered, by_arrival, by_attainable_deadline, by_due, by_priority
 from headway.recipes.recipe import Recipe
 from headway.sim.instance import InstanceSpec
 from headway.sim.workload.traffic import Workload
@@ -309,7 +309,7 @@ def _pop(w: RunState, heap: int) -> int:
 # ---- from a `Simulation` and back
 
 
-_RANKS: dict[tuple[Rank, bool], int] = {
+_RANKS: dict[tuple[int, bool], int] = {
     (by_arrival, False): ARRIVAL, (by_priority, True): PRIORITY, (by_due, True): DUE, (by_attainable_deadline, True): ATTAINABLE,
 }  # fmt: skip
 
@@ -318,7 +318,7 @@ def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskL
     """Return the start of a compiled run; None when a part of it is known to Python only."""
     instance, planner, latency = node.instance, recipe.planner(), OnlineLatency()
     params = recipe.packer(node.spec(latency)).params
-    kind = _RANKS.get((planner.rank, planner.displaces)) if isinstance(planner, Ordered) else None
+    kind = _RANKS.get((planner.kind, planner.displaces)) if isinstance(planner, Ordered) else None
     simple = workload.models == (instance.model,) and not lengths.taught
     if params is None or kind is None or not isinstance(node.latency, FixedLatency) or not simple:
         return None
@@ -345,7 +345,7 @@ def _jobs(workload: Workload) -> Rows:
 def _asks(workload: Workload, kind: int) -> Rows:
     """Return the planner's columns: its rank, what lengths are forecast from."""
     asks = np.zeros(len(workload), _ASK)
-    first = np.where(np.isinf(workload.ttft), workload.e2e, workload.ttft)
+    first = np.minimum(workload.ttft, workload.e2e)
     asks["max_tokens"], asks["task"] = workload.max_tokens, workload.tier
     asks["key2"] = workload.arrival
     asks["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(
