@@ -60,7 +60,7 @@ PLUGIN = "headway.engines.vllm.plugin"
 PLUGIN_USERS = {"bench/validate/", "bench/live/hook_overhead.py", "bench/papers/", "engines/vllm/oracle.py"}
 FILE_LINES, FUNCTION_LINES = 400, 40
 # Exceptions to these limits. An entry leaves the list with the code that needed it: a stale one fails, too.
-LONG_FILES: set[str] = {"pack/ecoserve/iteration.py"}
+LONG_FILES: set[str] = {"pack/ecoserve/iteration.py", "serve/dispatcher.py"}
 LONG_FUNCTIONS: set[str] = {
     "bench/cli.py::compare",
     "cli.py::simulate",
