@@ -183,7 +183,7 @@ def test_a_circle_is_found() -> None:
 
 def test_ports_holds_protocols_only() -> None:
     classes = [n for n in ast.parse((ROOT / "ports.py").read_text()).body if isinstance(n, ast.ClassDef)]
-    assert len(classes) >= 5
+    assert classes
     bare = [c.name for c in classes if "Protocol" not in {ast.unparse(b).split("[")[0] for b in c.bases}]
     assert bare == []
 
