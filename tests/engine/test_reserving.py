@@ -60,7 +60,7 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
         wanted[f"r{i}"] = output
         left = output * math.exp(noise * rng.standard_normal())
         run.engine.add(
-            f"r{i}", prompt, output, arrival=when, left=left, slo=Slo(e2e=float(rng.uniform(1, 9)))
+            f"r{i}", prompt, output, arrival=when, tokens_left=left, slo=Slo(e2e=float(rng.uniform(1, 9)))
         )
     while run.engine.busy:
         run.iterate()

@@ -91,9 +91,9 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
             super()._drain(now)
             backlog = self.controller.cluster.backlog
             waiting = {int(code) for code in backlog.model[backlog.live & ~backlog.sent]}
-            for host in self.hosts.values():
-                code = self.controller.cluster.code(host.form.instance.model)
-                assert host.running is not None or code not in waiting
+            for instance in self.instances.values():
+                code = self.controller.cluster.code(instance.variant.instance.model)
+                assert instance.running is not None or code not in waiting
                 checked += code in waiting
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ heaps instead of tables, and `tests/sim/test_fast.py` requires the same outcome 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,9 @@ from headway.memory.budget import KvBudget
 from headway.pack.kernels import SLACK, pack
 from headway.plan.ordered import Ordered, by_arrival, by_attainable_deadline, by_due, by_priority
 from headway.recipes.recipe import Recipe
+from headway.sim.instance import InstanceSpec
 from headway.sim.workload.traffic import Workload
 from headway.types import Floats, Ints, Jobs
-
-if TYPE_CHECKING:
-    from headway.sim.run import InstanceSpec
 
 Rows = NDArray[np.void]
 # How a planner ranks; each is a rank of `plan/ordered.py`.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway.core.controller import Controller
 from headway.errors import ConfigError
 from headway.forecast.lengths.padded import SHARE, Padded
 from headway.forecast.lengths.task import TaskLengths
@@ -19,7 +20,7 @@ from headway.ports import Lengths
 from headway.recipes.recipe import Recipe
 from headway.sim import compiled_loop
 from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec, Load, check, check_fleet
+from headway.sim.instance import InstanceSpec, Load, SimulatedInstance, check, check_fleet
 from headway.sim.loop import CHUNK, Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
@@ -77,9 +78,14 @@ class Simulation:
         self._check_failures()
         if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
-        run = Loop(self, observer)
-        run.go(progress, self.until)
-        return run.outcome
+        instances = [SimulatedInstance(spec, self.recipe) for spec in self.nodes]
+        planner = self.recipe.planner()
+        controller = Controller(planner, self.lengths, self.max_queued)
+        loop = Loop(
+            self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
+            failures=self.failures, observer=observer,
+        )  # fmt: skip
+        return loop.run(progress, self.until)
 
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""

@@ -115,9 +115,12 @@ class TwoEndedEngine(HostPoolEngine):
 
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
-        priority: int = 0, left: float | None = None,
+        priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
     ) -> int:  # fmt: skip
-        row = super().add(id, prompt, output, arrival=arrival, slo=slo, priority=priority, left=left)
+        row = super().add(
+            id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
+            urgency=urgency,
+        )  # fmt: skip
         if self.target.size > self.book.kind.size:
             self.book = slots_of.resized(self.book, self.target.size)
         promised = slo is not None and slo.objective != "best_effort"
