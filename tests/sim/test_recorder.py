@@ -79,7 +79,7 @@ def test_moves_say_when_each_request_was_sent() -> None:
     assert sorted(run.recording.moves["request"]) == list(range(len(run.workload)))
     sent = run.recording.moves
     assert (sent["time"] >= run.workload.arrival[sent["request"]]).all()
-    assert (sent["instance"] == run.outcome.node[sent["request"]]).all()
+    assert (sent["instance"] == run.outcome.instance[sent["request"]]).all()
 
 
 def test_a_full_recording_says_what_to_do() -> None:

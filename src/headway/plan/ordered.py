@@ -47,10 +47,15 @@ def by_attainable_deadline(backlog: Backlog, rows: Ints, now: float) -> tuple[Fl
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """One rank for every instance. `displaces`: queued requests may overtake those inside an engine."""
+    """One rank for every instance.
+
+    displaces: queued requests may overtake those inside an engine.
+    ranked: each `Send` carries the first number of its rank, so that the engine orders by it, too.
+    """
 
     rank: Rank
     displaces: bool = True
+    ranked: bool = False
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return for each instance all requests inside it and all it may still get, in rank order."""

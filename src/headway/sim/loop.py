@@ -189,7 +189,7 @@ class Loop:
             self.outcome.failed += 1
             self._inbox.append(Failed(id, "too_long"))
         else:
-            self.outcome.node[row] = self._numbers[instance.id]
+            self.outcome.instance[row] = self._numbers[instance.id]
             tokens_left = self.controller.lengths.forecast(request).mean
             if self.observer is not None:
                 self.observer.sent(row, self._numbers[instance.id], now)

@@ -49,7 +49,7 @@ class Fleet:
         spec = fleets.Spec(
             self.profile, self.count, model, self.max_running, self.budget, self.max_model_len, self.kv_tokens
         )
-        return spec.nodes()
+        return spec.instances()
 
 
 @dataclass(frozen=True, slots=True)

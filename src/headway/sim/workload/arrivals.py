@@ -1,8 +1,7 @@
-"""When do requests come?
+"""Arrival processes: sorted float64 arrays of seconds from the start, drawn by an explicit generator.
 
-Arrivals are sorted float64 arrays of seconds from the start, drawn by an explicit generator: the same seed
-gives the same arrivals. Words and meaning are those of `vllm bench serve` (--request-rate,
---burstiness); a recorded trace (`traces.py`) is the same kind of array and is brought to a rate here.
+The same seed gives the same arrivals. Terms and meaning are those of `vllm bench serve` (--request-rate,
+--burstiness). A recorded trace (`traces.py`) is the same kind of array and is rescaled to a rate here.
 """
 
 from __future__ import annotations
