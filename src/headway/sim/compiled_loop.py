@@ -1,6 +1,6 @@
 """The simulation of `loop.py` as one compiled loop, about a thousand times faster than real time.
 
-It covers one instance, an `Ordered` planner and a packer with a `rule`. It calls the very functions that
+It covers one instance, an `Ordered` planner and a packer with `params`. It calls the very functions that
 those packers, the engine, the latency model and vLLM's hook call; only the slow loop's bookkeeping is written
 anew, as heaps instead of tables. `tests/sim/test_compiled_loop.py` requires the same outcome to the last bit.
 """
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.core.engine_spec import PackerParams
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import FREE, HOLDING, Limits
 from headway.forecast.latency.laws import law
@@ -20,7 +21,7 @@ from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.memory.budget import KvBudget
-from headway.pack.kernels import SLACK, PackerParams, pack
+from headway.pack.kernels import SLACK, pack
 from headway.plan.ordered import Ordered, Rank, by_arrival, by_attainable_deadline, by_due, by_priority
 from headway.recipes.recipe import Recipe
 from headway.sim.instance import InstanceSpec
@@ -82,7 +83,7 @@ class RunState(NamedTuple):
     balance: the engine's KV account.
     first, end: as in `Outcome`.
     prior: forecast output tokens of a task without any answer.
-    packer: the packer's `rule`.
+    packer: the packer's `params`.
     """
 
     progress: Rows
@@ -263,7 +264,7 @@ def _head(run: RunState, now: float) -> int:
 
 @compiled
 def _belongs(run: RunState, i: int, heap: int) -> bool:
-    """Tell whether i, the first of a heap, is within the dispatch window, and its KV fits behind the others'."""
+    """Tell whether i, the first of a heap, is within the dispatch window and its KV fits."""
     progress = run.progress[0]
     # The loop takes the columns, not the whole state: each array in a call costs its reference count.
     ahead, blocks, requests, kind = 0, 0, run.requests, run.planner.kind
@@ -365,10 +366,10 @@ def initial_state(
 ) -> RunState | None:
     """Return the start of a compiled run; None when a part of it is known to Python only."""
     instance, planner, latency = spec.instance, recipe.planner(), OnlineLatency()
-    rule = getattr(recipe.packer(instance.max_running, spec.budget, latency), "rule", None)
+    params = recipe.packer(spec.engine_spec(latency)).params
     kind = _RANKS.get((planner.rank, planner.displaces)) if isinstance(planner, Ordered) else None
     known = workload.models == (instance.model,) and not lengths.taught
-    if rule is None or kind is None or not isinstance(spec.latency, FixedLatency) or not known:
+    if params is None or kind is None or not isinstance(spec.latency, FixedLatency) or not known:
         return None
     assert isinstance(planner, Ordered)
     n, tasks = len(workload), len(workload.tiers)
@@ -381,7 +382,7 @@ def initial_state(
         lengths=np.zeros((tasks, lengths.window), np.int64), learned=np.zeros(tasks, np.int64),
         theta=latency.theta, cov=latency.cov, cap=latency.cap, law=law_params,
         balance=np.array([instance.blocks_total, 0]), first=np.full(n, np.nan), end=np.full(n, np.nan),
-        law_kind=law_kind, prior=lengths.prior, packer=rule, planner=_planner(kind, planner, instance),
+        law_kind=law_kind, prior=lengths.prior, packer=params, planner=_planner(kind, planner, instance),
         limits=Limits(instance.block_size, spec.slots, spec.budget, instance.max_model_len),
         forget=latency.forget, surprise=latency.surprise,
     )  # fmt: skip

@@ -77,14 +77,14 @@ class Simulation:
         Raises ConfigError, before anything runs, for a fleet that can never serve this workload; HeadwayError
         when requests wait that the planner sends nowhere.
         """
+        planner = self.recipe.planner()
         check(self.instances)
-        check_fleet(self.instances, self.workload, swaps=self.recipe.swaps)
+        check_fleet(self.instances, self.workload, swaps=planner.swaps)
         self._check_failures()
         if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
         instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
-        cluster = Cluster(pull=self.recipe.pull)
-        controller = Controller(self.recipe.planner(), self.lengths, self.max_queued, cluster)
+        controller = Controller(planner, self.lengths, self.max_queued, Cluster(pull=planner.pull))
         loop = Loop(
             self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
             failures=self.failures, observer=observer,
@@ -95,7 +95,8 @@ class Simulation:
         """Run as one compiled loop; None when a part of this run cannot be compiled."""
         plain = len(self.instances) == 1 and not self.failures and self.plan_seconds is no_time
         plain = plain and math.isinf(self.until)
-        plain = plain and self.recipe.pull and not self.instances[0].others and not self.instances[0].delays
+        one = self.instances[0]
+        plain = plain and self.recipe.planner().pull and not one.others and not one.delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
         state = compiled_loop.initial_state(self.recipe, self.instances[0], self.workload, self.lengths)

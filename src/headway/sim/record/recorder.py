@@ -187,7 +187,9 @@ class _Seen:
         tokens, computed, evictions = scheduled[rows], jobs.computed[rows], jobs.evictions[rows]
         state = np.where(
             jobs.running[rows], _PAUSED,
-            np.where(jobs.saved[rows] > 0, State.SAVED, np.where(evictions > 0, State.EVICTED, State.WAITING)),
+            np.where(
+                jobs.saved[rows] > 0, State.SAVED, np.where(evictions > 0, State.EVICTED, State.WAITING)
+            ),
         )  # fmt: skip
         output_tokens = jobs.output_tokens[rows]
         # Tokens made in another engine are computed again, too: a swap of models gives requests back.
@@ -203,8 +205,8 @@ class _Seen:
         return _Look(
             rows, self.request[rows], state, tokens, computed + tokens, blocks, evictions, self.state[rows],
             changed=(state != self.state[rows]) | (tokens != self.tokens[rows]),
-            lost=(evictions > self.evictions[rows]) & (self.state[rows] >= 0), gained=blocks - self.blocks[rows],
-            resumed=int(beyond[resumes].sum()),
+            lost=(evictions > self.evictions[rows]) & (self.state[rows] >= 0),
+            gained=blocks - self.blocks[rows], resumed=int(beyond[resumes].sum()),
         )  # fmt: skip
 
     def keep(self, look: _Look) -> None:

@@ -108,7 +108,7 @@ class Reader:
         self.held = _held(record.iterations, record.changes, self.stays, self.local, self.starts)
 
     def iteration(self, number: int) -> Log:
-        """Return request, state and tokens of every request inside the instance in an iteration (of the run)."""
+        """Return request, state and tokens of all inside the instance in an iteration (of the run)."""
         instance, at = int(self.run.recording.iterations["instance"][number]), int(self.local[number])
         held = self.held
         there = (held["instance"] == instance) & (held["low"] <= at) & (at < held["high"])
@@ -147,7 +147,7 @@ class Reader:
                 yield Span(_name(row["state"]), start, start, instance, int(number))
 
     def _explained(self, request: int, span: Span) -> Span:
-        """Return the span with the requests that were served in the meantime and those that took what it lost."""
+        """Return the span with the requests served in the meantime and those that took what it lost."""
         if span.state == _name(State.RUNNING):
             return span
         if span.state == OUT:
@@ -168,7 +168,7 @@ class Reader:
         return self._shares(request, others, (work.prompt + work.output)[others])
 
     def _served(self, request: int, span: Span) -> tuple[Share, ...]:
-        """Return the other requests that computed in its engine, from the iteration on in which it was submitted."""
+        """Return the other requests that computed in its engine, from its submission on."""
         starts, held = self.starts[span.instance], self.held
         low = max(int(np.searchsorted(starts, span.start, "right")) - 1, 0)
         high = int(np.searchsorted(starts, span.end, "left"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import Obstacle
 from headway.engines.simulated.kernels import Limits
 from headway.engines.simulated.two_ended import account
 from headway.engines.vllm.plugin.right_aligned_attention import reads_from_the_right
@@ -40,14 +41,15 @@ _COPIES = ((SAVE, "saved_tokens"), (LOAD, "loaded_tokens"), (MOVE, "moved_tokens
 _MULTIPLE = 32  # tokens: what the CPU attention's blocks consist of
 
 
-def why_not(scheduler: Any) -> str | None:
+def obstacle(scheduler: Any) -> Obstacle | None:
     """Return why this engine cannot have two-ended blocks, None = it can."""
+    if not isinstance(scheduler.connector, TwoEndedPool):
+        return Obstacle("its connector was not given at start", "start the engine by Headway")
     config, cache = scheduler.vllm_config, scheduler.vllm_config.cache_config
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec
     plain = type(spec).__name__ == "FullAttentionSpec" and getattr(spec, "sliding_window", None) is None
     reasons = {
-        "its connector was not given at start": not isinstance(scheduler.connector, TwoEndedPool),
         "it is not the CPU's attention": config.device_config.device_type != "cpu",
         "the model's layers differ in their KV, or have a window": len(groups) != 1 or not plain,
         "prefix caching is on; start with --no-enable-prefix-caching": cache.enable_prefix_caching,
@@ -58,9 +60,9 @@ def why_not(scheduler: Any) -> str | None:
         f"blocks are not multiples of {_MULTIPLE} tokens": scheduler.block_size % _MULTIPLE != 0,
     }
     found = next((why for why, hinders in reasons.items() if hinders), None)
-    if found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype):
-        return found
-    return "this machine's attention does not read a block from the right"
+    if not (found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)):
+        found = "this machine's attention does not read a block from the right"
+    return Obstacle(found, "choose bros-plain-blocks") if found else None
 
 
 class TwoEnds:
@@ -124,8 +126,7 @@ class TwoEnds:
     def ledger(self, plain: KvBudget) -> TwoEndedBudget:
         """Return the account of empty blocks, and what each row needs to be read back."""
         moves = checkpoint.lost_places(self.book, np.arange(self.inside.size))
-        copy, total, free = self.pool.copy_seconds, plain.total, int(self.book.counts[EMPTY])
-        return TwoEndedBudget(total, free, plain.size, plain.slots, copy, moves, True)
+        return TwoEndedBudget(plain.total, int(self.book.counts[EMPTY]), plain.size, plain.slots, moves)
 
     def plan(self, step: Step) -> Step:
         """Account the step on the book. Returns what vLLM is to carry out: who runs, who has lost all KV."""
