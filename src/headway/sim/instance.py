@@ -294,7 +294,7 @@ def pools(use: KvUse, spec: InstanceSpec) -> bool:
 
 def describe(recipe: Recipe, spec: InstanceSpec) -> str:
     """Say how a recipe is simulated on an instance, unless with plain blocks and learned lengths."""
-    parts, use = [], recipe.packer(spec.spec(OnlineLatency())).kv
+    parts, use = [], recipe.packer(spec.engine_spec(OnlineLatency())).kv
     if use != KvUse():
         kind, room = "two-ended" if use.two_ended else "plain", "unbounded" if use.saves else "no"
         room = f"{spec.host_tokens:,} tokens of" if pools(use, spec) else room

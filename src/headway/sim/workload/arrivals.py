@@ -106,7 +106,7 @@ def spread(times: Floats, rng: np.random.Generator) -> Floats:
     """Spread arrivals that share one recorded instant evenly at random up to the next instant.
 
     For traces with coarse clocks (Mooncake: about 10 requests per 3 s step), which would otherwise be
-    bursts that nobody sent. The last step is taken to be as long as the median one.
+    bursts that did not occur. The last step is taken to be as long as the median one.
     """
     instants, step_of = np.unique(times, return_inverse=True)
     if instants.size < 2:
