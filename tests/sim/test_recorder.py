@@ -85,7 +85,7 @@ def test_moves_say_when_each_request_was_sent() -> None:
 def test_a_full_recording_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"filled its 0\.1 MB after .* simulated seconds.*--record-mb"):
         record("vllm", 1, recorder=Recorder(0.1))
-    with pytest.raises(ConfigError, match="keeps nothing"):
+    with pytest.raises(ConfigError, match="is empty"):
         Recorder(0)
 
 
