@@ -44,7 +44,7 @@ class Drive:
         done = self.engine.complete(ran, self.now)
         self.output_tokens |= {id: before[id] + 1 for id in done.ids}
         self.iterations += 1
-        reservations.check(jobs.data, jobs.rows(), SIZE, self.blocks, self.engine.free)
+        reservations.check_integrity(jobs.data, jobs.rows(), SIZE, self.blocks, self.engine.free)
 
 
 def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -> tuple[Drive, Counts]:

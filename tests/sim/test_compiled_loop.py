@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.controller import Controller
 from headway.forecast.latency import profiles
-from headway.plan.ordered import Ordered, Rank, by_attainable_deadline, by_due
+from headway.plan.ordered import Ordered, by_attainable_deadline, by_due
 from headway.recipes.registry import RECIPES
-from headway.sim import compiled_loop, run
+from headway.sim import compiled_loop
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
 from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
-from headway.types import Command, Instance, Send, Slo
+from headway.types import Instance, Slo
 
 RULED = ["vllm", "priority", "edf", "slack"]
 PROFILES = ["opt-13b-a100", "llama-2-7b-h100", "smollm2-135m-cpu2"]  # bros, roofline, bros
@@ -39,20 +38,6 @@ def traffic(rate: float, count: int, seed: int) -> Workload:
 def instance_spec(latency: str, running: int, blocks: int, budget: int) -> InstanceSpec:
     instance = Instance("e0", "m", running, blocks, 16, 600)
     return InstanceSpec(instance, profiles.load(latency).latency(), 2 * running, max(budget, running))
-
-
-class Ranking(Controller):
-    """Gives each request its deadline as it is sent, as a planner with `ranked` does."""
-
-    def decide(self, now: float) -> list[Command]:
-        return [
-            replace(command, rank=self._due(command.id)) if isinstance(command, Send) else command
-            for command in super().decide(now)
-        ]
-
-    def _due(self, id: str) -> float:
-        request = self.requests[id]
-        return request.slo.due(request.arrival)
 
 
 def same(compiled: Outcome, readable: Outcome) -> None:
@@ -78,15 +63,14 @@ def test_same_outcome(
     same(Simulation(RECIPES[recipe], [one], workload).run(), readable)
 
 
-@pytest.mark.parametrize("rank", [by_due, by_attainable_deadline])
-def test_same_outcome_with_ranks_that_travel(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [by_due, by_attainable_deadline])
+def test_same_outcome_with_ranks_that_travel(kind: int) -> None:
     """The planner orders by deadline, the packer by priority: only the rank makes the engine do as told."""
-    recipe = replace(RECIPES["priority"], planner=lambda: Ordered(rank, ranked=True))
-    unranked = replace(recipe, planner=lambda: Ordered(rank))
+    recipe = replace(RECIPES["priority"], planner=lambda: Ordered(kind, ranked=True))
+    unranked = replace(recipe, planner=lambda: Ordered(kind))
     workload, one = traffic(40.0, 200, 3), instance_spec("opt-13b-a100", 8, 120, 256)
     compiled = Simulation(recipe, [one], workload).run()
     assert (compiled.end != Simulation(unranked, [one], workload).run().end).any()
-    monkeypatch.setattr(run, "Controller", Ranking)
     same(compiled, Simulation(recipe, [one], workload, fast=False).run())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.cluster import Cluster
+from headway.core.ranks import ARRIVAL, DUE
 from headway.errors import ConfigError, HeadwayError
-from headway.plan.ordered import Ordered, by_arrival, by_due
+from headway.plan.ordered import Ordered
 from headway.ports import Planner
 from headway.recipes.registry import RECIPES, Recipe, find
 from headway.sim.instance import HostMemory
@@ -32,7 +33,6 @@ class Whim(Planner):
     rng: np.random.Generator
     most: int
     swaps = True
-    order: Ordered = field(default_factory=lambda: Ordered(by_due))
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         swap, warm = self._needed(cluster), {}
@@ -41,7 +41,8 @@ class Whim(Planner):
                 self.most -= 1
                 model = instance.loadable[int(self.rng.integers(len(instance.loadable)))].model
                 (swap if self.rng.random() < 0.6 else warm).setdefault(name, model)
-        return Plan(self.order.plan(cluster, now).lines, swap, warm)
+        send = Ordered(DUE).plan(cluster, now).send
+        return Plan(send, swap=swap, warm=warm)
 
     def _needed(self, cluster: Cluster) -> dict[str, str]:
         """An instance that has nothing to do loads a model that is asked for and that nobody has."""
@@ -139,8 +140,8 @@ def swapping(*targets: tuple[float, str]) -> Recipe:
 
         def plan(self, cluster: Cluster, now: float) -> Plan:
             due = [model for when, model in targets if when <= now]
-            lines = Ordered(by_arrival, displaces=False).plan(cluster, now).lines
-            return Plan(lines, {"e0": due[-1]} if due else {})
+            send = Ordered(ARRIVAL, displaces=False).plan(cluster, now).send
+            return Plan(send, swap={"e0": due[-1]} if due else {})
 
     return replace(RECIPES["vllm"], planner=Timetable)
 
@@ -168,8 +169,8 @@ def test_what_was_warmed_while_serving_loads_warm() -> None:
         swaps = True
 
         def plan(self, cluster: Cluster, now: float) -> Plan:
-            lines = Ordered(by_arrival, displaces=False).plan(cluster, now).lines
-            return Plan(lines, {"e0": "b"} if now >= 12 else {}, {"e0": "b"})
+            send = Ordered(ARRIVAL, displaces=False).plan(cluster, now).send
+            return Plan(send, swap={"e0": "b"} if now >= 12 else {}, warm={"e0": "b"})
 
     node = machine("e0", "a", "b", host=2, cold=10.0, warm=1.0, each=0.5)
     workload = together(at(0.0, model="a", output=1), at(12.0, model="b", output=1))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
+from headway.core.ranks import ARRIVAL, ATTAINABLE, BEST_EFFORT, DUE, LATE, ON_TIME, PRIORITY
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import FREE, HOLDING, Limits
 from headway.forecast.latency.laws import law
@@ -22,7 +23,7 @@ from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import SLACK, pack
-from headway.plan.ordered import Ordered, Rank, by_arrival, by_attainable_deadline, by_due, by_priority
+from headway.plan.ordered import Ordered
 from headway.recipes.recipe import Recipe
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
@@ -30,10 +31,9 @@ from headway.sim.workload.traffic import Workload
 from headway.types import Floats, Instance, Ints, Jobs
 
 Rows = NDArray[np.void]
-# The ranks of `plan/ordered.py`.
-ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
-ON_TIME, LATE, BEST_EFFORT = range(3)  # the heaps, by lateness class; other ranks use only the first
-_HEAPS = 3
+_HEAPS = 3  # one per level of `core/ranks.py`; only `ATTAINABLE` uses more than the first
+# Kinds of rank and `displaces` of the planners that this loop knows.
+_PLANNERS = {(ARRIVAL, False), (PRIORITY, True), (DUE, True), (ATTAINABLE, True)}
 
 RequestColumns = np.dtype(
     [
@@ -353,43 +353,37 @@ def _pop(run: RunState, heap: int) -> int:
 # ---- from a `Simulation` to its outcome
 
 
-_RANKS: dict[tuple[Rank, bool], int] = {
-    (by_arrival, False): ARRIVAL,
-    (by_priority, True): PRIORITY,
-    (by_due, True): DUE,
-    (by_attainable_deadline, True): ATTAINABLE,
-}
-
-
 def initial_state(
     recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: TaskLengths
 ) -> RunState | None:
     """Return the start of a compiled run; None when a part of it is known to Python only."""
     instance, planner, latency = spec.instance, recipe.planner(), OnlineLatency()
     params = recipe.packer(spec.engine_spec(latency)).params
-    kind = _RANKS.get((planner.rank, planner.displaces)) if isinstance(planner, Ordered) else None
-    known = workload.models == (instance.model,) and not lengths.taught
-    if params is None or kind is None or not isinstance(spec.latency, FixedLatency) or not known:
+    if not isinstance(planner, Ordered) or (planner.kind, planner.displaces) not in _PLANNERS or planner.key:
         return None
-    assert isinstance(planner, Ordered)
+    known = workload.models == (instance.model,) and not lengths.taught
+    if params is None or not isinstance(spec.latency, FixedLatency) or not known:
+        return None
     n, tasks = len(workload), len(workload.tiers)
     law_kind, law_params = spec.latency.law
     return RunState(
-        progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload, kind),
+        progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload, planner.kind),
         output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
         rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
         lengths=np.zeros((tasks, lengths.window), np.int64), learned=np.zeros(tasks, np.int64),
         theta=latency.theta, cov=latency.cov, cap=latency.cap, law=law_params,
         balance=np.array([instance.blocks_total, 0]), first=np.full(n, np.nan), end=np.full(n, np.nan),
-        law_kind=law_kind, prior=lengths.prior, packer=params, planner=_planner(kind, planner, instance),
+        law_kind=law_kind, prior=lengths.prior, packer=params, planner=_planner(planner, instance),
         limits=Limits(instance.block_size, spec.slots, spec.budget, instance.max_model_len),
         forget=latency.forget, surprise=latency.surprise,
     )  # fmt: skip
 
 
-def _planner(kind: int, planner: Ordered, instance: Instance) -> PlannerParams:
-    return PlannerParams(kind, planner.ranked, instance.window, instance.blocks_total, instance.block_size)
+def _planner(planner: Ordered, instance: Instance) -> PlannerParams:
+    return PlannerParams(
+        planner.kind, planner.ranked, instance.window, instance.blocks_total, instance.block_size
+    )
 
 
 def outcome(state: RunState) -> Outcome:

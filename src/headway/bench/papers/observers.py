@@ -16,6 +16,7 @@ from headway.core.cluster import Cluster
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.memory.budget import KvBudget
+from headway.plan.dispatch import sends
 from headway.ports import Packer, Planner
 from headway.recipes.recipe import Recipe
 from headway.sim.observer import Observer
@@ -44,7 +45,7 @@ class _AtOnce(Planner):
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         new = np.flatnonzero(cluster.backlog.live & ~cluster.backlog.sent)
-        return Plan(dict.fromkeys(cluster.instances, new))
+        return Plan(sends(dict.fromkeys(cluster.instances, new), cluster))
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.process.launch import host_pool, two_ended_pool
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
-from headway.memory.two_ended.block_table import DROPPED, HOST, ORDERS, SHARED, TwoEndedTable
+from headway.memory.two_ended.block_table import TwoEndedTable
 from headway.recipes.registry import find
 from headway.types import Slo
 
@@ -301,8 +301,9 @@ def _lost(scheduler: Any, id: str) -> int:
 
 def _account(book: TwoEndedTable) -> tuple[int, ...]:
     """Return what a book adds up to: tokens on the host, dropped and here, blocks shared, and the copies."""
-    orders = book.orders[: book.counts[ORDERS]].sum(axis=0)
-    return *book.counts[[HOST, DROPPED, SHARED]].tolist(), int(book.stored.sum()), *orders[[0, 2, 3]].tolist()
+    orders = book.ops[: book.state["num_ops"]].sum(axis=0)
+    totals = (int(book.state[name]) for name in ("host_tokens", "dropped_tokens", "shared_blocks"))
+    return *totals, int(book.num_tokens.sum()), *orders[[0, 2, 3]].tolist()
 
 
 def _pooled(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.memory.budget import KvBudget
-from headway.memory.exact import reserve_of
+from headway.memory.reservations import pool_blocks
 from headway.pack.ecoserve import step_buffer as places
 from headway.pack.ecoserve.iteration import decide
 from headway.pack.ecoserve.queues import MINE
@@ -113,8 +113,8 @@ class EcoServe(Packer):
         o, spec = self.options, self.spec
         idle = max(int(o.idle * ledger.total), 1)
         return EcoServeParams(
-            min(o.tfs, spec.token_budget), spec.token_budget, reserve_of(ledger.total, o.reserve), o.buffer, ledger.size,
-            o.extra, idle, o.synced, o.ordered, o.lends, spec.copy_seconds,
+            min(o.tfs, spec.token_budget), spec.token_budget, pool_blocks(ledger.total, o.reserve), o.buffer,
+            ledger.size, o.extra, idle, o.synced, o.ordered, o.lends, spec.copy_seconds,
             min(spec.max_model_len, ledger.total * ledger.size),
         )  # fmt: skip
 

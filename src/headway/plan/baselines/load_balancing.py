@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.plan.dispatch import sends
 from headway.plan.request_column import RequestColumn
 from headway.plan.virtual_queue import eligible, inside
 from headway.ports import Planner
@@ -46,7 +47,7 @@ class Router(Planner):
             there = inside(cluster, name, rows)
             bound = ~backlog.sent[rows] & (home == cluster.code(name))
             lines[name] = np.concatenate([rows[there], rows[bound]])
-        return Plan(lines)
+        return Plan(sends(lines, cluster))
 
     def _bind(self, cluster: Cluster, queued: Ints) -> None:
         """Give each queued request that has no home, or none that could serve it, a home."""

@@ -38,7 +38,7 @@ class Reservations(StockKv):
         if lent is not None:
             self._manager.block_pool.free_blocks(reversed(lent))
         if self._jobs.first_lent_block[row] or self._jobs.loan_blocks[row]:
-            reservations.settle(self._jobs.data, row)
+            reservations.end_loans(self._jobs.data, row)
 
     def refresh(self, rows: Ints) -> None:
         """Rows hold the blocks of their lists; those that are borrowed are not their own.
@@ -59,14 +59,19 @@ class Reservations(StockKv):
         names = [str(self._jobs.keys[row]) for row in step.order.tolist()]
         self._wanted = {} if step.reserve is None else dict(zip(names, step.reserve.tolist(), strict=True))
         if step.lend is not None:
-            reservations.lend(
-                self._jobs.data, step.lend.guest, step.lend.host, step.lend.start, step.lend.span
+            reservations.begin_loans(
+                self._jobs.data, step.lend.borrower, step.lend.lender, step.lend.start, step.lend.blocks
             )
             self._lend(step.lend)
 
     def _lend(self, loans: Loans) -> None:
         """Hold what guests borrow, until it is in their lists: their hosts may end before that."""
-        columns = (loans.guest.tolist(), loans.host.tolist(), loans.start.tolist(), loans.span.tolist())
+        columns = (
+            loans.borrower.tolist(),
+            loans.lender.tolist(),
+            loans.start.tolist(),
+            loans.blocks.tolist(),
+        )
         for guest, host, start, span in zip(*columns, strict=True):
             blocks = self._lists[str(self._jobs.keys[host])][start : start + span]
             assert len(blocks) == span, "a loan lies in its host's blocks"
