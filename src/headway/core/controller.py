@@ -7,7 +7,8 @@ and, fed the same events, get the same commands.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from headway.core.cluster import Cluster
 from headway.plan.dispatch import sends, swaps, warms
@@ -22,6 +23,7 @@ from headway.types import (
     Instance,
     InstanceDown,
     InstanceUp,
+    Ints,
     Plan,
     Reject,
     Request,
@@ -46,6 +48,7 @@ class Controller:
     cluster: Cluster = field(default_factory=Cluster)
     requests: dict[str, Request] = field(default_factory=dict)
     _queued: int = 0
+    _planned: list[str | None] = field(default_factory=list)
     _serial: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     _listener: Listener | None = field(init=False)
@@ -105,6 +108,27 @@ class Controller:
                 break
             out += commands
         return out
+
+    def snapshot(self) -> Cluster:
+        """Return a copy of the cluster that another thread may read."""
+        cluster, backlog = self.cluster, deepcopy(self.cluster.backlog)
+        self._planned = backlog.keys
+        return replace(
+            cluster, instances=dict(cluster.instances), backlog=backlog, codes=dict(cluster.codes),
+            loading=dict(cluster.loading), warming=dict(cluster.warming),
+        )  # fmt: skip
+
+    def apply(self, plan: Plan, now: float) -> list[Command]:
+        """Return the commands of a plan that was made on the last snapshot, as far as it still holds."""
+        keys, planned = self.cluster.backlog.keys, self._planned
+        sent = self.cluster.backlog.sent
+
+        def holds(rows: Ints) -> Ints:
+            return rows[[keys[row] is not None and keys[row] == planned[row] for row in rows.tolist()]]
+
+        lines = {name: holds(line) for name, line in plan.lines.items()}
+        reject = holds(plan.reject)
+        return self._carry_out(replace(plan, lines=lines, reject=reject[~sent[reject]]), now)
 
     def _takes_work(self, instance: Instance) -> None:
         self._forget(instance.id)

@@ -27,10 +27,10 @@ class RequestMetadata:
     left: float = 1.0
 
 
-def write_metadata(request: Request, forecast: Forecast) -> dict[str, str | float]:
+def write_metadata(request: Request, forecast: Forecast, rank: float = 0.0) -> dict[str, str | float]:
     """Return the facts of a request as a flat dict for `vllm_xargs`; promises not made are left out."""
     slo = request.slo
-    facts = {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "left": forecast.mean}
+    facts = {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "left": forecast.mean, "urgency": rank}
     numbers = {_PREFIX + name: float(value) for name, value in facts.items() if value is not None}
     return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival, **numbers}
 

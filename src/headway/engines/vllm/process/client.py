@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,10 @@ class VllmEngine:
             f"The engine {self.id} answered {status} to a control message: {text[:200]}.",
             "Only engines with Headway's scheduler inside can be controlled.",
         )
+
+    async def rerank(self, ranks: Mapping[str, float]) -> None:
+        """Set `Jobs.urgency` of requests inside."""
+        await self.control({"op": "urgency", "values": dict(ranks)})
 
     async def metrics(self) -> str:
         """Return the instance's own Prometheus page, empty when it is not there."""

@@ -1,0 +1,91 @@
+"""The gateway: everything behind the HTTP endpoints, open as long as `serving` runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.broker import open_broker
+from headway.broker.port import Broker
+from headway.config import Broker as BrokerSettings
+from headway.config import Config, state_dir
+from headway.core.cluster import Cluster
+from headway.core.controller import Controller
+from headway.engines.vllm.process.client import VllmEngine
+from headway.recipes.registry import find
+from headway.serve import tasks
+from headway.serve.background import BackgroundWork
+from headway.serve.dispatcher import Dispatcher, Listener
+from headway.serve.lengths.service import LengthService, open_lengths
+from headway.serve.metrics import Metrics
+from headway.serve.recovery import forget_old_jobs, recover
+from headway.serve.request_path import RequestPath
+from headway.serve.tokens import TokenCounter
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """An open gateway.
+
+    counters: model name -> what counts its prompts' tokens.
+    """
+
+    config: Config
+    metrics: Metrics
+    lengths: LengthService
+    counters: Mapping[str, TokenCounter]
+    broker: Broker
+    dispatcher: Dispatcher
+    path: RequestPath
+    background: BackgroundWork
+
+
+@asynccontextmanager
+async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterator[Gateway]:
+    """Open a gateway: load models of language and length, open the broker, start the engines, recover.
+
+    At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
+    requests that are still open fail, and the broker closes last. HeadwayError when something cannot be opened.
+    """
+    recipe, metrics = find(config.recipe), Metrics()
+    models = {engine.name: engine.model for engine in config.engines}
+    counters = {name: await TokenCounter.load(model) for name, model in models.items()}
+    async with (
+        open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
+        _opened(config.broker) as broker,
+    ):
+        controller = Controller(
+            recipe.planner(), lengths.lengths, config.server.max_queued, Cluster(pull=recipe.pull)
+        )
+        dispatcher = Dispatcher(controller, metrics, lambda tell: _engines(config, log_dir, tell))
+        path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
+        background = BackgroundWork(path, dispatcher)
+        keep_seconds = config.broker.keep_hours * 3600
+        try:
+            async with (
+                tasks.running(forget_old_jobs(broker, keep_seconds)),
+                dispatcher.running(),
+                background.running(),
+            ):
+                await recover(broker, background, models)
+                yield Gateway(config, metrics, lengths, counters, broker, dispatcher, path, background)
+        finally:
+            await path.fail_foreground("gateway_stopped")
+
+
+@asynccontextmanager
+async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
+    broker = open_broker(settings.kind, str(settings.file), settings.synchronous)
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+def _engines(config: Config, log_dir: Path | None, tell: Listener) -> dict[str, VllmEngine]:
+    return {
+        f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir or state_dir(), tell)
+        for i, engine in enumerate(config.engines)
+    }
