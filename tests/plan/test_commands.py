@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 
 from headway.core.cluster import Cluster
-from headway.plan.ordered import Ordered, by_arrival
+from headway.core.ranks import ARRIVAL
+from headway.plan.ordered import Ordered
+from headway.ports import Planner
 from headway.types import (
     Instance,
     InstanceDown,
@@ -28,7 +29,7 @@ from tests.plan.place import Place, ask, instance
 
 
 @dataclass
-class Script:
+class Script(Planner):
     """Orders by arrival and says what the test wants said."""
 
     swap: dict[str, str] = field(default_factory=dict)
@@ -36,9 +37,10 @@ class Script:
     reject: list[str] = field(default_factory=list)
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        rows = [cluster.backlog.row_of[id] for id in self.reject if id in cluster.backlog]
-        lines = Ordered(by_arrival, displaces=False).plan(cluster, now).lines
-        return Plan(lines, self.swap, self.warm, np.array(rows, np.int64))
+        rejected = [id for id in self.reject if id in cluster.backlog]
+        order = Ordered(ARRIVAL, displaces=False).plan(cluster, now).send
+        send = [one for one in order if one.id not in rejected]
+        return Plan(send, swap=self.swap, warm=self.warm, reject=rejected)
 
 
 def able(id: str, model: str = "m") -> Instance:

@@ -56,9 +56,9 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
     ):
-        controller = Controller(
-            recipe.planner(), lengths.lengths, config.server.max_queued, Cluster(pull=recipe.pull)
-        )
+        planner = recipe.planner()
+        cluster = Cluster(pull=planner.pull)
+        controller = Controller(planner, lengths.lengths, config.server.max_queued, cluster)
         dispatcher = Dispatcher(controller, metrics, lambda tell: _engines(config, log_dir, tell))
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)

@@ -14,13 +14,14 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from threading import Thread
 from typing import Protocol
 
 from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.ports import Planner
-from headway.types import Command, Event, Plan
+from headway.types import Command, Event, Plan, Rerank
 
 log = logging.getLogger("headway.serve")
 Execute = Callable[[list[Command]], None]
@@ -38,7 +39,7 @@ class Planning(Protocol):
 
 def planning_for(controller: Controller, execute: Execute) -> Planning:
     """Return the way of planning that fits the controller's planner."""
-    thinks = getattr(controller.planner, "thinks", False)
+    thinks = controller.planner.thinks
     return ThreadedPlanning(controller, execute) if thinks else ImmediatePlanning(controller, execute)
 
 
@@ -85,10 +86,11 @@ class ThreadedPlanning:
         controller = self._controller
         if not (controller.queued and controller.cluster.instances):
             return
-        plan = await _in_thread(controller.planner, controller.snapshot())
-        commands = controller.apply(plan, time.time())
-        if commands:  # they change the cluster, so the planner may want more, as in `Controller.decide`
-            self._changed.set()
+        snapshot = controller.snapshot()
+        plan = await _in_thread(controller.planner, snapshot)
+        commands = controller.apply(replace(plan, based_on=snapshot.version), time.time())
+        if not all(isinstance(command, Rerank) for command in commands):
+            self._changed.set()  # the cluster is another one now, as in `Controller.decide`
         self._execute(commands)
 
 

@@ -108,7 +108,9 @@ class SimulatedEngine:
         kernels.evict(jobs.data, self.balance, step.evict)
         copied = kernels.save(jobs.data, self.balance, step.save)
         if step.lend is not None:
-            reservations.lend(jobs.data, step.lend.guest, step.lend.host, step.lend.start, step.lend.span)
+            reservations.begin_loans(
+                jobs.data, step.lend.borrower, step.lend.lender, step.lend.start, step.lend.blocks
+            )
         caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
         running = limits.slots if step.max_running is None else step.max_running
         budget = limits.budget if step.token_budget is None else step.token_budget
@@ -117,7 +119,7 @@ class SimulatedEngine:
         ran = kernels.run_reserved(
             jobs.data, self.balance, limits, step.order, caps, reserve, running, budget
         )
-        assert step.lend is None or jobs.running[step.lend.guest].all(), "a guest did not come in"
+        assert step.lend is None or jobs.running[step.lend.borrower].all(), "a guest did not come in"
         lost = np.concatenate([step.evict, ran.lost])
         moved = copied + ran.copied
         return Ran(now, ran.rows, ran.tokens, paused, lost, ran.lost.size, ran.admitted, moved, step.save)

@@ -19,8 +19,9 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from headway.core.engine_spec import check
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
-from headway.engines.vllm.plugin.kv_policy import KvPolicy, kv_policy_of
+from headway.engines.vllm.plugin.kv_policy import KvPolicy, kv_policy_of, spec_of
 from headway.engines.vllm.plugin.scheduler_stats import Counting, Recorder
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.latency.online import OnlineLatency, batch_of
@@ -54,7 +55,9 @@ class HeadwayMixin:
         self._limits = {"max_running": running, "token_budget": int(stock.max_num_scheduled_tokens)}
         self.latency = OnlineLatency()
         self.recipe = find(options.get("recipe", "vllm"))
-        self.packer = self.recipe.packer(running, stock.max_num_scheduled_tokens, self.latency)
+        self.spec = spec_of(self, running)
+        self.packer = self.recipe.packer(self.spec)
+        check(self.spec, self.packer.kv, self.recipe.name)
         self.jobs = Jobs()
         names = ("steps", "evictions", "saves", "swapped_tokens", "pauses", "loans")
         self.counters: dict[str, float] = dict.fromkeys(names, 0) | {"step_seconds": 0.0}
