@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 
-from headway.config import Broker, Config, Engine, Key, Predictor, Server, Tier, load, parse, show, write
+from headway.config import (
+    Broker,
+    Config,
+    Engine,
+    Key,
+    Predictor,
+    Server,
+    Sqlite,
+    Tier,
+    load,
+    parse,
+    show,
+    write,
+)
 from headway.errors import ConfigError
 from headway.recipes.registry import RECIPES, find
 from headway.types import Slo
@@ -49,9 +62,12 @@ start_timeout_s = 60
 
 [broker]
 kind = "memory"
+keep_hours = 0.5
+lease_seconds = 9
+
+[broker.sqlite]
 path = "/tmp/q.sqlite"
 synchronous = "normal"
-keep_hours = 0.5
 
 [predictor]
 embedding = "none"
@@ -101,7 +117,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             start_timeout_s=60.0,
         ),
     )  # fmt: skip
-    assert config.broker == Broker("memory", "/tmp/q.sqlite", "normal", 0.5)
+    assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3)
     assert config.keys == (Key(SECRET, "alice"),)
@@ -110,7 +126,12 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
 def test_the_example_above_names_every_field_there_is() -> None:
     data = tomllib.loads(EVERY_FIELD)
     tables = {Server: data["server"], Engine: data["engines"][0], Broker: data["broker"], Config: data}
-    tables |= {Predictor: data["predictor"], Tier: data["classes"]["gold"], Key: data["keys"][0]}
+    tables |= {
+        Sqlite: data["broker"]["sqlite"],
+        Predictor: data["predictor"],
+        Tier: data["classes"]["gold"],
+        Key: data["keys"][0],
+    }
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__
 
@@ -139,6 +160,9 @@ def test_the_name_at_the_door_is_the_served_name_or_the_last_part_of_the_model()
         ({"engines": [{}, {"max_runing": 1}]}, "'engines.1.max_runing'", "Did you mean 'max_running'?"),
         ({"classes": {"x": {"ttft": 1}}}, "'classes.x.ttft'", "Did you mean 'ttft_ms'?"),
         ({"broker": {"king": "sqlite"}}, "'broker.king'", "Did you mean 'kind'?"),
+        ({"broker": {"sqlite": {"pat": "q"}}}, "'broker.sqlite.pat'", "Did you mean 'path'?"),
+        ({"broker": {"path": "q"}}, "'broker.path'", "It belongs in 'broker.sqlite'."),
+        ({"broker": {"synchronous": "full"}}, "'broker.synchronous'", "It belongs in 'broker.sqlite'."),
         ({"keys": [{"key": SECRET, "tenent": "a"}]}, "'keys.0.tene****'", "Did you mean 'tenant'?"),
         ({"engines": [{"recipe": "edf"}]}, "'engines.0.recipe'", "at the top of the file"),
         ({"server": {"max_running": 4}}, "'server.max_running'", "It belongs in 'engines'."),
@@ -173,6 +197,9 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
         ({"engines": [{"start_timeout_s": 0}]}, "engines.0.start_timeout_s", "0"),
         ({"engines": [{"cores": 1}]}, "engines.0.cores", "1"),
         ({"broker": {"kind": "kafka"}}, "broker.kind", "'kafka'"),
+        ({"broker": {"lease_seconds": 0}}, "broker.lease_seconds", "0"),
+        ({"broker": {"sqlite": {"synchronous": "off"}}}, "broker.sqlite.synchronous", "'off'"),
+        ({"broker": {"sqlite": 3}}, "broker.sqlite", "3"),
         ({"broker": {"keep_hours": float("inf")}}, "broker.keep_hours", "inf"),
         ({"broker": {"keep_hours": float("nan")}}, "broker.keep_hours", "nan"),
         ({"classes": {"x": {"ttft_ms": -5}}}, "classes.x.ttft_ms", "-5"),

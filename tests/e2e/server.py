@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from headway.config import Broker, Config, Engine, Server, write
+from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 
 
@@ -39,7 +39,7 @@ class Headway:
             recipe=self.recipe,
             server=Server(port=self.port),
             engines=(Engine(max_running=self.max_running),),
-            broker=Broker(path=str(self.queue)),
+            broker=Broker(lease_seconds=5, sqlite=Sqlite(str(self.queue))),
         )
         (self.folder / "headway.toml").write_text(write(config))
         argv = [sys.executable, "-m", "headway.cli", "serve", "-c", str(self.folder / "headway.toml")]

@@ -16,7 +16,7 @@ ERROR = {"message", "type", "param", "code"}
 
 @pytest.fixture
 def steered(gateway: Gateway) -> Any:
-    """Return the gateway's schema with the names that exist here, or hardly any made-up call would pass them."""
+    """Return the gateway's schema with names that exist here, or hardly any made-up call would pass."""
     schema = gateway.get("/openapi.json").json()
     for path, parameter in (("/headway/control/{engine}", "e0"), ("/v1/responses/{id}", "hw-0")):
         for operation in schema["paths"][path].values():

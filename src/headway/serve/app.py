@@ -136,7 +136,7 @@ def _errors(app: FastAPI) -> None:
 
 
 class _PlainRoute(APIRoute):
-    """A route that FastAPI lists in the schema and does not handle: its handling takes as long as our parsing."""
+    """A route in FastAPI's schema without FastAPI's handling, which takes as long as our parsing."""
 
     def __init__(self, path: str, endpoint: Handler, **options: Any) -> None:
         super().__init__(path, endpoint, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from headway.engines.vllm.process.client import EngineGone
 from headway.errors import RequestError
@@ -27,7 +27,7 @@ class BackgroundWork:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Stop all tasks when the block ends. Their jobs stay open in the broker: the next start runs them."""
+        """Stop all tasks when the block ends; their jobs stay open for the next start or another gateway."""
         try:
             yield
         finally:
@@ -61,15 +61,28 @@ class BackgroundWork:
             log.exception("request %s failed", in_flight.id)
             await self._path.fail(in_flight, f"internal: {error!r}")
 
+    def ids(self) -> list[str]:
+        """Return the ids of the requests that run."""
+        return list(self._running)
+
     async def cancel(self, id: str) -> bool:
         """Cancel a request that has not ended; return whether there was one."""
-        if id not in self._running:
-            return False
-        in_flight, task = self._running[id]
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        if in_flight.closed:  # it ended at this very moment
+        in_flight = await self._stop(id)
+        if in_flight is None:
             return False
         await self._path.fail(in_flight, "cancelled", "cancelled")
         return True
+
+    async def drop(self, id: str) -> None:
+        """Stop a request that another gateway runs now; its job in the broker is not touched."""
+        in_flight = await self._stop(id)
+        if in_flight is not None:
+            self._path.abandon(in_flight, "lease_lost")
+
+    async def _stop(self, id: str) -> InFlightRequest | None:
+        """Stop the task of a request and return the request, None when it has ended."""
+        if id not in self._running:
+            return None
+        in_flight, task = self._running[id]
+        await tasks.cancel(task)
+        return None if in_flight.closed else in_flight

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headway.broker import open_broker
@@ -20,7 +22,7 @@ from headway.serve.background import BackgroundWork
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.lengths.service import LengthService, open_lengths
 from headway.serve.metrics import Metrics
-from headway.serve.recovery import forget_old_jobs, recover
+from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
 from headway.serve.tokens import TokenCounter
 
@@ -44,10 +46,10 @@ class Gateway:
 
 @asynccontextmanager
 async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterator[Gateway]:
-    """Open a gateway: load models of language and length, open the broker, start the engines, recover.
+    """Open a gateway: tokenizers, length predictor, broker, engines; then recover jobs.
 
     At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
-    requests that are still open fail, and the broker closes last. HeadwayError when something cannot be opened.
+    requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
     """
     recipe, metrics = find(config.recipe), Metrics()
     models = {engine.name: engine.model for engine in config.engines}
@@ -62,23 +64,23 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         dispatcher = Dispatcher(controller, metrics, lambda tell: _engines(config, log_dir, tell))
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
-        keep_seconds = config.broker.keep_hours * 3600
+        recovery = Recovery(broker, background, models, config.broker.lease_seconds)
+        forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         try:
-            async with (
-                tasks.running(forget_old_jobs(broker, keep_seconds)),
-                dispatcher.running(),
-                background.running(),
-            ):
-                await recover(broker, background, models)
-                yield Gateway(config, metrics, lengths, counters, broker, dispatcher, path, background)
+            async with dispatcher.running(), background.running():
+                await recovery.renew()
+                async with tasks.running(recovery.run(), forget()):
+                    yield Gateway(config, metrics, lengths, counters, broker, dispatcher, path, background)
         finally:
             await path.fail_foreground("gateway_stopped")
 
 
 @asynccontextmanager
 async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
-    broker = open_broker(settings.kind, str(settings.file), settings.synchronous)
+    """Open the broker and begin its lease, which ends when it closes: others can take open jobs at once."""
+    broker = open_broker(settings)
     try:
+        await broker.renew(time.time() + settings.lease_seconds)
         yield broker
     finally:
         await broker.close()

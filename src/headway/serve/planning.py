@@ -70,9 +70,9 @@ class ThreadedPlanning:
             self._changed.set()
 
     async def run(self) -> None:
-        """Plan whenever something has changed. A planner that fails is logged and asked again at the next change.
+        """Plan whenever something has changed. A planner that fails is logged, and asked again at the next event.
 
-        Cancelling does not wait for the plan under way: it reads a copy of the cluster, and its result is dropped.
+        Cancelling does not wait for the plan under way, which reads a copy of the cluster; it is dropped.
         """
         while True:
             await self._changed.wait()

@@ -113,7 +113,7 @@ class RequestPath:
     async def finish(
         self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None
     ) -> bool:
-        """Close a request as answered: at once for the core, then durably. False when it was closed before."""
+        """Close a request as answered, first in the core, then in the broker. False when it was closed."""
         if in_flight.closed:
             return False
         in_flight.closed = True
@@ -132,11 +132,15 @@ class RequestPath:
         """Close a request as failed, with the reason that the broker keeps."""
         if in_flight.closed:
             return
+        self.abandon(in_flight, reason)
+        self._metrics.failed(in_flight.request, outcome)
+        await self._broker.fail(in_flight.id, reason, time.time())
+
+    def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
+        """Close a request here without an end in the broker."""
         in_flight.closed = True
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
         self._lengths.ended(in_flight.id)
-        self._metrics.failed(in_flight.request, outcome)
-        await self._broker.fail(in_flight.id, reason, time.time())
 
     async def fail_foreground(self, reason: str) -> None:
         """Fail every request whose client waits on a connection; background work stays open in the broker."""

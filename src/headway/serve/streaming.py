@@ -132,7 +132,7 @@ class ResponseStream(Response):
 
 
 class EventReader:
-    """Cuts a byte stream at event ends, counts tokens, and drops a usage event that the client did not ask for."""
+    """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage

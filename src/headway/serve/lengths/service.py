@@ -40,7 +40,7 @@ log = logging.getLogger("headway.serve")
 
 
 class LengthService(Protocol):
-    """What the gateway tells a source of length forecasts. lengths: the forecasts for controller and engines."""
+    """A source of length forecasts. lengths: the forecasts, for controller and engines."""
 
     @property
     def lengths(self) -> Lengths: ...
