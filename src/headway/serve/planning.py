@@ -70,7 +70,7 @@ class ThreadedPlanning:
             self._changed.set()
 
     async def run(self) -> None:
-        """Plan whenever something has changed. A planner that fails is logged, and asked again at the next event.
+        """Plan at every change; a failing planner is logged, and asked again at the next event.
 
         Cancelling does not wait for the plan under way, which reads a copy of the cluster; it is dropped.
         """
