@@ -94,8 +94,8 @@ def test_mistakes_are_named_with_their_mend(taken: Preempted, tmp_path: Path) ->
         _, _, wrong, mend = MISTAKES[name]
         assert process.returncode == 2, f"{name}: {out}{err}"
         assert "error:" in err, f"{name}: {err}"
-        assert wrong in err.partition("mend:")[0], f"{name}: {err}"
-        assert mend in err.partition("mend:")[2], f"{name}: {err}"
+        assert wrong in err.partition("hint:")[0], f"{name}: {err}"
+        assert mend in err.partition("hint:")[2], f"{name}: {err}"
         assert "Traceback" not in err, f"{name}: {err}"
 
 
@@ -106,7 +106,7 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
         app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
     _, _, wrong, mend = MORE[name]
     assert wrong in raised.value.message
-    assert mend in raised.value.fix
+    assert mend in raised.value.hint
 
 
 # ---- with engines of its own: a program that stands in for `vllm serve`
