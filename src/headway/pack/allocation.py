@@ -19,7 +19,7 @@ def allocate(
 ) -> Step:
     """Return the step in which the rows of `ranked` (most urgent first) get what there is.
 
-    At most `max_running` rows run, their blocks fit the ledger, and at most `budget` tokens are computed,
+    At most `max_running` rows run, their blocks fit, and at most `budget` tokens are computed,
     `chunk` of them (None = all) for prompts. No row is displaced for one that gets no tokens; with
     budget >= max_running (vLLM requires it) the most urgent row always gets some.
     """

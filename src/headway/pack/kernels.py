@@ -171,8 +171,8 @@ def _share(
     """Return masks of the rows that run and of those that pause, most urgent first.
 
     A prompt is admitted only whole (vLLM's own params), and with a block to spare so that its first tokens do
-    not evict somebody at once. One in progress then keeps room for its rest without more ado: as long as it
-    is not complete it takes all tokens, and nobody less urgent is admitted.
+    not evict another row at once. One in progress then keeps room for its rest: as long as it is not complete
+    it takes all tokens, and no less urgent row is admitted.
     """
     n = ranked.size
     needs, blocks, taken, holders = np.empty(n, np.int64), ledger.free, 0, min(batch_limit, n)
@@ -324,7 +324,7 @@ def _chunk(params: PackerParams, jobs: Rows, ranked: Ints, slack: Floats, theta:
     low, high = params.min_chunk, max(params.budget - decodes, params.min_chunk)
     if seconds_of(theta, decodes, context, high, high * high // 2) <= limit:
         return high
-    while high - low > _GRAIN:  # the pace grows with the prompt, so halving finds the largest that fits
+    while high - low > _GRAIN:  # seconds grow with the prompt, so halving finds the largest that fits
         middle = (low + high) // 2
         if seconds_of(theta, decodes, context, middle, middle * middle // 2) <= limit:
             low = middle
@@ -349,6 +349,6 @@ def _limit(params: PackerParams, jobs: Rows, head: Ints, slack: Floats) -> float
             continue
         tpot = jobs["tpot"][head[i]]
         latency = min(latency, tpot)
-        # One late already catches up at half its pace; to stop all prompts for it would not save it.
+        # One that is late catches up at half its tpot; to stop all prompts for it would not save it.
         limit = min(limit, tpot / 2 if slack[i] < 0 else slack[i])
     return float(limit if fresh else min(limit, latency))

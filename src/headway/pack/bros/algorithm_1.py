@@ -136,11 +136,11 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tu
 
 
 @compiled
-def _goes_first(jobs: Rows, a: int, a_left: float, b: int, b_left: float) -> bool:
-    """Tell whether row a goes before row b: by urgency, then by seconds left."""
+def _goes_first(jobs: Rows, a: int, a_key: float, b: int, b_key: float) -> bool:
+    """Tell whether row a goes before row b: by urgency, then by their keys."""
     if jobs["urgency"][a] != jobs["urgency"][b]:
         return bool(jobs["urgency"][a] < jobs["urgency"][b])
-    return a_left <= b_left
+    return bool(a_key <= b_key)
 
 
 @compiled
@@ -249,7 +249,7 @@ def _tighten(
     """Let the time that a row has left bound the iteration, if it can be kept at all."""
     alone = with_row(jobs, batch, row, want, 0, theta, t.copy)
     bound = left
-    if jobs["output_tokens"][row] > 0:  # one that is late already catches up when iterations keep its pace
+    if jobs["output_tokens"][row] > 0:  # one that is late catches up when iterations keep its tpot
         bound = jobs["tpot"][row] if left < alone else min(left, jobs["tpot"][row])
     if bound >= alone:
         batch.sums[0]["bound"] = min(batch.sums[0]["bound"], bound)
@@ -374,14 +374,17 @@ def _save(jobs: Rows, batch: Batch, row: int) -> None:
 
 @compiled
 def _make_room(jobs: Rows, batch: Batch, other: Ints) -> None:
-    """Swap out whole best-effort rows that do not run, the last come first, until the chosen ones fit."""
+    """Swap out whole best-effort rows that do not run, until the chosen ones fit.
+
+    The least urgent goes first, of equals the last to arrive.
+    """
     chosen: Bools = np.zeros(jobs.size, np.bool_)
     chosen[batch.rows[: batch.room[0]["chosen"]]] = True
     while batch.room[0]["empty"] < 0:
         last = -1
         for row in other:
             idle = jobs["running"][row] and not chosen[row]
-            if idle and (last < 0 or jobs["serial"][row] > jobs["serial"][last]):
+            if idle and (last < 0 or _goes_first(jobs, last, jobs["serial"][last], row, jobs["serial"][row])):
                 last = row
         if last < 0:
             return
