@@ -100,7 +100,7 @@ def _borrower(
     n = buffer.counts[0]
     if slot.stop <= slot.start or n["generating"] >= params.max_running:
         return -1
-    for i in range(best_fit(lefts, 0, rows.size, slot.tokens - params.buffer), rows.size):
+    for i in range(best_fit(lefts, 0, rows.size, slot.iterations - params.buffer), rows.size):
         if not taken[i] and _may_borrow(params, jobs, status, rows[i], slot, spent, size, buffer):
             return i
     return -1
@@ -126,7 +126,7 @@ def _may_borrow(
         queued -= jobs["blocks"][row]
     elif jobs["saved"][row] or spent <= 0 or n["free_slots"] <= 0:
         return False
-    elif left_of(jobs, status, row) + missing_of(jobs, row) // params.tfs > slot.tokens - params.buffer:
+    elif left_of(jobs, status, row) + missing_of(jobs, row) // params.tfs > slot.iterations - params.buffer:
         return False  # its prompt takes iterations too
     own = need_of(jobs, status, row, size) - span
     return bool(own <= max(allocatable(n["free"], params.reserve, queued), 0))
