@@ -112,18 +112,20 @@ def simulate(
     record_mb: Annotated[float, typer.Option(min=0.1, help="Most memory for the recording of a run.")] = 1000,
 ) -> None:
     """What if? SIMULATED: chat and best effort (60:40, or a file's traffic) on a fleet, in virtual time."""
-    from headway.bench.simulate.whatif import Fleet, alike, main, unlike
+    from headway.bench.simulate.experiment import Fleet
+    from headway.bench.simulate.scenario import mixed, uniform
+    from headway.bench.simulate.simulate import main
 
     if instance or fleet:
         specs, traffic = _fleet(
             instance, fleet, max_running=max_running, budget=budget, max_model_len=max_model_len,
             kv_tokens=kv_tokens,
         )  # fmt: skip
-        question = unlike(specs, traffic, rate, duration, slo, seed, plan_us)
+        scenario = mixed(specs, traffic, rate, duration, slo, seed, plan_us)
     else:
         equal = Fleet(profile, instances, max_running, budget, max_model_len, kv_tokens)
-        question = alike(equal, rate, duration, slo, seed, plan_us)
-    main(_names(recipes), question, as_json=as_json, out=out, record_mb=record_mb)
+        scenario = uniform(equal, rate, duration, slo, seed, plan_us)
+    main(_names(recipes), scenario, as_json=as_json, out=out, record_mb=record_mb)
 
 
 def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | None) -> tuple[Any, Any]:

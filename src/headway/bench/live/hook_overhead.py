@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.load.metrics import Row
+from headway.bench.output.results import Row
 from headway.engines.vllm.oracle import SchedulerOracle, config, scheduler
 from headway.engines.vllm.process.launch import two_ended_pool
 from headway.recipes.registry import find
