@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headway.bench.load import metrics
+from headway.bench.load import metrics, plots, report
 from headway.bench.load.records import Record
-from headway.bench.load import plots, report
 from headway.bench.output import results as output
 from headway.bench.output.results import About, Report, save
 from headway.types import Slo

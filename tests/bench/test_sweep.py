@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from headway.bench.simulate import sweep as sweeps
 from headway.bench.simulate import sweep_plots, sweep_report
+from headway.bench.simulate.experiment import Fleet
 from headway.bench.simulate.sweep import Cell, Sweep
 from headway.bench.simulate.sweep_curves import collect
-from headway.bench.simulate.experiment import Fleet
 from headway.cli import app
 from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency

@@ -18,8 +18,8 @@ from headway.bench.output.results import About, save
 from headway.bench.simulate import experiment
 from headway.bench.validate import conformance, report, twin, validate
 from headway.bench.validate.conformance import Tally
-from headway.bench.validate.report import Findings, compared
 from headway.bench.validate.replay import Replay, Run, Setup, check
+from headway.bench.validate.report import Findings, compared
 from headway.bench.validate.twin import Pair
 from headway.errors import ConfigError
 from headway.forecast.latency.measurement import Limits, Samples, fit_all

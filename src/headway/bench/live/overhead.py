@@ -306,9 +306,9 @@ def _count(data: bytes, streamed: bool) -> None:
 # ---- the report
 
 WORKLOAD = (
-    f"Headway's gateway (sqlite broker, synchronous = full, SmolLM2's tokenizer) in front of a {NAME}, and that "
-    "engine directly. Added: gateway minus direct, for the same request to both in random order. Per core: "
-    "divided by the CPU seconds of the server's process."
+    f"Headway's gateway (sqlite broker, synchronous = full, SmolLM2's tokenizer) in front of a {NAME}, and "
+    "that engine directly. Added: gateway minus direct, for the same request to both in random order. Per "
+    "core: divided by the CPU seconds of the server's process."
 )
 
 

@@ -1,4 +1,4 @@
-"""`headway bench predictor`: accuracy and cost of output lengths predicted from prompts (EcoServe 2.3, 3.2.2).
+"""`headway bench predictor`: accuracy and cost of predicted output lengths (EcoServe 2.3, 3.2.2).
 
 Real prompts with recorded outputs from `$HEADWAY_DATA/prompts`, in the order of the file; no engine runs and
 nothing is simulated. A data set's plain name is the static split: fitted once to the first 80 %, evaluated on
@@ -125,7 +125,7 @@ class Constant(TaskLengths):
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure and print; `quick` reads the first rows of two data sets. ConfigError without data or encoder."""
+    """Measure and print; `quick` reads part of two data sets. ConfigError without data or encoder."""
     began = time.perf_counter()
     _needs_data()
     one_thread()  # as in service
@@ -267,7 +267,7 @@ def _ms(data: DataSet, system: System, which: Iterable[int], embed: Embedder) ->
 
 
 def rows_of(results: dict[str, dict[str, Forecasts]]) -> Iterable[Row]:
-    """Yield the figures of every system in every setting; the paper has figures of the predictor on Alpaca."""
+    """Yield the figures of every system in every setting, the paper's beside the predictor on Alpaca."""
     for setting, seen in results.items():
         for system, one in seen.items():
             paper = PAPER if (system, setting) == ("predictor", "alpaca") else {}

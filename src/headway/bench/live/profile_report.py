@@ -1,4 +1,4 @@
-"""`headway profile`: the latency profile of an engine, and the residuals of each latency law by kind of batch."""
+"""`headway profile`: latency profile of an engine, and residuals of each latency law by kind of batch."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ async def _measured(target: Target, where: str, rng: np.random.Generator, quick:
 def _describe(found: Found) -> str:
     profile, limits = found.profile, found.measured.limits
     return (
-        f"{profile.model} on {profile.device}: {len(found.measured.rows)} iterations, each from one decision to "
-        f"the next; batch limit {limits.max_running}, {limits.kv_tokens} tokens of KV. The latency profile keeps "
+        f"{profile.model} on {profile.device}: {len(found.measured.rows)} iterations, from one decision "
+        f"to the next; batch limit {limits.max_running}, {limits.kv_tokens} tokens of KV. The profile keeps "
         f"{found.fits.best!r}, the law with the smallest residuals."
     )
 

@@ -50,7 +50,7 @@ def _usable(name: str, engine: Engine) -> Engine:
 async def counted(name: str, url: str) -> dict[str, float]:
     """Return the counters of a running system's engine; all systems count with the same code.
 
-    A gateway exports them on /metrics, stock vLLM on our control route (`engines/vllm/plugin/scheduler_stats.py`).
+    A gateway exports them on /metrics, stock vLLM on our control route (`plugin/scheduler_stats.py`).
     """
     found = await generator.scrape(url)
     if name in STOCK:

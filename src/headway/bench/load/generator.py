@@ -1,8 +1,8 @@
 """An open-loop load generator for any OpenAI endpoint, in the manner of `vllm bench serve`.
 
-Each call is sent at its planned time regardless of earlier ones, and timed from then. The generator shares the
-machine with the engine: it builds bodies before the start, parses JSON once per chunk, and records its own
-lateness (sent - at).
+Each call is sent at its planned time regardless of earlier ones, and timed from then. The generator shares
+the machine with the engine: it builds bodies before the start, parses JSON once per chunk, and records its
+own lateness (sent - at).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`headway bench papers bros`: the evaluation of BROS (arXiv 2504.09590, section 6), SIMULATED.
 
 OPT-13B on an A100: real-time requests with the lengths of ShareGPT or LMSYS (TTFT 0.4 s, TPOT 0.2 s) beside
-best-effort requests (512-1024 in, 32-128 out), at rates beyond the engine's capacity. Every system is a packer
-that sees the whole queue, as in the paper; those that copy KV have the same host memory and bandwidth.
+best-effort requests (512-1024 in, 32-128 out), at rates beyond the engine's capacity. Every system is a
+packer that sees the whole queue, as in the paper; those that copy KV have the same host memory and bandwidth.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UNITS = {
     "sched.share_pct": "%",
 }  # fmt: skip
 _OVERHEAD = 9.0  # scheduling share of an iteration in the paper, %
-# Claims of the paper on BROS against another system: figure, other system, comparison, the paper's best value.
+# The paper's claims on BROS against another system: figure, other system, comparison, the paper's best.
 # None: not in the paper; tokens judged one by one, beside the mean that the paper reports.
 _LATENCY = -74.2
 CLAIMS: tuple[tuple[str, str, str, float | None], ...] = (
@@ -86,15 +86,15 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     duration = 180.0 if quick else 600.0
     points = sweep(QUICK if quick else RATES, duration, seed, bar=not as_json)
     workload = (
-        f"{SIMULATED}: {PROFILE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s of Poisson"
-        " arrivals; rate = real-time requests/s (TTFT 0.4 s, TPOT 0.2 s), beside half as many best-effort"
-        " ones (512-1024 in, 32-128 out); best-effort throughput counts requests that end within that time."
+        f"{SIMULATED}: {PROFILE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s of "
+        "Poisson arrivals; rate = real-time requests/s (TTFT 0.4 s, TPOT 0.2 s), beside half as many "
+        "best-effort ones (512-1024 in, 32-128 out); best-effort throughput counts requests that end within that time."
     )
     figures = [*rows(points), *claims(points)]
     report = Report(
         "papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})", figures,
         time.perf_counter() - began, About(workload, seed), row_grid(figures),
-        notes=("A row with a paper's figure has the best of all rates, as the paper's 'up to' (docs/papers.md).",),
+        notes=("A row with a paper's figure has the best of all rates ('up to'): docs/papers.md.",),
     )  # fmt: skip
     deliver(report, as_json=as_json, out=out, pictures=lambda: plots(points))
 
@@ -120,7 +120,7 @@ def sweep(
 
 
 def traffic(lengths: str, rate: float, duration: float, seed: int) -> Workload:
-    """Return real-time requests at `rate` and best-effort ones beside them, none longer than the model takes."""
+    """Return real-time requests at `rate` and best-effort ones beside them, without too long ones."""
     rng = np.random.default_rng(seed)
     classes = (
         TrafficClass("rt", 1.0, SLO, 0, lengths),

@@ -1,7 +1,7 @@
 """`headway bench papers ecoserve`: the evaluation of EcoServe (sections 4.2 to 4.5), SIMULATED.
 
-OPT-13B on an A100 with 12 GB of KV; requests with the lengths of Alpaca, ShareGPT and BookCorpus at the paper's
-rates and at rates around this engine's saturation. EcoServe with its ablation, with true lengths (oracle), the
+OPT-13B on an A100 with 12 GB of KV; requests with the lengths of Alpaca, ShareGPT and BookCorpus at the
+paper's rates and around this engine's saturation. EcoServe with its ablation, with true lengths (oracle), the
 baselines, and sweeps of padding, reserve and buffer.
 """
 

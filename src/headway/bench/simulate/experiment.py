@@ -200,7 +200,7 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
         if unknown:
             other = "take another recipe" if recipe.saves else "say host_kv_gib=0 in --instance"
             raise ConfigError(
-                f"{name} copies KV to the host, but the latency profile of {unknown[0]} has no copy bandwidth.",
+                f"{name} copies KV to the host, but the profile of {unknown[0]} has no copy bandwidth.",
                 f"Add kv_copy_gb_s to a copy of its latency profile, or {other}.",
                 param="recipes",
             )

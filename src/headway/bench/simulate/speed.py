@@ -56,9 +56,9 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     points = simulate(rates, duration, seed, bar=not as_json)
     ratios = decisions(200 if quick else 1000, seed)
     workload = (
-        f"{SIMULATED}: {PROFILE}, batch limit 256, ShareGPT-like lengths, Poisson, {duration:g} s of arrivals; "
-        f"x_realtime = seconds of arrivals / wall seconds, one core. Decision: {RUNNING} running, {WAITING} "
-        "waiting."
+        f"{SIMULATED}: {PROFILE}, batch limit 256, ShareGPT-like lengths, Poisson, {duration:g} s of "
+        f"arrivals; x_realtime = seconds of arrivals / wall seconds, one core. Decision: {RUNNING} "
+        f"running, {WAITING} waiting."
     )
     rows = [*(row for point in points for row in rows_of(point)), *ratios]
     report = Report(

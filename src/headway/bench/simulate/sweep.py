@@ -1,7 +1,7 @@
 """A sweep: the same traffic at several rates, with several seeds, under several recipes, on all cores.
 
-Each combination is a cell. A computed cell is one small file, named by a hash of everything its figures depend
-on; so a stopped sweep continues, and a changed one computes only the cells that changed.
+Each combination is a cell. A computed cell is one small file, named by a hash of everything its figures
+depend on; so a stopped sweep continues, and a changed one computes only the cells that changed.
 """
 
 from __future__ import annotations

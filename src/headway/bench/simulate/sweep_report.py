@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -96,7 +95,7 @@ def build(sweep: Sweep, curves: Curves, failed: Mapping[Cell, str], seconds: flo
 
 
 def rows(curves: Curves) -> list[Row]:
-    """Return one row per figure: ID is the mean over seeds, ID.min and ID.max their range (two seeds or more).
+    """Return one row per figure: ID is the mean over seeds, ID.min and ID.max their range.
 
     The setting is "CLASS at RATE req/s".
     """
@@ -113,9 +112,9 @@ def describe(sweep: Sweep) -> str:
     """Return the workload line of the report."""
     fleet = sweep.fleet
     return (
-        f"{SIMULATED}: {fleet.count} x {fleet.profile}, batch limit {fleet.max_running}; {sweep.duration:g} s "
-        f"of Poisson arrivals, 60% chat (ShareGPT-like lengths, {sweep.slo}), 40% best effort (512-1024 in, "
-        f"32-128 out); mean over {sweep.seeds} seed{'s' if sweep.seeds > 1 else ''}"
+        f"{SIMULATED}: {fleet.count} x {fleet.profile}, batch limit {fleet.max_running}; "
+        f"{sweep.duration:g} s of Poisson arrivals, 60% chat (ShareGPT-like lengths, "
+        f"{sweep.slo}), 40% best effort (512-1024 in, 32-128 out); mean over {sweep.seeds} seed{'s' if sweep.seeds > 1 else ''}"
     )
 
 

@@ -112,13 +112,13 @@ class Findings:
                     "real run and are left out of both."
                 )
         lines += [
-            f"{pair.replay.system}, {pair.replay.setting}: for {pair.disturbed:.0f} s of the real run another "
-            "program used the machine; the simulator does not model that."
+            f"{pair.replay.system}, {pair.replay.setting}: for {pair.disturbed:.0f} s of the real run "
+            "another program used the machine; the simulator does not model that."
             for pair in self.pairs
             if pair.disturbed >= 1
         ]
         lines += [
-            f"{run.system}: {run.fits.disturbed} samples of the profile left out: another program used the machine."
+            f"{run.system}: {run.fits.disturbed} samples left out: another program used the machine."
             for run in self.runs
             if run.fits.disturbed
         ]

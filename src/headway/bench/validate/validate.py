@@ -68,5 +68,5 @@ def describe(setup: Setup, results: Results) -> str:
     loads = ", ".join(f"{setting} saturation {rate} req/s" for setting, rate in rates.items())
     return (
         f"{mix.describe(setup.mix)}; Poisson arrivals, {loads}{known}, {setup.duration:g} s each; the "
-        "simulator has the same arrivals and the lengths that the real run had, and a latency profile of this run"
+        "simulator has the same arrivals and the lengths that the real run had, and a profile of this run"
     )
