@@ -1,4 +1,4 @@
-"""The benchmark commands end in time, print their contract and write what people look at."""
+"""The benchmark commands end in time, print their contract and write reports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_overhead_measures_gateway_and_hook(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "mend"),
+    ("words", "hint"),
     [
         (["compare", "--systems", "vllm-fcsf"], "vllm"),
         (["compare", "--systems", ","], "Name some of"),
@@ -68,9 +68,9 @@ def test_overhead_measures_gateway_and_hook(tmp_path: Path) -> None:
         (["serve", "--url", "http://127.0.0.1:9", "--trace", "/no/such.csv"], "trace"),
     ],
 )
-def test_wrong_words_are_answered_with_the_mend(words: list[str], mend: str) -> None:
+def test_wrong_words_are_answered_with_a_hint(words: list[str], hint: str) -> None:
     status, out, err = bench(*words)
     assert status == 2
     assert out == ""
     assert "error:" in err
-    assert mend in err.replace("\n", " ")
+    assert hint in err.replace("\n", " ")

@@ -88,7 +88,8 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     workload = (
         f"{SIMULATED}: {PROFILE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s of "
         "Poisson arrivals; rate = real-time requests/s (TTFT 0.4 s, TPOT 0.2 s), beside half as many "
-        "best-effort ones (512-1024 in, 32-128 out); best-effort throughput counts requests that end within that time."
+        "best-effort ones (512-1024 in, 32-128 out); best-effort throughput counts requests that end "
+        "within that time."
     )
     figures = [*rows(points), *claims(points)]
     report = Report(

@@ -114,7 +114,8 @@ def describe(sweep: Sweep) -> str:
     return (
         f"{SIMULATED}: {fleet.count} x {fleet.profile}, batch limit {fleet.max_running}; "
         f"{sweep.duration:g} s of Poisson arrivals, 60% chat (ShareGPT-like lengths, "
-        f"{sweep.slo}), 40% best effort (512-1024 in, 32-128 out); mean over {sweep.seeds} seed{'s' if sweep.seeds > 1 else ''}"
+        f"{sweep.slo}), 40% best effort (512-1024 in, 32-128 out); "
+        f"mean over {sweep.seeds} seed{'s' if sweep.seeds > 1 else ''}"
     )
 
 
