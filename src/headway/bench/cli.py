@@ -39,24 +39,51 @@ Model = Annotated[str, typer.Option(help="Model name, directory or hub id.")]
 MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit of every engine (vLLM's --max-num-seqs).")]
 
 
+ServerUrl = Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")]
+Burstiness = Annotated[
+    float, typer.Option(min=0.01, help="Burstiness of the arrivals: 1 = Poisson, lower is burstier.")
+]
+Trace = Annotated[str | None, typer.Option(help="Take arrival times from a trace (Azure, Mooncake).")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N arrivals of the trace.")]
+Endpoint = Annotated[str, typer.Option(help="API to use: chat or completions.")]
+Systems = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated: vllm-fcfs, vllm-priority (stock vLLM) and recipes. Default: both with edf and "
+        "slack; with --tight, both with slack, bros and ecoserve.",
+    ),
+]
+Load = Annotated[
+    float,
+    typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate)."),
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
+Tight = Annotated[
+    bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")
+]
+KvBlocks = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-blocks", "--blocks", min=1, help="KV blocks of every engine (vLLM's --num-gpu-blocks-override)."
+    ),
+]
+HostKv = Annotated[
+    float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")
+]
+
+
 @bench_app.command()
 def serve(
-    url: Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")],
+    url: ServerUrl,
     model: Annotated[str, typer.Option(help="Model name to request.")] = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
     rate: Rate = None,
     duration: Duration = 60.0,
-    burstiness: Annotated[
-        float, typer.Option(min=0.01, help="Burstiness of the arrivals: 1 = Poisson, lower is burstier.")
-    ] = 1.0,
-    trace: Annotated[
-        str | None, typer.Option(help="Take arrival times from a trace (Azure, Mooncake).")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first N arrivals of the trace.")
-    ] = None,
-    endpoint: Annotated[str, typer.Option(help="API to use: chat or completions.")] = "chat",
+    burstiness: Burstiness = 1.0,
+    trace: Trace = None,
+    limit: Limit = None,
+    endpoint: Endpoint = "chat",
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
     quick: Quick = False,
     as_json: Json = False,
@@ -66,13 +93,12 @@ def serve(
     """Send an open-loop load to an OpenAI-compatible server and report latency and SLO attainment."""
     from headway.bench.load import generator
 
-    kind: Literal["chat", "completions"] | None = _ENDPOINTS.get(endpoint)
+    kind = _ENDPOINTS.get(endpoint)
     if kind is None:
         raise ConfigError(f"There is no endpoint {endpoint!r}.", "Use chat or completions.")
     if url.partition("://")[0] not in ("http", "https"):
         raise ConfigError(f"{url!r} is not an HTTP address.", "Write it like http://127.0.0.1:8000.")
-    setup = _mix(mix, slo)
-    rng = np.random.default_rng([seed, 0])
+    setup, rng = _mix(mix, slo), np.random.default_rng([seed, 0])
     arrivals = _arrivals(trace, limit, rate, min(duration, 30.0) if quick else duration, burstiness, rng)
     calls = mixes.calls(setup, arrivals, rng)
 
@@ -88,61 +114,45 @@ def serve(
 
 @bench_app.command()
 def compare(
-    systems: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: vllm-fcfs, vllm-priority (stock vLLM) and recipes. Default: both with edf "
-            "and slack; with --tight, both with slack, bros and ecoserve.",
-        ),
-    ] = None,
+    systems: Systems = None,
     model: Model = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
-    load: Annotated[
-        float,
-        typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate)."),
-    ] = 1.3,
+    load: Load = 1.3,
     rate: Rate = None,
     duration: Duration = 300.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all systems.")] = 1,
+    rounds: Rounds = 1,
     max_running: MaxRunning = 16,
-    tight: Annotated[
-        bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")
-    ] = False,
-    kv_blocks: Annotated[
-        int | None,
-        typer.Option(
-            "--kv-blocks",
-            "--blocks",
-            min=1,
-            help="KV blocks of every engine (vLLM's --num-gpu-blocks-override).",
-        ),
-    ] = None,
-    host_kv_gib: Annotated[
-        float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV.")
-    ] = 1.0,
+    tight: Tight = False,
+    kv_blocks: KvBlocks = None,
+    host_kv_gib: HostKv = 1.0,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
     """Compare stock vLLM with Headway's recipes on the same trace, on engines started here."""
-    from headway.bench.live import compare as comparing
+    from headway.bench.live import compare as comparison
     from headway.bench.live.systems import STANDARD, TIGHT, standard_engine
 
     names = (TIGHT if tight else STANDARD) if systems is None else _names(systems)
     engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
-    setup = comparing.Setup(_mix(mix, slo), engine, names, load, rate, duration, rounds, seed, tight=tight)
+    setup = comparison.Setup(_mix(mix, slo), engine, names, load, rate, duration, rounds, seed, tight=tight)
     if quick:
         setup = _quick(setup)
     began = time.perf_counter()
-    outcome = asyncio.run(comparing.run(setup))
+    outcome = asyncio.run(comparison.run(setup))
+    _deliver(outcome.results, "compare", began, _comparison(setup, outcome), seed, as_json, out)
+
+
+def _comparison(setup: Any, outcome: Any) -> str:
+    """Return the workload line of a comparison."""
     capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
-    workload = (
+    return (
         f"{mixes.describe(setup.mix)}; Poisson arrivals at {outcome.rate:.3f} req/s{capacity}, "
-        f"{setup.rounds} x {setup.duration:g} s, batch limit {max_running}{_pool(outcome.engine)}"
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.max_running}"
+        f"{_kv_size(outcome.engine)}"
     )
-    _deliver(outcome.results, "compare", began, workload, seed, as_json, out)
 
 
 @bench_app.command()
@@ -237,7 +247,7 @@ def _names(systems: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in systems.split(",") if name.strip())
 
 
-def _pool(engine: Any) -> str:
+def _kv_size(engine: Any) -> str:
     """Describe the engines' KV when its size was set."""
     from headway.engines.vllm.process.launch import block_size
 

@@ -97,7 +97,7 @@ def _prompts(axes: Axes, seen: Timeline) -> None:
         both = seen.prefill + seen.recompute
         axes.stairs(
             both, seen.edges, baseline=seen.prefill, fill=True, color=colour(4), alpha=0.8,
-            label="computed again after eviction",
+            label="recomputed after eviction",
         )  # fmt: skip
     axes.set_ylabel("prompt tokens/s")
     _beside(axes)
@@ -105,7 +105,7 @@ def _prompts(axes: Axes, seen: Timeline) -> None:
 
 def _batch(axes: Axes, run: Run, seen: Timeline) -> None:
     limit = sum(machine.max_running for machine in run.header.fleet)
-    axes.stairs(seen.decodes, seen.edges, color=colour(0), linewidth=_SOLID, label="answers in progress")
+    axes.stairs(seen.decodes, seen.edges, color=colour(0), linewidth=_SOLID, label="decoding")
     if seen.paused.max(initial=0.0) > limit / 100:  # fewer would not be visible
         axes.stairs(seen.paused, seen.edges, color=colour(3), linewidth=_SOLID, label="paused")
     if seen.decodes.max(initial=0.0) > limit / 2:
