@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ class Table:
         """Keep the rows as one array, which compiled loops take whole; columns are views of it."""
         self.data = data
         self._cols: dict[str, NDArray[Any]] = {name: data[name] for name in self.COLUMNS}
+        self.__dict__.update(self._cols)  # so that reading a column is one lookup
         self.live: NDArray[np.bool_] = data["live"]
 
     def __len__(self) -> int:
@@ -40,11 +41,9 @@ class Table:
     def __contains__(self, key: object) -> bool:
         return key in self.row_of
 
-    def __getattr__(self, name: str) -> NDArray[Any]:
-        try:
-            return self.__dict__["_cols"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(name) from None
+    if TYPE_CHECKING:  # columns are attributes, which a type checker cannot see
+
+        def __getattr__(self, name: str) -> NDArray[Any]: ...
 
     def add(self, key: str, **values: float | bool) -> int:
         """Add a row; columns not given are zero. Return its index. A key twice is our own mistake."""
@@ -72,6 +71,13 @@ class Table:
     def names(self, rows: Iterable[int]) -> list[str]:
         """Return the keys of rows, in their order."""
         return [key for row in rows if (key := self.keys[row]) is not None]
+
+    def copy(self) -> Self:
+        """Return a table of the same rows that changes on its own."""
+        other = type(self)(1)
+        other._hold(self.data.copy())
+        other.keys, other.row_of, other._free = list(self.keys), dict(self.row_of), list(self._free)
+        return other
 
     def _grow(self) -> None:
         size = len(self.keys)

@@ -7,7 +7,7 @@ randomness: `now` and generators are arguments wherever they are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -45,9 +45,8 @@ class Slo:
         return "deadline" if self.e2e is not None else "best_effort"
 
     def due(self, arrival: float) -> float:
-        """Instant by which the next visible thing is owed: first token, else the whole answer, else never."""
-        first = self.ttft if self.ttft is not None else self.e2e
-        return arrival + first if first is not None else math.inf
+        """Instant by which the first promised thing is owed: first token or whole answer, inf = neither."""
+        return arrival + min((s for s in (self.ttft, self.e2e) if s is not None), default=math.inf)
 
     def met(self, ttft: float, tpot: float, e2e: float) -> bool:
         """Tell whether measured seconds keep every promise made."""
@@ -279,7 +278,8 @@ Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | Instance
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a queued request to an engine. rank: its `Jobs.urgency` there, lower first; 0 = the packer's order."""
+    """Hand a queued request to an engine. rank: its `Jobs.urgency` there, lower first; 0 = the packer's
+    order."""
 
     id: str
     instance: str
@@ -327,29 +327,40 @@ Command = Send | Rerank | Swap | Warm | Reject
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The slow loop's decision: per instance the rows of the `Backlog` in order, sent ones included.
+    """The slow loop's decision: what is to be done now. What lies behind in the queue is the planner's.
 
-    A request not sent yet may stand in several lines: it goes to the first instance with room for it.
-    swap, warm: instance -> model it shall serve, or hold in host memory. reject: queued rows to refuse.
+    Attributes:
+        send: queued requests to hand to engines, in this order; each has at most one entry.
+        rerank: new ranks for requests that are inside engines.
+        swap: instance -> model it shall serve.
+        warm: instance -> model whose weights it shall hold in host memory.
+        reject: queued requests to refuse.
+        based_on: `Cluster.version` of the snapshot that a planner read which takes its time; what no longer holds
+            is dropped. None = the plan is for the cluster as it is.
     """
 
-    lines: dict[str, Ints]
+    send: Sequence[Send] = ()
+    rerank: Sequence[Rerank] = ()
     swap: Mapping[str, str] = field(default_factory=dict)
     warm: Mapping[str, str] = field(default_factory=dict)
-    reject: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    reject: Sequence[str] = ()
+    based_on: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Loans:
-    """Blocks lent inside reservations, aligned rows: guest i gets `span` blocks of host i's from `start` on.
+    """Blocks lent inside reservations (`memory/reservations.py`), as aligned arrays.
 
-    Blocks are counted from the host's first (its own, then those it borrows itself).
+    borrower: row that gets the loan.
+    lender: row whose tail is lent.
+    start: first block of the loan, counted from the lender's first (its own, then those it borrows itself).
+    blocks: length of the loan.
     """
 
-    guest: Ints
-    host: Ints
+    borrower: Ints
+    lender: Ints
     start: Ints
-    span: Ints
+    blocks: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +373,8 @@ class Step:
     save: running rows whose KV is copied to the host and freed (swap); admitted later, they go on from there.
     reserve: per row of `order`, tokens whose blocks the engine holds for it from this step on, whatever it
     has computed (exact allocation); None = as it grows. lend: loans that begin now, after evict and save;
-    what a guest needs beyond its loan comes from free blocks. The engine refuses (assert) a host that would
-    run into a guest, and a guest that would outgrow its loan.
+    what a borrower needs beyond its loan comes from free blocks. The engine refuses (assert) a lender that
+    would write into a loan, and a borrower that would outgrow it.
     """
 
     order: Ints

@@ -19,7 +19,7 @@ from headway.errors import ConfigError
 from headway.sim.record import run_folder
 from headway.sim.record.run_folder import Run
 from headway.sim.record.timeline import Reader
-from tests.sim.recorded import record
+from tests.helpers.recorded import record
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.cluster import Cluster
-from headway.plan.dispatch import sends
-from headway.plan.ordered import Ordered, by_arrival, by_attainable_deadline, by_due, by_priority
+from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
+from headway.plan.ordered import Ordered
 from headway.types import Backlog, Instance
 from tests.core.tables import Bits
 from tests.core.world import FLEET, MODELS
+from tests.plan.reference import Reference
 
 NOW = 100.0
-RANKS = {"arrival": by_arrival, "priority": by_priority, "due": by_due, "hope": by_attainable_deadline}
+RANKS = {"arrival": ARRIVAL, "priority": PRIORITY, "due": DUE, "attainable": ATTAINABLE}
 
 
 def cluster(*instances: Instance) -> Cluster:
@@ -33,15 +34,16 @@ def add(place: Cluster, id: str, *, at: str | None = None, model: str = "m0", **
     defaults = {"arrival": NOW, "due": math.inf, "tokens": 16.0, "serial": len(place.backlog)}
     row = place.backlog.add(id, **{**defaults, **values, "model": place.code(model)})
     if at is not None:
-        place.backlog.sent[row], place.backlog.instance[row] = True, place.code(at)
+        place.send(row, at)
 
 
 def line(place: Cluster, planner: Ordered, name: str = "e0") -> list[str]:
-    return place.backlog.names(planner.plan(place, NOW).lines[name].tolist())
+    """Return the virtual queue that a planner's order makes."""
+    return place.backlog.names(Reference(planner.kind, planner.displaces).queues(place, NOW)[name].tolist())
 
 
 def sent(place: Cluster, planner: Ordered) -> list[tuple[str, str]]:
-    return [(send.id, send.instance) for send in sends(planner.plan(place, NOW), place)]
+    return [(send.id, send.instance) for send in planner.plan(place, NOW).send]
 
 
 @st.composite
@@ -67,9 +69,9 @@ PLANNERS = st.builds(Ordered, st.sampled_from(list(RANKS.values())), st.booleans
 @given(clusters(), PLANNERS)
 def test_a_line_holds_what_is_inside_and_all_that_may_still_come(place: Cluster, planner: Ordered) -> None:
     backlog = place.backlog
-    plan = planner.plan(place, NOW)
-    assert list(plan.lines) == list(place.instances)
-    for name, rows in plan.lines.items():
+    queues = Reference(planner.kind, planner.displaces).queues(place, NOW)
+    assert list(queues) == list(place.instances)
+    for name, rows in queues.items():
         ours = ~backlog.sent & (backlog.model == place.code(FLEET[name].model))
         inside = backlog.sent & (backlog.instance == place.code(name))
         assert sorted(rows.tolist()) == np.flatnonzero(backlog.live & (ours | inside)).tolist()
@@ -80,20 +82,20 @@ def test_a_line_holds_what_is_inside_and_all_that_may_still_come(place: Cluster,
 def test_sends_are_distinct_rows_that_are_ours_from_the_head_of_their_line(
     place: Cluster, planner: Ordered
 ) -> None:
-    plan, backlog = planner.plan(place, NOW), place.backlog
-    out = sends(plan, place)
+    queues, backlog = Reference(planner.kind, planner.displaces).queues(place, NOW), place.backlog
+    out = planner.plan(place, NOW).send
     assert len({send.id for send in out}) == len(out)
     for send in out:
         row = backlog.row_of[send.id]
         assert not backlog.sent[row]
-        assert row in plan.lines[send.instance][: FLEET[send.instance].window]
+        assert row in queues[send.instance][: FLEET[send.instance].window]
 
 
 @settings(max_examples=200)
 @given(clusters(), st.sampled_from(list(RANKS.values())))
-def test_sends_never_exceed_window_and_memory_unless_displacing(place: Cluster, rank: object) -> None:
-    planner, backlog = Ordered(rank, displaces=False), place.backlog  # type: ignore[arg-type]
-    out = sends(planner.plan(place, NOW), place)
+def test_sends_never_exceed_window_and_memory_unless_displacing(place: Cluster, rank: int) -> None:
+    planner, backlog = Ordered(rank, displaces=False), place.backlog
+    out = planner.plan(place, NOW).send
     for name, instance in FLEET.items():
         inside = backlog.live & backlog.sent & (backlog.instance == place.code(name))
         new = [backlog.row_of[send.id] for send in out if send.instance == name]
@@ -110,13 +112,13 @@ def test_lines_are_sorted_by_their_rule(place: Cluster, name: str) -> None:
         "arrival": lambda b, r: (b.arrival[r],),
         "priority": lambda b, r: (b.priority[r], b.arrival[r]),
         "due": lambda b, r: (b.due[r], b.arrival[r]),
-        "hope": lambda b, r: (
+        "attainable": lambda b, r: (
             2 if math.isinf(b.due[r]) else int(b.due[r] < NOW and not b.sent[r]), b.due[r], b.arrival[r],
         ),
     }  # fmt: skip
     rule, backlog = rules[name], place.backlog
     for displaces in (True, False):
-        for rows in Ordered(RANKS[name], displaces).plan(place, NOW).lines.values():
+        for rows in Reference(RANKS[name], displaces).queues(place, NOW).values():
             keys = [
                 (not displaces and not backlog.sent[row], *rule(backlog, row), backlog.serial[row])
                 for row in rows.tolist()
@@ -124,13 +126,13 @@ def test_lines_are_sorted_by_their_rule(place: Cluster, name: str) -> None:
             assert keys == sorted(keys)
 
 
-def test_equal_arrivals_keep_the_order_of_coming_even_in_reused_rows() -> None:
+def test_equal_arrivals_keep_their_order_even_in_reused_rows() -> None:
     place = cluster()
     for id in ("a", "b", "c"):
         add(place, id)
     place.backlog.remove("a")
-    add(place, "d", serial=3)  # stands in a's row
-    assert line(place, Ordered(by_arrival)) == ["b", "c", "d"]
+    add(place, "d", serial=3)  # reuses a's row
+    assert line(place, Ordered(ARRIVAL)) == ["b", "c", "d"]
 
 
 def test_priority_is_lower_first_then_arrival() -> None:
@@ -138,7 +140,7 @@ def test_priority_is_lower_first_then_arrival() -> None:
     add(place, "bulk", priority=5, arrival=NOW - 9)
     add(place, "late", priority=0, arrival=NOW)
     add(place, "early", priority=0, arrival=NOW - 1)
-    assert line(place, Ordered(by_priority)) == ["early", "late", "bulk"]
+    assert line(place, Ordered(PRIORITY)) == ["early", "late", "bulk"]
 
 
 def test_deadlines_come_first_and_best_effort_last_by_arrival() -> None:
@@ -147,24 +149,24 @@ def test_deadlines_come_first_and_best_effort_last_by_arrival() -> None:
     add(place, "free1", arrival=NOW - 1)
     add(place, "soon", due=NOW + 1)
     add(place, "late", due=NOW - 1)
-    assert line(place, Ordered(by_due)) == ["late", "soon", "free1", "free2"]
+    assert line(place, Ordered(DUE)) == ["late", "soon", "free1", "free2"]
 
 
-def test_hope_puts_the_late_behind_those_that_can_be_met_and_before_best_effort() -> None:
+def test_attainable_deadlines_go_before_late_requests_and_those_before_best_effort() -> None:
     place = cluster()
     add(place, "free", arrival=NOW - 99)
     add(place, "late", due=NOW - 1)
     add(place, "soon", due=NOW + 1)
     add(place, "later", due=NOW + 2)
-    assert line(place, Ordered(by_attainable_deadline)) == ["soon", "later", "late", "free"]
+    assert line(place, Ordered(ATTAINABLE)) == ["soon", "later", "late", "free"]
 
 
-def test_hope_does_not_demote_what_runs_already() -> None:
-    """After its first token `due` is past for every request; that does not make it late."""
+def test_running_requests_are_not_demoted_as_late() -> None:
+    """After its first token every request's `due` is past; that does not make it late."""
     place = cluster()
     add(place, "runs", due=NOW - 1, at="e0")
     add(place, "soon", due=NOW + 1)
-    assert line(place, Ordered(by_attainable_deadline)) == ["runs", "soon"]
+    assert line(place, Ordered(ATTAINABLE)) == ["runs", "soon"]
 
 
 @pytest.mark.parametrize(("displaces", "head"), [(True, "alarm"), (False, "bulk")])
@@ -172,41 +174,41 @@ def test_only_a_displacing_line_puts_newcomers_before_what_runs(displaces: bool,
     place = cluster()
     add(place, "bulk", priority=5, at="e0")
     add(place, "alarm", priority=0)
-    assert line(place, Ordered(by_priority, displaces))[0] == head
+    assert line(place, Ordered(PRIORITY, displaces))[0] == head
 
 
 def test_the_most_urgent_are_sent_first_and_only_the_window() -> None:
     place = cluster()
     for i in range(9):
         add(place, f"r{i}", priority=9 - i)
-    assert [id for id, _ in sent(place, Ordered(by_priority))] == ["r8", "r7", "r6", "r5"]
+    assert [id for id, _ in sent(place, Ordered(PRIORITY))] == ["r8", "r7", "r6", "r5"]
 
 
 def test_what_stands_in_several_lines_goes_to_the_least_loaded() -> None:
     place = cluster(FLEET["e0"], FLEET["e1"])
     add(place, "old", at="e1", arrival=NOW - 9)
     add(place, "new")
-    assert sent(place, Ordered(by_arrival)) == [("new", "e0")]
+    assert sent(place, Ordered(ARRIVAL)) == [("new", "e0")]
 
 
 def test_what_is_sent_at_once_is_spread() -> None:
     place = cluster(*(replace(FLEET["e1"], id=id) for id in ("a", "b")))
     for i in range(4):
         add(place, f"r{i}")
-    assert sent(place, Ordered(by_arrival)) == [("r0", "a"), ("r1", "b"), ("r2", "a"), ("r3", "b")]
+    assert sent(place, Ordered(ARRIVAL)) == [("r0", "a"), ("r1", "b"), ("r2", "a"), ("r3", "b")]
 
 
 def test_what_was_inside_a_dead_instance_stands_in_no_line() -> None:
     place = cluster()
     add(place, "lost", at="gone")
     add(place, "r")
-    assert line(place, Ordered(by_arrival)) == ["r"]
+    assert line(place, Ordered(ARRIVAL)) == ["r"]
 
 
 def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones() -> None:
-    """Else it would starve: memory is freed for it only by letting nobody pass."""
+    """It would starve otherwise: blocks become free for it only while no other request overtakes it."""
     place = cluster(Instance("e0", "m0", 4, 10, 16, 2048))
     add(place, "runs", at="e0", arrival=NOW - 9, tokens=64.0)
     add(place, "large", arrival=NOW - 1, tokens=128.0)
     add(place, "small", arrival=NOW)
-    assert sent(place, Ordered(by_arrival)) == []
+    assert sent(place, Ordered(ARRIVAL)) == []

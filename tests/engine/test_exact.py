@@ -11,6 +11,8 @@ import pytest
 from headway.engines.vllm.plugin.kv_policy import kv_policy_of
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
+from headway.pack.ecoserve.packer import EcoServe, Options
+from headway.ports import Packer
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts
@@ -22,7 +24,7 @@ TOKENS = [5, 24, 40, 61, 17, 33, 48, 9, 30, 55, 28, 12]
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
     """Each request's tokens when it has the engine to itself."""
-    engine.scheduler.packer = find("vllm").packer(8, 512, engine.scheduler.latency)
+    engine.scheduler.packer = find("vllm").packer(replace(engine.scheduler.spec, max_running=8))
     out = []
     for prompt, tokens in zip(prompts(len(TOKENS)), TOKENS, strict=True):
         engine.add("alone", prompt, tokens)
@@ -30,7 +32,7 @@ def alone(engine: Engine) -> list[list[int]]:
     return out
 
 
-class Chaos:
+class Chaos(Packer):
     """Random order, pauses, evictions, swaps, batch limits, budgets and chunk sizes: the worst packer."""
 
     def __init__(self, seed: int) -> None:
@@ -49,9 +51,13 @@ class Chaos:
         )
 
 
-def run_all(engine: Engine) -> dict[str, list[int]]:
+def add_all(engine: Engine) -> None:
     for i, (prompt, tokens) in enumerate(zip(prompts(len(TOKENS)), TOKENS, strict=True)):
         engine.add(f"r{i}", prompt, tokens, ttft=0.2 * i, tpot=0.01)
+
+
+def run_all(engine: Engine) -> dict[str, list[int]]:
+    add_all(engine)
     return engine.run()
 
 
@@ -72,10 +78,25 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
 
 @pytest.mark.parametrize("recipe", ["vllm", "priority", "edf", "slack"])
 def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe: str) -> None:
-    engine.scheduler.packer = find(recipe).packer(4, 128, engine.scheduler.latency)
+    engine.scheduler.packer = find(recipe).packer(
+        replace(engine.scheduler.spec, max_running=4, token_budget=128)
+    )
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_reranks_change_no_token(engine: Engine, alone: list[list[int]]) -> None:
+    rng, before = np.random.default_rng(1), engine.counters()
+    engine.scheduler.packer = find("slack").packer(3, 128, engine.scheduler.latency)
+    add_all(engine)
+    done: dict[str, list[int]] = {}
+    while engine.llm.llm_engine.has_unfinished_requests():
+        values = {f"r{i}": float(rng.normal()) for i in rng.choice(len(TOKENS), 4)}
+        assert "error" not in engine.scheduler.control({"op": "urgency", "values": values})
+        done |= engine.step()
+    assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
+    assert engine.counters()["pauses"] > before["pauses"]
 
 
 # ---- reservations and loans (EcoServe 3.2, 3.4)
@@ -104,7 +125,7 @@ def reserving(small: Engine) -> Iterator[Engine]:
     scheduler = small.scheduler
     before = scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots
     scheduler.recipe = find("ecoserve")
-    scheduler.packer = scheduler.recipe.packer(8, 512, scheduler.latency)
+    scheduler.packer = scheduler.recipe.packer(replace(scheduler.spec, max_running=8))
     scheduler.holding = kv_policy_of(scheduler)
     yield small
     scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots = before
@@ -112,7 +133,7 @@ def reserving(small: Engine) -> Iterator[Engine]:
 
 def run_long(engine: Engine) -> list[list[int]]:
     for i, (prompt, tokens, factor) in enumerate(zip(prompts(len(LONG), 5), LONG, WRONG, strict=True)):
-        engine.add(f"r{i}", prompt[:150], tokens, left=float(np.ceil(tokens * factor)))
+        engine.add(f"r{i}", prompt[:150], tokens, tokens_left=float(np.ceil(tokens * factor)))
     done = engine.run()
     return [done[f"r{i}"] for i in range(len(LONG))]
 
@@ -120,7 +141,7 @@ def run_long(engine: Engine) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> list[list[int]]:
     """What vLLM answers in its own order, with memory for everybody."""
-    engine.scheduler.packer = find("vllm").packer(16, 512, engine.scheduler.latency)
+    engine.scheduler.packer = find("vllm").packer(replace(engine.scheduler.spec, max_running=16))
     return run_long(engine)
 
 
@@ -129,10 +150,10 @@ def test_reserved_and_lent_kv_changes_no_token(
     plain: list[list[int]], reserving: Engine, copy_seconds: float, reserve: float
 ) -> None:
     scheduler = reserving.scheduler
-    scheduler.packer.options = scheduler.packer.options.but(reserve=reserve)
     before = reserving.counters()
-    assert 0 < scheduler.packer.copy_seconds < 1e-3, "the host pool says what a copy costs"
-    scheduler.packer.copy_seconds = copy_seconds
+    assert 0 < scheduler.spec.copy_seconds < 1e-3, "the host pool says what a copy costs"
+    spec = replace(scheduler.spec, max_running=8, copy_seconds=copy_seconds)
+    scheduler.packer = EcoServe(spec, Options(reserve=reserve))
     assert run_long(reserving) == plain
     after, counts = reserving.counters(), scheduler.packer.counts
     seen = {name: after[name] - before.get(name, 0) for name in after}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.memory import reservations
 from headway.pack.ecoserve.packer import Counts, EcoServe, Options
 from headway.pack.ecoserve.queues import ACTIVE
@@ -24,7 +24,9 @@ class Drive:
     """One engine under an EcoServe packer, with everything checked in every iteration."""
 
     def __init__(self, options: Options, blocks: int, *, copy: float = 1e-5, slots: int = 64) -> None:
-        self.packer = EcoServe(256, OnlineLatency(), options, copy)
+        self.packer = EcoServe(
+            EngineSpec(slots, 256, SIZE, blocks * SIZE, copy, None, reservations=True), options
+        )
         self.engine = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=slots, budget=256, max_model_len=blocks * SIZE
         )
@@ -42,7 +44,7 @@ class Drive:
         done = self.engine.complete(ran, self.now)
         self.output_tokens |= {id: before[id] + 1 for id in done.ids}
         self.iterations += 1
-        reservations.check(jobs.data, jobs.rows(), SIZE, self.blocks, self.engine.free)
+        reservations.check_integrity(jobs.data, jobs.rows(), SIZE, self.blocks, self.engine.free)
 
 
 def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -> tuple[Drive, Counts]:
@@ -58,7 +60,7 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
         wanted[f"r{i}"] = output
         left = output * math.exp(noise * rng.standard_normal())
         run.engine.add(
-            f"r{i}", prompt, output, arrival=when, left=left, slo=Slo(e2e=float(rng.uniform(1, 9)))
+            f"r{i}", prompt, output, arrival=when, tokens_left=left, slo=Slo(e2e=float(rng.uniform(1, 9)))
         )
     while run.engine.busy:
         run.iterate()
@@ -99,7 +101,7 @@ def test_the_pool_is_never_used_unseen() -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
         run = Drive(Options(reserve=0.1), 80)
-        reserve = run.packer.rule(run.engine.ledger).reserve
+        reserve = run.packer.limits(run.engine.ledger).reserve
         for i in range(30):
             output = int(rng.integers(1, 80))
             run.engine.add(f"r{i}", int(rng.integers(1, 60)), output, arrival=0.0)

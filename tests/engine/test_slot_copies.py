@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.engines.vllm.plugin import right_aligned_attention
 from headway.engines.vllm.plugin.slot_copies import IN, OUT, WITHIN, HostSlots, copies_of
 from headway.memory.two_ended import allocation, block_table, checkpoint
-from headway.memory.two_ended.block_table import BEST_EFFORT, FREE, HOST, REAL_TIME, SAVE
+from headway.memory.two_ended.block_table import BEST_EFFORT, FREE, REAL_TIME, SAVE
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZE, BLOCKS, LONGEST = 4, 5, 24
@@ -30,18 +30,18 @@ class Memory:
             taken = self.host[source] if way == IN else self.device[source]
             (self.host if way == OUT else self.device)[target] = taken
             assert way in (IN, OUT, WITHIN)
-        assert self.slots.held() == self.book.counts[HOST] <= self.host.size
-        self.book.counts[block_table.ORDERS] = 0
+        assert self.slots.held() == self.book.state["host_tokens"] <= self.host.size
+        self.book.state["num_ops"] = 0
 
     def place(self, row: int, token: int) -> int:
-        block, at = int(self.book.table[row, token // SIZE]), token % SIZE
+        block, at = int(self.book.block_ids[row, token // SIZE]), token % SIZE
         right = self.book.kind[row] == BEST_EFFORT and self.book.mirrored[block]
         return (block + 1) * SIZE + (SIZE - 1 - at if right else at)
 
     def grow(self, row: int, tokens: int) -> None:
         book = self.book
-        here = allocation.come_back(book, row) if book.away[row] else checkpoint.restore(book, row)
-        before = int(book.stored[row])
+        here = allocation.swap_in(book, row) if book.swapped_tokens[row] else checkpoint.restore(book, row)
+        before = int(book.num_tokens[row])
         done = here and allocation.grow(book, row, tokens)
         self.carry_out()
         if done:
@@ -66,16 +66,16 @@ def test_every_row_reads_what_it_wrote(acts: list[tuple[int, str, int]], host: i
     memory = Memory(host)
     book = memory.book
     for row, act, tokens in acts:
-        allocation.begin(book)
+        allocation.begin_iteration(book)
         if book.kind[row] == 0:
-            allocation.enter(book, row, REAL_TIME if row % 2 else BEST_EFFORT)
+            allocation.add_row(book, row, REAL_TIME if row % 2 else BEST_EFFORT)
         book.pinned[row] = book.kind[row] == BEST_EFFORT
-        if act == "leave" or book.stored[row] + book.away[row] + tokens > LONGEST:
-            checkpoint.forget(book, row)
+        if act == "leave" or book.num_tokens[row] + book.swapped_tokens[row] + tokens > LONGEST:
+            checkpoint.free_row(book, row)
             memory.slots.drop(row)
             book.kind[row] = 0
-        elif act == "away" and book.stored[row]:
-            checkpoint.away(book, row)
+        elif act == "away" and book.num_tokens[row]:
+            checkpoint.swap_out(book, row)
             memory.carry_out()
         else:
             memory.grow(row, 1 if tokens > 3 else tokens)
@@ -88,7 +88,7 @@ SHAPES = [(32, 3, 64), (128, 2, 128), (64, 1, 256)]  # slots of a block, heads, 
 def test_a_host_slot_that_changes_hands_within_a_step_is_written_by_one_copy_after_the_other() -> None:
     book = block_table.new(4, 32, 64, 64, 2)
     for kind, row in ((SAVE, 0), (FREE, 0), (SAVE, 1)):
-        block_table.order(book, kind, row, 0, 8, row, row)
+        block_table.add_op(book, kind, row, 0, 8, row, row)
     first, second = copies_of(book, HostSlots(64))
     assert (first.way, second.way) == (OUT, OUT)
     assert first.target.tolist() == second.target.tolist()

@@ -13,8 +13,7 @@ from headway.memory.two_ended.block_table import (
     LOAD,
     MIRROR,
     MOVE,
-    NOBODY,
-    ORDERS,
+    NONE,
     REAL_TIME,
     SAVE,
     TwoEndedTable,
@@ -25,7 +24,8 @@ Token = tuple[int, int, int]  # row, the row's life, token
 
 @dataclass
 class Pool:
-    """The book beside what it speaks of. device: per block and slot; host: per row and token."""
+    """A block table beside the memory that it describes. device: per block and slot; host: per row and
+    token."""
 
     blocks: int = 6
     size: int = 4
@@ -33,13 +33,13 @@ class Pool:
     rows: int = 6
     longest: int = 40
     decode_only: bool = False
-    book: TwoEndedTable = field(init=False)
+    table: TwoEndedTable = field(init=False)
     device: dict[tuple[int, int], Token] = field(default_factory=dict)
     host: dict[tuple[int, int], Token] = field(default_factory=dict)
     lives: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.book = block_table.new(
+        self.table = block_table.new(
             self.blocks, self.size, self.longest, self.host_limit, self.rows,
             decode_only=self.decode_only,
         )  # fmt: skip
@@ -48,62 +48,62 @@ class Pool:
     # ---- what an engine does
 
     def begin(self, running: list[int]) -> None:
-        allocation.begin(self.book)
+        allocation.begin_iteration(self.table)
         for row in running:
-            self.book.pinned[row] = self.book.kind[row] == BEST_EFFORT
+            self.table.pinned[row] = self.table.kind[row] == BEST_EFFORT
 
     def enter(self, row: int, kind: int) -> None:
         self.lives[row] += 1
-        allocation.enter(self.book, row, kind)
+        allocation.add_row(self.table, row, kind)
 
     def grow(self, row: int, tokens: int) -> bool:
         """Read the row back, give it slots, carry out the copies, then compute: write the new tokens."""
-        book = self.book
-        if book.away[row]:
-            if not allocation.come_back(book, row):
+        table = self.table
+        if table.swapped_tokens[row]:
+            if not allocation.swap_in(table, row):
                 self.carry_out()
                 return False
-        elif not checkpoint.restore(book, row):
+        elif not checkpoint.restore(table, row):
             self.carry_out()
             return False
-        before = int(book.stored[row])
-        done = allocation.grow(book, row, tokens)
+        before = int(table.num_tokens[row])
+        done = allocation.grow(table, row, tokens)
         self.carry_out()
         if done:
             self.read(row, before)
             for token in range(before, before + tokens):
                 self.device[self.place(row, token)] = (row, self.lives[row], token)
                 assert (row, token) not in self.host, "what was dropped is computed again"
-        if done and self.decode_only and book.kind[row] == BEST_EFFORT and tokens > 1:
-            last = int(book.table[row, book.held[row] - 1])
-            assert book.left[last] == NOBODY
-            assert not book.mirrored[last] or book.stored[row] % self.size == 0
+        if done and self.decode_only and table.kind[row] == BEST_EFFORT and tokens > 1:
+            last = int(table.block_ids[row, table.num_blocks[row] - 1])
+            assert table.left_row[last] == NONE
+            assert not table.mirrored[last] or table.num_tokens[row] % self.size == 0
         return done
 
     def away(self, row: int) -> bool:
-        done = checkpoint.away(self.book, row)
+        done = checkpoint.swap_out(self.table, row)
         self.carry_out()
         return done
 
     def leave(self, row: int) -> None:
-        checkpoint.forget(self.book, row)
-        self.book.kind[row] = 0
+        checkpoint.free_row(self.table, row)
+        self.table.kind[row] = 0
         self.host = {key: token for key, token in self.host.items() if key[0] != row}
 
     # ---- the machine
 
     def place(self, row: int, token: int) -> tuple[int, int]:
-        block = int(self.book.table[row, token // self.size])
-        return self.slot(row, token, block, int(self.book.mirrored[block]))
+        block = int(self.table.block_ids[row, token // self.size])
+        return self.slot(row, token, block, int(self.table.mirrored[block]))
 
     def slot(self, row: int, token: int, block: int, mirrored: int) -> tuple[int, int]:
         at = token % self.size
-        return block, at if self.book.kind[row] == REAL_TIME or not mirrored else self.size - 1 - at
+        return block, at if self.table.kind[row] == REAL_TIME or not mirrored else self.size - 1 - at
 
     def carry_out(self) -> None:
         """Do the copies that were ordered, one by one. The tokens of a full block may lie in any order."""
-        for kind, row, first, count, block, source, mirrored in self.book.orders[
-            : self.book.counts[ORDERS]
+        for kind, row, first, count, block, source, mirrored in self.table.ops[
+            : self.table.state["num_ops"]
         ].tolist():
             assert count > 0
             tokens = range(first, first + count)
@@ -123,7 +123,7 @@ class Pool:
                 assert kind in (MIRROR, MOVE)
                 there = [self.device[self.slot(row, token, source, turned)] for token in tokens]
                 self.device.update(zip(here, there, strict=True))
-        self.book.counts[ORDERS] = 0
+        self.table.state["num_ops"] = 0
 
     def read(self, row: int, tokens: int, saved: int = 0) -> None:
         """Attend: the row's tokens but the `saved` must be where its table says, and be its own."""
@@ -140,12 +140,12 @@ class Pool:
 
     def check(self) -> None:
         """Everything is whole, and what a row does not have on the device is on the host."""
-        allocation.check_integrity(self.book)
-        book = self.book
+        allocation.check_integrity(self.table)
+        table = self.table
         for row in range(self.rows):
-            tokens = int(book.stored[row])
+            tokens = int(table.num_tokens[row])
             there = [token for r, token in self.host if r == row]
-            assert len(there) == book.host[row]
+            assert len(there) == table.host_tokens[row]
             self.read(row, tokens, saved=1)
 
 
@@ -155,7 +155,7 @@ def random_program(seed: int, steps: int = 14) -> Pool:
     size = int(rng.integers(1, 9)), int(rng.integers(2, 6)), int(rng.integers(0, 30))
     pool = Pool(*size, decode_only=bool(rng.integers(2)))
     for _ in range(steps):
-        inside = np.flatnonzero(pool.book.kind)
+        inside = np.flatnonzero(pool.table.kind)
         pool.begin([int(row) for row in inside if rng.random() < 0.4])
         for _ in range(int(rng.integers(1, 4))):
             _random_act(pool, rng)
@@ -168,16 +168,16 @@ def random_program(seed: int, steps: int = 14) -> Pool:
 
 def _random_act(pool: Pool, rng: np.random.Generator) -> None:
     row, what = int(rng.integers(pool.rows)), rng.random()
-    book = pool.book
-    if book.kind[row] == 0:
+    table = pool.table
+    if table.kind[row] == 0:
         pool.enter(row, REAL_TIME if rng.random() < 0.5 else BEST_EFFORT)
     elif what < 0.12:
         pool.leave(row)
-    elif what < 0.2 and book.stored[row]:
+    elif what < 0.2 and table.num_tokens[row]:
         pool.away(row)
     else:
-        room = pool.longest - int(book.stored[row] + book.away[row])
+        room = pool.longest - int(table.num_tokens[row] + table.swapped_tokens[row])
         pool.grow(row, min(int(rng.integers(1, 9)), room)) if room else pool.leave(row)
 
 
-__all__ = ["NOBODY", "Pool", "random_program"]
+__all__ = ["NONE", "Pool", "random_program"]

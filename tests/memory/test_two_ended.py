@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.memory.two_ended import allocation
-from headway.memory.two_ended.block_table import BEST_EFFORT, DROPPED, EMPTY, HOST, REAL_TIME
-from tests.memory.pool import NOBODY, Pool, random_program
+from headway.memory.two_ended.block_table import BEST_EFFORT, REAL_TIME
+from tests.memory.pool import NONE, Pool, random_program
 
 _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs
 
@@ -18,8 +18,8 @@ _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs
 def test_random_programs_keep_the_pool_whole(seed: int) -> None:
     for i in range(_PROGRAMS):
         pool = random_program(seed * _PROGRAMS + i)
-        assert pool.book.counts[EMPTY] == pool.blocks
-        assert pool.book.counts[HOST] == 0
+        assert pool.table.state["num_empty"] == pool.blocks
+        assert pool.table.state["host_tokens"] == 0
         assert not pool.host
 
 
@@ -51,7 +51,7 @@ def test_find_block_prefers_an_empty_block_then_free_slots_then_who_has_lost_mos
     pool.begin([])
     assert pool.grow(3, 2)
     assert not pool.host, "a tail with free slots before any full block"
-    assert pool.book.right[pool.book.table[3, 0]] == 1
+    assert pool.table.right_row[pool.table.block_ids[3, 0]] == 1
     pool.begin([])
     assert pool.grow(3, 1)
     assert list(pool.host) == [(1, 5)], "only the slot that is about to be overwritten"
@@ -67,11 +67,11 @@ def test_a_row_is_read_back_into_its_own_slots_when_they_are_free_again() -> Non
     pool.grow(0, 4)
     pool.begin([])
     pool.grow(1, 3)
-    assert pool.book.host[0] == 3
+    assert pool.table.host_tokens[0] == 3
     pool.leave(1)
     pool.begin([0])
     assert not pool.grow(0, 1), "there is no second block"
-    assert pool.book.host[0] == 0, "but all of its tokens are back"
+    assert pool.table.host_tokens[0] == 0, "but all of its tokens are back"
     pool.read(0, 4)
     pool.check()
 
@@ -83,12 +83,12 @@ def test_a_row_moves_to_an_empty_block_when_its_slots_have_another_owner() -> No
     pool.grow(0, 4)
     pool.begin([])
     pool.grow(2, 8), pool.grow(1, 3)
-    assert pool.book.table[1, 0] == pool.book.table[0, 0]
+    assert pool.table.block_ids[1, 0] == pool.table.block_ids[0, 0]
     pool.leave(2)
-    assert allocation.checkpoint.lost_places(pool.book, np.array([0])).tolist() == [1]
+    assert allocation.checkpoint.blocks_to_restore(pool.table, np.array([0])).tolist() == [1]
     pool.begin([0])
     assert pool.grow(0, 1)
-    assert pool.book.table[1, 0] not in pool.book.table[0, :2]
+    assert pool.table.block_ids[1, 0] not in pool.table.block_ids[0, :2]
     pool.check()
 
 
@@ -99,11 +99,11 @@ def test_in_extremity_a_row_is_dropped_from_its_end() -> None:
     pool.grow(0, 12)
     pool.begin([])
     assert pool.grow(1, 3)
-    assert pool.book.counts[DROPPED] == 4
-    assert pool.book.stored[0] == 8, "the last block, no more"
+    assert pool.table.state["dropped_tokens"] == 4
+    assert pool.table.num_tokens[0] == 8, "the last block, no more"
     assert pool.grow(1, 6), "the block that is free now, then the next from the end"
-    assert pool.book.stored[0] == 4
-    assert pool.book.host[0] == 1
+    assert pool.table.num_tokens[0] == 4
+    assert pool.table.host_tokens[0] == 1
     assert list(pool.host) == [(0, 3)]
     pool.check()
 
@@ -126,11 +126,11 @@ def test_a_real_time_row_that_runs_beside_a_running_best_effort_one_makes_it_mov
     pool.grow(0, 2)
     pool.begin([])
     pool.grow(1, 4), pool.grow(1, 1)  # the second block is the other's
-    assert pool.book.table[1, 1] == pool.book.table[0, 0]
+    assert pool.table.block_ids[1, 1] == pool.table.block_ids[0, 0]
     pool.begin([0])
     assert pool.grow(1, 2)
-    assert pool.book.pinned[0] == 0, "no empty block: it cannot run"
-    assert pool.book.host[0] == 1
+    assert pool.table.pinned[0] == 0, "no empty block: it cannot run"
+    assert pool.table.host_tokens[0] == 1
     pool.check()
 
 
@@ -138,7 +138,7 @@ def test_without_any_free_left_end_there_is_no_block() -> None:
     pool = Pool(blocks=1, size=4)
     pool.enter(0, REAL_TIME), pool.enter(1, REAL_TIME)
     assert pool.grow(0, 1)
-    assert allocation.find_block(pool.book) == NOBODY
+    assert allocation.find_block(pool.table) == NONE
     assert not pool.grow(1, 1)
-    assert pool.book.held[1] == 0
+    assert pool.table.num_blocks[1] == 0
     pool.check()

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import Ran, SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.pack.ecoserve import queues
 from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.pack.ecoserve.queues import ACTIVE, MINE, QUEUED
@@ -24,7 +24,9 @@ class Engine:
     """A simulated engine under an EcoServe packer, one iteration at a time."""
 
     def __init__(self, options: Options, blocks: int = 60, copy: float = math.inf) -> None:
-        self.packer = EcoServe(512, OnlineLatency(), options, copy)
+        self.packer = EcoServe(
+            EngineSpec(64, 512, SIZE, blocks * SIZE, copy, None, reservations=True), options
+        )
         self.host = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=64, budget=512, max_model_len=blocks * SIZE
         )
@@ -145,7 +147,7 @@ def test_an_answer_is_given_all_its_blocks_at_once() -> None:
 
 def test_a_longer_answer_goes_on_from_the_pool() -> None:
     engine = Engine(Options(reserve=0.2, ordered=False, lends=False), blocks=20)
-    engine.add("a", 16, 60, left=16.0)
+    engine.add("a", 16, 60, tokens_left=16.0)
     engine.until_done()
     counts = engine.packer.counts
     assert counts.extended == 2  # two blocks each time
@@ -155,8 +157,8 @@ def test_a_longer_answer_goes_on_from_the_pool() -> None:
 def test_without_a_pool_it_pauses_with_its_kv_until_somebody_ends() -> None:
     options = Options(reserve=0.0, ordered=False, lends=False)
     engine = Engine(options, blocks=9)  # the least pool is one block
-    engine.add("a", 16, 40, left=16.0)
-    engine.add("b", 16, 80, left=80.0)
+    engine.add("a", 16, 40, tokens_left=16.0)
+    engine.add("b", 16, 80, tokens_left=80.0)
     seen = [(set(engine.step()[1]), engine.host.jobs.evictions[0]) for _ in range(45)]
     assert engine.packer.counts.stalled >= 1
     assert seen[-1] == ({"b"}, 0)
@@ -170,7 +172,7 @@ def test_a_late_guest_leaves_and_comes_out_whole() -> None:
     engine = Engine(Options(reserve=0.01, buffer=0, ordered=False), blocks=24, copy=1e-9)
     engine.add("host", 16, 320)
     engine.step()
-    engine.add("guest", 16, 300, left=60.0)
+    engine.add("guest", 16, 300, tokens_left=60.0)
     engine.step()
     jobs = engine.host.jobs
     assert jobs.loan_blocks[jobs.row_of["guest"]] > 0

@@ -1,14 +1,15 @@
-"""What follows from a plan beyond sending: swaps, warm-ups and refusals, each begun once."""
+"""Commands other than Send: swaps, warm-ups and rejections, each issued once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 
 from headway.core.cluster import Cluster
-from headway.plan.ordered import Ordered, by_arrival
+from headway.core.ranks import ARRIVAL
+from headway.plan.ordered import Ordered
+from headway.ports import Planner
 from headway.types import (
     Instance,
     InstanceDown,
@@ -28,17 +29,18 @@ from tests.plan.place import Place, ask, instance
 
 
 @dataclass
-class Script:
-    """Orders by arrival and says what the test wants said."""
+class Script(Planner):
+    """A planner by arrival whose swaps, warm-ups and rejections the test sets."""
 
     swap: dict[str, str] = field(default_factory=dict)
     warm: dict[str, str] = field(default_factory=dict)
     reject: list[str] = field(default_factory=list)
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        rows = [cluster.backlog.row_of[id] for id in self.reject if id in cluster.backlog]
-        lines = Ordered(by_arrival, displaces=False).plan(cluster, now).lines
-        return Plan(lines, self.swap, self.warm, np.array(rows, np.int64))
+        rejected = [id for id in self.reject if id in cluster.backlog]
+        order = Ordered(ARRIVAL, displaces=False).plan(cluster, now).send
+        send = [one for one in order if one.id not in rejected]
+        return Plan(send, swap=self.swap, warm=self.warm, reject=rejected)
 
 
 def able(id: str, model: str = "m") -> Instance:
@@ -62,7 +64,7 @@ def test_a_swap_is_begun_once_and_ends_with_the_new_model() -> None:
     assert place.tell(Tick(), 14.0) == [], "it serves that model"
 
 
-def test_an_instance_that_dies_in_a_swap_is_gone() -> None:
+def test_an_instance_that_dies_in_a_swap_is_removed() -> None:
     script = Script({"e0": "n"})
     place = Place(script, able("e0"))
     place.come(ask("n0", model="n"))
@@ -94,7 +96,7 @@ def test_a_queued_request_is_refused_and_forgotten() -> None:
     assert set(place.core.requests) == {"r0", "r1"}
 
 
-def test_a_planner_may_not_ask_for_the_impossible() -> None:
+def test_a_plan_that_cannot_be_carried_out_raises() -> None:
     place = Place(Script(swap={"e0": "x"}), able("e0"))
     with pytest.raises(AssertionError, match="cannot load"):
         place.come(ask("r"))

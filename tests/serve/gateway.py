@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 
-from headway.config import Broker, Config, Engine, Server, Tier
+from headway.config import Broker, Config, Engine, Server, Sqlite, Tier
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.main import _Server, bind
@@ -128,7 +128,7 @@ class Gateway:
 
     def jobs(self) -> dict[str, tuple[str, str | None]]:
         """Return what the queue on disk says: {id: (state, reason)}, oldest first."""
-        with sqlite3.connect(f"file:{self.config.broker.path}?mode=ro", uri=True) as db:
+        with sqlite3.connect(f"file:{self.config.broker.sqlite.path}?mode=ro", uri=True) as db:
             rows = db.execute("SELECT id, state, reason FROM jobs ORDER BY seq").fetchall()
         db.close()
         return {id: (state, reason) for id, state, reason in rows}
@@ -153,7 +153,7 @@ def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fiel
     server = fields.pop("server", {})
     engine = fields.pop("engine", {})
     engines = tuple(Engine(**({"url": url, "max_running": 32} | engine)) for url in urls)
-    queue = broker or Broker(path=str(folder / f"queue-{free_port()}.sqlite"), synchronous="normal")
+    queue = broker or Broker(sqlite=Sqlite(str(folder / f"queue-{free_port()}.sqlite"), "normal"))
     classes = {"classes": CLASSES} | fields
     return Config(server=Server(**({"port": free_port()} | server)), engines=engines, broker=queue, **classes)
 
@@ -164,7 +164,7 @@ def serving(config: Config, *, ready: bool = True) -> Iterator[Gateway]:
     with bind(config.server.host, 0) as sock:
         port = sock.getsockname()[1]
         config = replace(config, server=replace(config.server, port=port))
-        driver = Dispatcher(config, log_dir=Path(config.broker.path or ".").parent)
+        driver = Dispatcher(config, log_dir=Path(config.broker.sqlite.path or ".").parent)
         server = Served(driver, config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="gateway")
         thread.start()

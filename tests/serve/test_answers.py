@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config import Broker, Config, Predictor
+from headway.config import Broker, Config, Predictor, Sqlite
 from headway.forecast.lengths.ridge import PLAIN, History
 from headway.serve.lengths.history import keep, recall
 from headway.serve.lengths.service import LengthService
@@ -107,7 +107,7 @@ def test_a_disk_that_refuses_is_reported_and_nothing_stops(
 
 
 def test_where_it_is() -> None:
-    disk = Broker(path="/q/queue.sqlite")
+    disk = Broker(sqlite=Sqlite("/q/queue.sqlite"))
     assert Config(broker=disk).history == Path("/q/queue.lengths.npz")
     assert Config(broker=Broker(kind="memory")).history is None
     assert Config(broker=disk, predictor=Predictor(history="none")).history is None

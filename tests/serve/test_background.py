@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.config import Broker
+from headway.config import Broker, Sqlite
 from headway.engines.vllm.process.launch import free_port
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
@@ -99,7 +99,7 @@ def test_a_foreground_request_is_no_response_to_fetch(gateway: Gateway) -> None:
 
 
 def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
-    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
         ids = [begin(gateway, user=f"u{i}", ttlt_slo_ms=1000) for i in range(3)]
         gone = begin(gateway)
@@ -116,7 +116,7 @@ def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None:
-    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
         id = begin(gateway)
     engine = {"served_name": "other"}
@@ -129,7 +129,7 @@ def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None
 
 def test_a_crash_is_the_end_of_what_somebody_waited_for(fake: Fake, tmp_path: Path) -> None:
     """What a killed gateway leaves in the queue: open requests, whose clients are gone."""
-    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
         id = gateway.post(gateway.chat()).headers["x-request-id"]
         assert gateway.newest() == ("done", None)

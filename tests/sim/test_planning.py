@@ -22,7 +22,7 @@ from tests.sim.machines import at, machine, random_traffic, together
 
 EVERY = [*RECIPES, *ROUTERS]
 _ROUTED = ("round-robin", "least-loaded", "shepherd")
-PULLING = [name for name in EVERY if find(name).pull and name not in _ROUTED]
+PULLING = [name for name in EVERY if find(name).planner().pull and name not in _ROUTED]
 
 
 def test_what_is_sent_is_sent_when_the_planner_has_thought() -> None:
@@ -91,9 +91,9 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
             super()._drain(now)
             backlog = self.controller.cluster.backlog
             waiting = {int(code) for code in backlog.model[backlog.live & ~backlog.sent]}
-            for host in self.hosts.values():
-                code = self.controller.cluster.code(host.form.instance.model)
-                assert host.running is not None or code not in waiting
+            for instance in self.instances.values():
+                code = self.controller.cluster.code(instance.variant.instance.model)
+                assert instance.running is not None or code not in waiting
                 checked += code in waiting
 
     with pytest.MonkeyPatch.context() as patch:

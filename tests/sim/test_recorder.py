@@ -13,7 +13,7 @@ from headway.sim.record import run_folder
 from headway.sim.record.recorder import ITERATIONS, MOVES, Recorder, State
 from headway.sim.record.timeline import Reader
 from headway.sim.run import Simulation
-from tests.sim.recorded import ALL, Spy, fleet, mixed, record
+from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 CASES = [(recipe, blocks, count) for recipe in ALL for blocks, count in ((130, 1), (300, 2))]
 

@@ -206,6 +206,14 @@ def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out 
 
 
 @bench_app.command()
+def planner(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """Measure the planner's cost per event and per plan against the length of the queue."""
+    from headway.bench.simulate.planner import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
 def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """Measure accuracy and cost of output lengths predicted from prompts (EcoServe 2.3)."""
     from headway.bench.live.predictor import main

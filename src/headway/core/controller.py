@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headway.core.cluster import Cluster
-from headway.plan.dispatch import sends, swaps, warms
-from headway.ports import Lengths, Listener, Planner
+from headway.plan.dispatch import swaps, warms
+from headway.ports import Lengths, Planner
 from headway.types import (
     OBJECTIVES,
     Arrived,
@@ -25,7 +25,9 @@ from headway.types import (
     Plan,
     Reject,
     Request,
+    Rerank,
     Returned,
+    Send,
     Started,
     Swap,
     Swapped,
@@ -48,10 +50,6 @@ class Controller:
     _queued: int = 0
     _serial: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    _listener: Listener | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._listener = self.planner if isinstance(self.planner, Listener) else None
 
     @property
     def queued(self) -> int:
@@ -76,19 +74,20 @@ class Controller:
 
         A host whose planner takes time notes what happens meanwhile and asks `decide` when it is free.
         """
+        self.cluster.version += 1
         match event:
             case Arrived(request):
                 self._add(request)
             case Returned(id):
-                self._take_back(id)
+                if not self._take_back(id):
+                    return False
             case InstanceUp(instance) | Swapped(instance):
                 self._takes_work(instance)
             case Warmed(instance):
                 self._warmed(instance)
             case InstanceDown(id):
                 self._forget(id)
-        if self._listener is not None:
-            self._listener.on(event, self.cluster, now)
+        self.planner.on(event, self.cluster, now)
         match event:
             case Finished(id, output_tokens):
                 self._end(id, output_tokens, now)
@@ -100,11 +99,65 @@ class Controller:
         """Plan until the plan has nothing more to do: one send can change what the next line holds."""
         out: list[Command] = []
         while self._queued and self.cluster.instances:
-            commands = self._carry_out(self.planner.plan(self.cluster, now), now)
-            if not commands:
-                break
+            commands = self.apply(self.planner.plan(self.cluster, now), now)
             out += commands
+            if all(isinstance(command, Rerank) for command in commands):
+                break
         return out
+
+    def snapshot(self) -> Cluster:
+        """Return a copy of the cluster for a planner that thinks in another thread; O(requests)."""
+        return self.cluster.snapshot()
+
+    def apply(self, plan: Plan, now: float) -> list[Command]:
+        """Return a plan's commands, and keep the cluster as it is once they are carried out.
+
+        A plan that is based on an earlier cluster (`Plan.based_on`) is carried out as far as it still holds: for
+        requests that are still queued and instances that are still there. A plan for the cluster as it is must
+        hold as a whole.
+        """
+        if plan.based_on not in (None, self.cluster.version):
+            plan = self._still_holds(plan)
+        rejects = [self._reject(id, now) for id in plan.reject]
+        swapping, warming = swaps(plan, self.cluster), warms(plan, self.cluster)
+        for swap in swapping:
+            self._begin_swap(swap)
+        warming = [warm for warm in warming if warm.instance in self.cluster.instances]
+        for warm in warming:
+            self.cluster.warming[warm.instance] = warm.model
+        sending = [send for send in plan.send if send.instance in self.cluster.instances]
+        for send in sending:
+            row = self.cluster.backlog.row_of[send.id]
+            assert not self.cluster.backlog.sent[row], f"{send.id} is inside an engine"
+            self.cluster.send(row, send.instance)
+        self._queued -= len(sending)
+        return [*rejects, *swapping, *warming, *sending, *plan.rerank]
+
+    def _still_holds(self, plan: Plan) -> Plan:
+        """Return the part of a plan that can still be carried out."""
+        cluster, queued = self.cluster, self._is_queued
+        there = cluster.instances
+        return Plan(
+            send=[send for send in plan.send if queued(send.id) and self._serves(send)],
+            rerank=[kept for one in plan.rerank if (kept := self._inside(one)).ranks],
+            swap={name: model for name, model in plan.swap.items() if _can_load(there.get(name), model)},
+            warm={name: model for name, model in plan.warm.items() if _can_load(there.get(name), model)},
+            reject=[id for id in plan.reject if queued(id)],
+        )
+
+    def _is_queued(self, id: str) -> bool:
+        row = self.cluster.backlog.row_of.get(id)
+        return row is not None and not self.cluster.backlog.sent[row]
+
+    def _serves(self, send: Send) -> bool:
+        instance = self.cluster.instances.get(send.instance)
+        return instance is not None and instance.model == self.requests[send.id].model
+
+    def _inside(self, rerank: Rerank) -> Rerank:
+        """Return a rerank of those of its requests that are inside its instance."""
+        backlog, inside = self.cluster.backlog, self.cluster.inside(rerank.instance)
+        ranks = {id: rank for id, rank in rerank.ranks.items() if backlog.row_of.get(id, -1) in inside}
+        return Rerank(rerank.instance, ranks)
 
     def _takes_work(self, instance: Instance) -> None:
         self._forget(instance.id)
@@ -114,8 +167,10 @@ class Controller:
         if instance.id in self.cluster.instances:
             self.cluster.instances[instance.id] = instance
             self.cluster.warming.pop(instance.id, None)
+            self.cluster.fleet_version += 1
 
     def _forget(self, id: str) -> None:
+        self.cluster.fleet_version += 1
         for table in (self.cluster.instances, self.cluster.loading, self.cluster.warming):
             table.pop(id, None)
 
@@ -149,31 +204,17 @@ class Controller:
         if request is not None:
             row = self.cluster.backlog.row_of[id]
             self._queued -= not self.cluster.backlog.sent[row]
-            self.cluster.backlog.remove(id)
+            self.cluster.remove(id)
         return request
 
-    def _take_back(self, id: str) -> None:
+    def _take_back(self, id: str) -> bool:
+        """Queue a request again that was inside an engine; tell whether it was."""
         row = self.cluster.backlog.row_of.get(id)
-        if row is not None and self.cluster.backlog.sent[row]:
-            self.cluster.backlog.sent[row] = False
-            self._queued += 1
-
-    def _carry_out(self, plan: Plan, now: float) -> list[Command]:
-        """Return the commands of a plan, and keep the cluster as it is once they are obeyed."""
-        rejects = [self._reject(id, now) for id in self.cluster.backlog.names(plan.reject)]
-        swapping, warming = swaps(plan, self.cluster), warms(plan, self.cluster)
-        for swap in swapping:
-            self._begin_swap(swap)
-        warming = [warm for warm in warming if warm.instance in self.cluster.instances]
-        for warm in warming:
-            self.cluster.warming[warm.instance] = warm.model
-        sending = sends(plan, self.cluster)
-        for send in sending:
-            row = self.cluster.backlog.row_of[send.id]
-            self.cluster.backlog.sent[row] = True
-            self.cluster.backlog.instance[row] = self.cluster.code(send.instance)
-        self._queued -= len(sending)
-        return [*rejects, *swapping, *warming, *sending]
+        if row is None or not self.cluster.backlog.sent[row]:
+            return False
+        self.cluster.unsend(row)
+        self._queued += 1
+        return True
 
     def _begin_swap(self, swap: Swap) -> None:
         """The instance takes no work until it is `Swapped`; what it runs comes back request by request."""
@@ -193,3 +234,7 @@ class Controller:
             return 1.0
         latency = (now - self._ends[0]) / len(self._ends)
         return min(max(latency * (self._queued - self.max_queued + 1), 1.0), 60.0)
+
+
+def _can_load(instance: Instance | None, model: str) -> bool:
+    return instance is not None and instance.can_load(model)

@@ -1,1 +1,1 @@
-"""Whose KV lives where?"""
+"""KV memory: the block budget, reservations and loans, two-ended blocks, the cost of a preemption."""

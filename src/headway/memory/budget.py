@@ -1,6 +1,6 @@
-"""Whose KV lives where? One engine's block account, as packers read it.
+"""The KV blocks of one engine at the start of a step, as packers see them.
 
-The engine's own block manager is the truth; this is its balance at the start of a step.
+The engine's own block manager is the authority; this is a copy of its balance.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from headway.types import Ints
 
 
 class KvBudget(NamedTuple):
-    """Blocks of one engine: `total` usable, `free` unheld, `size` tokens each; `slots` = requests that may
-    hold KV at once (running and paused). A tuple, because compiled loops take it as it is."""
+    """Blocks and request slots of one engine. A named tuple, because compiled loops take it as it is.
+
+    total: usable blocks.
+    free: blocks without an owner.
+    size: tokens per block.
+    slots: requests that may hold KV at once, running and paused.
+    """
 
     total: int
     free: int

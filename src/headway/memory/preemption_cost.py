@@ -1,7 +1,7 @@
-"""A request must give up its place: recompute it, swap it, or let it pause? (QLM 2.4 and 5, insight 2.)
+"""The cost of preempting a request by pausing, swapping or recomputing it (QLM 2.4 and 5), in seconds.
 
-Which is cheaper depends on the job: recomputing costs the seconds of its prefill, swapping those of two
-copies, and a pause only delays the one who waits. All three follow from the pace of the machine.
+Which way is cheapest depends on the request: recomputing costs its prefill, swapping costs two copies of its
+KV, and a pause delays the request that waits for it. All three follow from the engine's learned latency.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from headway.types import Floats
 PAUSE, SWAP, RECOMPUTE = range(3)
 
 
-class Costs(NamedTuple):
-    """Seconds that one engine loses by each way; a pause counts as the waiting row's share of the batch."""
+class PreemptionCosts(NamedTuple):
+    """Seconds lost by each way of preemption; a pause costs the waiting row's share of the batch."""
 
     pause: float
     swap: float
@@ -25,23 +25,26 @@ class Costs(NamedTuple):
 
 
 @compiled
-def costs_of(theta: Floats, tokens: int, wait: float, running: int, copy_seconds: float) -> Costs:
-    """Return what it costs to get `tokens` of KV out of the way and back.
+def preemption_costs(
+    theta: Floats, tokens: int, wait: float, running: int, copy_seconds: float
+) -> PreemptionCosts:
+    """Return what it costs to free the KV of `tokens` tokens and to restore it.
 
-    theta: the learned pace. wait: iterations that a pause would last (inf = a pause does not help). running:
-    rows in the batch, of which a pause idles one. copy_seconds: of one token between device and host (inf
-    when not known: then nothing is swapped).
+    theta: coefficients of the learned latency.
+    wait: iterations that a pause would last; inf = a pause does not help.
+    running: rows in the batch, of which a pause idles one.
+    copy_seconds: of one token between device and host; inf = not known, and nothing is swapped.
     """
-    one = prefill_of(theta, 1.0)  # about an iteration: reading the weights dominates both
-    return Costs(
-        wait * one / max(running, 1),
+    iteration = prefill_of(theta, 1.0)  # about a decode: reading the weights dominates both
+    return PreemptionCosts(
+        wait * iteration / max(running, 1),
         2.0 * tokens * copy_seconds if copy_seconds < math.inf else math.inf,
         prefill_of(theta, float(tokens)),
     )
 
 
 @compiled
-def cheapest(costs: Costs) -> int:
+def cheapest(costs: PreemptionCosts) -> int:
     """Return PAUSE, SWAP or RECOMPUTE; of equals the first."""
     if costs.pause <= costs.swap and costs.pause <= costs.recompute:
         return PAUSE

@@ -1,61 +1,236 @@
-"""In what order? The rules everybody knows: arrival, priority, earliest deadline, least slack.
+"""One order for every instance: by arrival, by priority, by deadline, by attainable deadline.
 
-Each rule is a rank over the backlog's columns; one planner turns a rank into a line per instance. Lines
-overlap: a request that several instances could serve stands in all their lines, and the first with room
-takes it, so no instance idles while work for it waits.
+Virtual queues overlap: a request that several instances could serve is in all their queues, and the first with
+room takes it, so that no instance idles while work for it waits. The order is kept as requests come and go,
+and a plan names only what may be sent now, so its cost does not grow with the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from headway.core.cluster import Cluster
-from headway.plan.virtual_queue import line
-from headway.types import Backlog, Floats, Ints, Plan
+from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
+from headway.plan.dispatch import spread
+from headway.plan.sent import SentOrder
+from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
+from headway.ports import Planner
+from headway.types import Arrived, Backlog, Event, Failed, Finished, Instance, Plan, Returned, Send
 
-# Rank columns, most significant first; smaller goes earlier.
-Rank = Callable[[Backlog, Ints, float], tuple[Floats | Ints, ...]]
+by_arrival, by_priority, by_due, by_attainable_deadline = ARRIVAL, PRIORITY, DUE, ATTAINABLE
 
-
-def by_arrival(backlog: Backlog, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
-    """First come, first served."""
-    return (backlog.arrival[rows],)
-
-
-def by_priority(backlog: Backlog, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
-    """vLLM's priority: lower first, then arrival."""
-    return backlog.priority[rows], backlog.arrival[rows]
+Key = Callable[[Backlog, int], float]
 
 
-def by_due(backlog: Backlog, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
-    """Earliest deadline first; requests without one come last, by arrival."""
-    return backlog.due[rows], backlog.arrival[rows]
+@dataclass(slots=True)
+class _Peers:
+    """Instances that may serve the same requests, and the queues that these wait in.
 
-
-def by_attainable_deadline(backlog: Backlog, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
-    """Earliest deadline first among those that can still make it, then the late, then best effort.
-
-    Under overload plain EDF spends itself on requests that are lost already and so loses the next ones too.
+    head: the request that was next when they were looked at last.
     """
-    due = backlog.due[rows]
-    waiting_late = (due < now) & ~backlog.sent[rows]
-    return waiting_late + 2 * np.isinf(due), due, backlog.arrival[rows]
+
+    queues: list[WaitingQueue]
+    inside: SentOrder
+    head: Entry | None = None
+
+    def next(self) -> Entry | None:
+        """Return the request that is next for these instances."""
+        heads = [queue.head for queue in self.queues if queue.head is not None]
+        return min(heads) if heads else None
+
+    def has_changed(self) -> bool:
+        """Tell whether something else is next, or something came or went inside, since this was asked last."""
+        head, last = self.next(), self.head
+        changed = self.inside.changed or head != last
+        self.head, self.inside.changed = head, False
+        return changed and head is not None
+
+    def walk(self, backlog: Backlog, now: float) -> Iterator[Entry]:
+        """Yield the waiting requests in order."""
+        walks = [queue.walk(backlog, now) for queue in self.queues]
+        return walks[0] if len(walks) == 1 else heapq.merge(*walks)
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered:
-    """One rank for every instance. `displaces`: queued requests may overtake those inside an engine."""
+class Ordered(Planner):
+    """A kind of rank (`core/ranks.py`) for every instance.
 
-    rank: Rank
-    displaces: bool = True
+    Attributes:
+        kind: of the rank.
+        displaces: queued requests may overtake those inside an engine.
+        ranked: each `Send` carries the first number of its rank, so that the engine orders by it, too.
+        pull: requests stay in the queue until an engine has room for them.
+        key: the planner's own first number of a queued request's rank; it must not change while it waits.
+    """
+
+    pull = True
+
+    def __init__(
+        self, kind: int, displaces: bool = True, *, pull: bool = True, ranked: bool = False,
+        key: Key | None = None,
+    ) -> None:  # fmt: skip
+        assert key is None or not displaces, "what is inside has no key of the planner's own"
+        self.pull = pull
+        self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
+        self._queues: dict[tuple[int, int], WaitingQueue] = {}
+        self._limits: dict[int, list[int]] = {}
+        self._peers: list[_Peers] = []
+        self._inside: dict[int, SentOrder] = {}  # by code of an instance
+        self._names: dict[int, str] = {}
+        self._fleet: tuple[object, ...] = ()
+        self._fleet_version = -1
+
+    def on(self, event: Event, cluster: Cluster, now: float) -> None:
+        """Queue a request that has come, or come back; forget one that has left its instance."""
+        backlog = cluster.backlog
+        match event:
+            case Arrived(request):
+                self._push(cluster, backlog.row_of[request.id])
+            case Returned(id):
+                row = backlog.row_of[id]
+                self._forget(backlog, row)
+                self._push(cluster, row)
+            case Finished(id) | Failed(id) if id in backlog and backlog.sent[backlog.row_of[id]]:
+                self._forget(backlog, backlog.row_of[id])
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        """Return for each instance all requests inside it and all it may still get, in rank order."""
-        rows = cluster.backlog.rows()
-        columns = (*self.rank(cluster.backlog, rows, now), cluster.backlog.serial[rows])
-        inside = ~cluster.backlog.sent[rows] if not self.displaces else np.zeros(rows.size, np.bool_)
-        ranked = rows[np.lexsort((*reversed(columns), inside))]
-        return Plan({name: line(cluster, name, ranked) for name in cluster.instances})
+        """Return what belongs inside an instance by its place in the order, and is not there yet."""
+        self._follow_fleet(cluster)
+        backlog = cluster.backlog
+        for queue in self._queues.values():
+            queue.settle(backlog, now)
+        offers: dict[str, list[int]] = {}
+        changed = [peers for peers in self._peers if peers.has_changed()]
+        for peers in changed:
+            offers |= self._offers(peers, cluster, now)
+        if not offers:
+            self._put_back(set())
+            return Plan()
+        if len(self._peers) > 1:  # of equally loaded instances the first of the fleet is taken
+            offers = {name: offers[name] for name in cluster.instances if name in offers}
+        out = list(spread(offers, cluster))
+        self._put_back({row for row, _ in out})
+        return Plan([self._send(cluster, row, name) for row, name in out])
+
+    def _put_back(self, taken: set[int]) -> None:
+        for queue in self._queues.values():
+            queue.put_back(taken)
+
+    def _offers(self, peers: _Peers, cluster: Cluster, now: float) -> dict[str, list[int]]:
+        """Return the queued rows that belong inside each instance, in order."""
+        backlog, inside = cluster.backlog, peers.inside
+        rows: list[int] = []
+        among, blocks = inside.everything()
+        offered = np.zeros(among.size, np.int64)
+        for entry in peers.walk(backlog, now):
+            tokens = float(backlog.tokens[entry[4]])
+            if self.pull and not inside.belongs(entry, tokens, len(rows), among, blocks, self.displaces):
+                break
+            rows.append(entry[4])
+            offered += among
+        some = np.flatnonzero(offered).tolist()
+        return {inside.names[i]: rows[: offered[i]] for i in some}
+
+    def _send(self, cluster: Cluster, row: int, name: str) -> Send:
+        entry = entry_of(self.kind, cluster.backlog, row)
+        self._inside[cluster.code(name)].add(name, entry, float(cluster.backlog.tokens[row]))
+        return Send(str(cluster.backlog.keys[row]), name, entry[1] if self.ranked else 0.0)
+
+    def _forget(self, backlog: Backlog, row: int) -> None:
+        """Take a request out of the order of what is inside its instance, if that instance is up."""
+        code = int(backlog.instance[row])
+        if code in self._inside:
+            self._inside[code].remove(self._names[code], entry_of(self.kind, backlog, row))
+
+    def _entry(self, backlog: Backlog, row: int) -> Entry:
+        entry = entry_of(self.kind, backlog, row)
+        return entry if self.key is None else (entry[0], self.key(backlog, row), *entry[2:])
+
+    # ---- what waits where
+
+    def _push(self, cluster: Cluster, row: int) -> None:
+        backlog = cluster.backlog
+        if self._fleet_version < 0:
+            return  # the first plan looks at the whole backlog
+        queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]))
+        queue.push(self._entry(backlog, row))
+
+    def _queue(self, model: int, longest: int) -> WaitingQueue:
+        """Return the queue of requests of a model that fit the same instances as one of `longest` tokens."""
+        limits = self._limits.get(model, [])
+        size = next((i for i, limit in enumerate(limits) if longest <= limit), max(len(limits) - 1, 0))
+        if (model, size) not in self._queues:
+            self._queues[model, size] = WaitingQueue(self.kind)
+        return self._queues[model, size]
+
+    def _follow_fleet(self, cluster: Cluster) -> None:
+        """Sort the queue anew when instances have come, gone or changed their model."""
+        if cluster.fleet_version == self._fleet_version:
+            return
+        self._fleet_version = cluster.fleet_version
+        if (fleet := _sizes(cluster)) == self._fleet:
+            return
+        self._fleet = fleet
+        self._limits = _limits(cluster)
+        self._queues = {}
+        self._fill(cluster)
+        self._peers = self._group(cluster)
+        names = {cluster.code(name): name for peers in self._peers for name in peers.inside.names}
+        self._names = names
+        self._inside = {
+            code: peers.inside
+            for peers in self._peers
+            for code, name in names.items()
+            if name in peers.inside
+        }
+
+    def _fill(self, cluster: Cluster) -> None:
+        backlog = cluster.backlog
+        rows = np.flatnonzero(backlog.live & ~backlog.sent)
+        for model in np.unique(backlog.model[rows]).tolist():
+            mine = rows[backlog.model[rows] == model]
+            limits = self._limits.get(model, [])
+            sizes = np.minimum(np.searchsorted(limits, backlog.longest[mine]), max(len(limits) - 1, 0))
+            for size in np.unique(sizes).tolist():
+                part = mine[sizes == size]
+                longest = int(backlog.longest[part[0]])
+                entries = entries_of(self.kind, backlog, part)
+                if self.key is not None:
+                    entries = (self._entry(backlog, row) for row in part.tolist())
+                self._queue(model, longest).fill(entries)
+
+    def _group(self, cluster: Cluster) -> list[_Peers]:
+        """Return the instances in groups that may serve the same requests."""
+        groups: dict[tuple[int, int], list[Instance]] = {}
+        for instance in cluster.instances.values():
+            model = cluster.code(instance.model)
+            groups.setdefault((model, self._limits[model].index(instance.limit)), []).append(instance)
+        return [
+            _Peers(
+                [self._queue(model, limit) for limit in self._limits[model][: size + 1]],
+                SentOrder(self.kind, instances, cluster),
+            )
+            for (model, size), instances in groups.items()
+        ]
+
+
+def _sizes(cluster: Cluster) -> tuple[object, ...]:
+    """Return all of a fleet that this planner depends on."""
+    up = [
+        (i.id, i.model, i.limit, i.window, i.blocks_total, i.block_size) for i in cluster.instances.values()
+    ]
+    return (*up, *((instance.id, model) for instance, model in cluster.loading.values()))
+
+
+def _limits(cluster: Cluster) -> dict[int, list[int]]:
+    """Return, by model, the lengths that set instances apart, ascending: of those up and those loading it."""
+    limits: dict[int, set[int]] = {}
+    for instance in cluster.instances.values():
+        limits.setdefault(cluster.code(instance.model), set()).add(instance.limit)
+    for instance, model in cluster.loading.values():
+        more = {other.limit for other in instance.loadable if other.model == model}
+        limits.setdefault(cluster.code(model), set()).update(more)
+    return {model: sorted(sizes) for model, sizes in limits.items()}

@@ -22,11 +22,10 @@ from pydantic import TypeAdapter
 from headway.broker import open_broker
 from headway.broker.port import Broker, Job
 from headway.config import Config, state_dir
-from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.engines.vllm.process.client import EngineGone, VllmEngine
 from headway.engines.vllm.request_metadata import write_metadata
-from headway.errors import EngineError, RequestError
+from headway.errors import EngineError, HeadwayError, RequestError
 from headway.recipes.registry import find
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
@@ -48,6 +47,7 @@ from headway.types import (
 )
 
 _CORE = TypeAdapter(Request)  # to and from the broker's text
+_TAKE = 32  # jobs in memory at once; a body may be megabytes
 _BROKEN = b'data: {"error"'  # how vLLM says within a stream that its engine died
 log = logging.getLogger("headway.serve")
 
@@ -113,10 +113,8 @@ class Dispatcher:
         self.recipe = find(config.recipe)
         self.metrics = Metrics()
         self.foresight = LengthService(self.recipe, config.predictor, self.metrics, config.history)
-        self.controller = Controller(
-            self.recipe.planner(), self.foresight.lengths, config.server.max_queued,
-            Cluster(pull=self.recipe.pull),
-        )  # fmt: skip
+        planner = self.recipe.planner()
+        self.controller = Controller(planner, self.foresight.lengths, config.server.max_queued)
         log_dir = log_dir or state_dir()
         self.engines = {
             f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir, self.tell)
@@ -132,18 +130,18 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Open the broker, settle what an earlier process owed, start the engines."""
-        settings = self.config.broker
         await self.foresight.start()
-        self.broker = open_broker(settings.kind, str(settings.file), settings.synchronous)
-        await self._recover()
+        self.broker = open_broker(self.config.broker)
+        await self._heartbeat()
         for engine in self.engines.values():
             await engine.start()
-        self._chores = [asyncio.create_task(chore) for chore in (self._forget(), self._pulse())]
+        chores = (self._keep_lease(), self._forget(), self._pulse())
+        self._chores = [asyncio.create_task(chore) for chore in chores]
 
     async def stop(self) -> None:
         """Stop engines first, so that nothing answers any more, then close the broker.
 
-        Background jobs stay open in the broker: the next start runs them.
+        Background jobs stay open in the broker: another gateway, or the next start, runs them.
         """
         tasks = [*self._background.values(), *self._chores]
         for task in tasks:
@@ -155,20 +153,44 @@ class Dispatcher:
         await self.foresight.stop()
         await self.broker.close()
 
-    async def _recover(self) -> None:
-        """Close as failed what nobody waits for any more; run background work again."""
-        served = {engine.config.name for engine in self.engines.values()}
-        async for job in self.broker.open():
-            if not job.background:
-                reason = "client_gone: the gateway ended before the answer"
-                await self.broker.fail(job.id, reason, time.time())
-                continue
-            ticket = _ticket_of(job)
-            if ticket.request.model in served:
-                self._run_background(ticket)
-            else:
-                reason = f"engine_gone: {ticket.request.model} is not served any more"
-                await self.broker.fail(job.id, reason, time.time())
+    async def _keep_lease(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.broker.lease_seconds / 3)
+            try:
+                await self._heartbeat()
+            except HeadwayError as error:  # a full disk, say: the next heartbeat may succeed
+                log.warning("the broker's lease was not renewed: %s", error)
+
+    async def _heartbeat(self) -> None:
+        """Renew the lease, then take over what other gateways left behind."""
+        if not await self.broker.renew(time.time() + self.config.broker.lease_seconds):
+            await self._drop_lost()
+        while jobs := await self.broker.take(time.time(), _TAKE):
+            for job in jobs:
+                await self._recover(job)
+
+    async def _drop_lost(self) -> None:
+        """Stop background jobs that another gateway took while the lease had ended; it runs them now."""
+        for id, task in list(self._background.items()):
+            job = await self.broker.get(id)
+            if job is not None and job.owner != self.broker.owner and (ticket := self._tickets.get(id)):
+                task.cancel()
+                await asyncio.wait([task])
+                if not ticket.closed:
+                    ticket.closed = True
+                    self._leave(ticket, Failed(id, "lease_lost"))
+
+    async def _recover(self, job: Job) -> None:
+        """Run a dead gateway's background work again; fail what its clients waited for."""
+        if not job.background:
+            await self.broker.fail(job.id, "client_gone: the gateway ended before the answer", time.time())
+            return
+        ticket = _ticket_of(job)
+        if any(engine.config.name == ticket.request.model for engine in self.engines.values()):
+            self._run_background(ticket)
+        else:
+            reason = f"engine_gone: {ticket.request.model} is not served any more"
+            await self.broker.fail(job.id, reason, time.time())
 
     async def _forget(self) -> None:
         while True:

@@ -7,12 +7,13 @@ heaps instead of tables, and `tests/sim/test_fast.py` requires the same outcome 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.core.engine_spec import PackerParams
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import FREE, HOLDING, Limits
 from headway.forecast.latency.laws import law
@@ -20,14 +21,12 @@ from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.memory.budget import KvBudget
-from headway.pack.kernels import SLACK, PackerParams, pack
-from headway.plan.ordered import Ordered, Rank, by_arrival, by_attainable_deadline, by_due, by_priority
+from headway.pack.kernels import SLACK, pack
+from headway.plan.ordered import Ordered, by_arrival, by_attainable_deadline, by_due, by_priority
 from headway.recipes.recipe import Recipe
+from headway.sim.instance import InstanceSpec
 from headway.sim.workload.traffic import Workload
 from headway.types import Floats, Ints, Jobs
-
-if TYPE_CHECKING:
-    from headway.sim.run import InstanceSpec
 
 Rows = NDArray[np.void]
 # How a planner ranks; each is a rank of `plan/ordered.py`.
@@ -78,7 +77,7 @@ class RunState(NamedTuple):
     end: Floats
     law_kind: int
     prior: int
-    rule: PackerParams
+    params: PackerParams
     line: Line
     limits: Limits
     forget: float
@@ -113,11 +112,11 @@ def _begin(w: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     rows = w.rows[: w.counts[ROWS]]
     ledger = KvBudget(w.line.blocks, w.balance[FREE], w.limits.size, w.limits.slots)
-    step = pack(w.rule, w.jobs, rows, ledger, now, w.theta)
+    step = pack(w.params, w.jobs, rows, ledger, now, w.theta)
     engine.evict(w.jobs, w.balance, step.evict)
     paused = w.balance[HOLDING] - np.count_nonzero(w.jobs["running"][step.order])
-    budget = w.rule.budget if w.rule.budget else w.limits.budget
-    ran = engine.run(w.jobs, w.balance, w.limits, step.order, step.caps, w.rule.max_running, budget)
+    budget = w.params.budget if w.params.budget else w.limits.budget
+    ran = engine.run(w.jobs, w.balance, w.limits, step.order, step.caps, w.params.max_running, budget)
     size = ran.rows.size
     w.counts[RUNNING], w.counts[RAN] = size > 0, size
     if size == 0:
@@ -136,7 +135,7 @@ def _seconds(w: RunState, rows: Ints, tokens: Ints) -> float:
     """Return how long an iteration takes, and teach the packer's pace."""
     decodes, context, prefill, pairs = shape(w.jobs, rows, tokens)
     seconds = max(law(w.law_kind, w.law, decodes, context, prefill, pairs), SHORTEST)
-    if w.rule.kind == SLACK:
+    if w.params.kind == SLACK:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
         learn(w.theta, w.cov, w.cap, *parts, seconds, w.forget, w.surprise)
     return float(seconds)
@@ -310,7 +309,7 @@ def _pop(w: RunState, heap: int) -> int:
 # ---- from a `Simulation` and back
 
 
-_RANKS: dict[tuple[Rank, bool], int] = {
+_RANKS: dict[tuple[int, bool], int] = {
     (by_arrival, False): ARRIVAL, (by_priority, True): PRIORITY, (by_due, True): DUE, (by_attainable_deadline, True): ATTAINABLE,
 }  # fmt: skip
 
@@ -318,10 +317,10 @@ _RANKS: dict[tuple[Rank, bool], int] = {
 def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskLengths) -> RunState | None:
     """Return the start of a compiled run; None when a part of it is known to Python only."""
     instance, planner, latency = node.instance, recipe.planner(), OnlineLatency()
-    rule = getattr(recipe.packer(instance.max_running, node.budget, latency), "rule", None)
-    kind = _RANKS.get((planner.rank, planner.displaces)) if isinstance(planner, Ordered) else None
+    params = recipe.packer(node.spec(latency)).params
+    kind = _RANKS.get((planner.kind, planner.displaces)) if isinstance(planner, Ordered) else None
     simple = workload.models == (instance.model,) and not lengths.taught
-    if rule is None or kind is None or not isinstance(node.latency, FixedLatency) or not simple:
+    if params is None or kind is None or not isinstance(node.latency, FixedLatency) or not simple:
         return None
     n, slots, size = len(workload), node.slots, instance.block_size
     never, none = np.full(n, np.nan), np.zeros(n, np.int64)
@@ -331,7 +330,7 @@ def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskL
         np.zeros((len(workload.tiers), lengths.window), np.int64), np.zeros(len(workload.tiers), np.int64),
         latency.theta, latency.cov, latency.cap, node.latency.law[1], np.array([instance.blocks_total, 0]),
         np.zeros(HEAP + _HEAPS, np.int64), np.zeros(2), never, never.copy(), node.latency.law[0], lengths.prior,
-        rule, Line(kind, instance.window, instance.blocks_total, size),
+        params, Line(kind, instance.window, instance.blocks_total, size),
         Limits(size, slots, node.budget, instance.max_model_len), latency.forget, latency.surprise,
     )  # fmt: skip
 
@@ -346,7 +345,7 @@ def _jobs(workload: Workload) -> Rows:
 def _asks(workload: Workload, kind: int) -> Rows:
     """Return the planner's columns: its rank, what lengths are forecast from."""
     asks = np.zeros(len(workload), _ASK)
-    first = np.where(np.isinf(workload.ttft), workload.e2e, workload.ttft)
+    first = np.minimum(workload.ttft, workload.e2e)
     asks["max_tokens"], asks["task"] = workload.max_tokens, workload.tier
     asks["key2"] = workload.arrival
     asks["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(

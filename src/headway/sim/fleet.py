@@ -119,7 +119,7 @@ def build(specs: Sequence[Spec]) -> list[InstanceSpec]:
 def models(nodes: Sequence[InstanceSpec]) -> tuple[str, ...]:
     """Return the models that a fleet serves or can load, each once, the served ones first."""
     first = [node.instance.model for node in nodes]
-    return tuple(dict.fromkeys([*first, *(model for node in nodes for model in node.forms())]))
+    return tuple(dict.fromkeys([*first, *(model for node in nodes for model in node.variants())]))
 
 
 def holds(nodes: Sequence[InstanceSpec], workload: Workload) -> Bools:

@@ -28,7 +28,7 @@ class Oracle:
 
     def forecast(self, request: Request) -> Forecast:
         """Return the answer's tokens as the only sample."""
-        return Forecast(np.array([float(self.workload.output[int(request.id[1:])])]))
+        return Forecast(np.array([float(self.workload.output[self.workload.row_of(request.id)])]))
 
     def learn(self, request: Request, output_tokens: int) -> None:
         """Do nothing: all is known."""
@@ -65,7 +65,7 @@ class Noisy:
 
     def forecast(self, request: Request) -> Forecast:
         """Return the distribution of the answer's tokens around the prediction, each at least 1."""
-        i = int(request.id[1:])
+        i = self.workload.row_of(request.id)
         return Forecast(np.maximum(self.workload.output[i] * self.factors[i] * self.spread, 1.0))
 
     def learn(self, request: Request, output_tokens: int) -> None:

@@ -7,19 +7,20 @@ keeps the models loaded before as far as they fit, the least recently used going
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
-from headway.pack.ecoserve.packer import EcoServe
 from headway.ports import LatencyModel, Packer
 from headway.recipes.recipe import Recipe
+from headway.sim.event_queue import Timer
 from headway.sim.workload.traffic import Workload
 from headway.types import Instance, Loadable, Request
 
@@ -65,13 +66,21 @@ class InstanceSpec:
         """Tell whether anything lies between clients and this engine."""
         return bool(self.request_overhead or self.token_overhead or self.interruption)
 
-    def forms(self) -> dict[str, InstanceSpec]:
+    def spec(self, latency: OnlineLatency) -> EngineSpec:
+        """Return what packers are told about this instance; every simulated engine keeps reservations."""
+        instance = self.instance
+        return EngineSpec(
+            instance.max_running, self.budget, instance.block_size, instance.max_model_len, self.copy_seconds,
+            self.host_tokens, two_ended=bool(self.host_tokens), reservations=True, latency=latency,
+        )  # fmt: skip
+
+    def variants(self) -> dict[str, InstanceSpec]:
         """Return this node by the model that it serves, its first one first."""
         return {form.instance.model: form for form in (self, *self.others)}
 
     def limit(self, model: str) -> int:
         """Return the tokens of the longest request of a model that this node can hold; 0 = not its model."""
-        form = self.forms().get(model)
+        form = self.variants().get(model)
         return form.instance.limit if form is not None else 0
 
 
@@ -103,12 +112,19 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request on its way into an engine: tokens of its answer, forecast of them, what it had elsewhere."""
+    """A request that was sent to an engine and is not admitted yet.
+
+    output: tokens that its answer will have.
+    tokens_left: the forecast of them.
+    rank: its urgency inside the engine, lower first.
+    preempted: what it had made before it was taken out of another engine.
+    """
 
     request: Request
     output: int
-    left: float
-    before: Preempted | None
+    tokens_left: float
+    rank: float = 0.0
+    preempted: Preempted | None = None
 
 
 class SimulatedInstance:
@@ -119,69 +135,71 @@ class SimulatedInstance:
     each kind; an end with another serial is void. coming: the model that a load or a warm-up brings.
     """
 
-    def __init__(self, node: InstanceSpec, recipe: Recipe) -> None:
-        self.node, self._recipe = node, recipe
-        self.forms = node.forms()
-        self.memory = HostMemory(node.host_bytes)
-        self.pending: dict[str, int] = {}
-        self.coming: dict[str, str] = {}
+    def __init__(self, spec: InstanceSpec, recipe: Recipe) -> None:
+        self.spec, self._recipe = spec, recipe
+        self.variants = spec.variants()
+        self.memory = HostMemory(spec.host_bytes)
+        self.timers: dict[str, Timer] = {}
         self.up, self.leaving = True, ""
-        self.serve(node.instance.model)
+        self.serve(spec.instance.model)
+
+    @property
+    def id(self) -> str:
+        return self.spec.instance.id
 
     def serve(self, model: str) -> None:
         """Stand there anew with this model loaded and nothing in it."""
-        self.form = self.forms[model]
+        self.variant = self.variants[model]
         self.leaving, self.loading = "", False
         self._remember(model)
         self._empty()
 
     def _empty(self) -> None:
-        instance, self.learned = self.form.instance, OnlineLatency()
-        packer = self._recipe.packer(instance.max_running, self.form.budget, self.learned)
-        if isinstance(packer, EcoServe):
-            packer.copy_seconds, packer.longest = self.form.copy_seconds, instance.max_model_len
-        self.engine = engine(packer, self.form, self._recipe)
-        self.door: list[Submission] = []
+        self.learned = OnlineLatency()
+        self.engine = engine(self._recipe.packer(self.variant.spec(self.learned)), self.variant)
+        self.submissions: list[Submission] = []
         self.running: Ran | None = None
-        self.stolen = 0.0
+        self.interruption_s = 0.0
 
     def takes(self, model: str) -> bool:
         """Tell whether a request of this model may be handed in now."""
-        return self.up and not self.loading and not self.leaving and self.form.instance.model == model
+        return self.up and not self.loading and not self.leaving and self.variant.instance.model == model
 
     def holds(self, prompt: int, output: int) -> bool:
         """Tell whether a request of this size can be computed here at all."""
-        return prompt + output <= self.form.instance.limit
+        return prompt + output <= self.variant.instance.limit
 
     def instance(self) -> Instance:
         """Return what the core is told about this node as it is now."""
         others = tuple(
-            _loadable(form) for model, form in self.forms.items() if model != self.form.instance.model
+            _loadable(form) for model, form in self.variants.items() if model != self.variant.instance.model
         )
-        latency, warm = self.form.latency.seconds, tuple(self.memory.held)
-        return replace(self.form.instance, loadable=others, warm=warm, latency=latency)
+        latency, warm = self.variant.latency.seconds, tuple(self.memory.held)
+        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency)
 
     @property
     def busy(self) -> bool:
         """Tell whether anybody is inside or at the door."""
-        return self.engine.busy or bool(self.door)
+        return self.engine.busy or bool(self.submissions)
 
-    def give(self, given: Submission) -> None:
-        """Put a request before the engine's door: it looks there between two iterations, as vLLM does."""
-        self.door.append(given)
+    def submit(self, submission: Submission) -> None:
+        """Queue a request for admission: an engine admits between two iterations, as vLLM does."""
+        self.submissions.append(submission)
 
-    def take_in(self) -> list[tuple[str, int]]:
-        """Let in who is at the door; return their ids and rows."""
-        came = [(given.request.id, self._add(given)) for given in self.door]
-        self.door.clear()
-        return came
+    def admit(self) -> list[tuple[str, int]]:
+        """Add the submitted requests to the engine; return their ids and rows."""
+        added = [(submission.request.id, self._add(submission)) for submission in self.submissions]
+        self.submissions.clear()
+        return added
 
-    def _add(self, given: Submission) -> int:
-        """Return a request's row; one taken out elsewhere goes on after the tokens it has made."""
-        request, left, before = given.request, given.left, given.before
+    def _add(self, submission: Submission) -> int:
+        """Return the request's row; a preempted one goes on after the tokens that it has made."""
+        request, tokens_left, before = submission.request, submission.tokens_left, submission.preempted
+        if before is not None:
+            tokens_left = max(tokens_left - before.output_tokens, 1.0)
         row = self.engine.add(
-            request.id, request.prompt_tokens, given.output, arrival=request.arrival, slo=request.slo,
-            priority=request.priority, left=left if before is None else max(left - before.output_tokens, 1.0),
+            request.id, request.prompt_tokens, submission.output, arrival=request.arrival, slo=request.slo,
+            priority=request.priority, tokens_left=tokens_left, urgency=submission.rank,
         )  # fmt: skip
         if before is not None:
             jobs = self.engine.jobs
@@ -190,9 +208,14 @@ class SimulatedInstance:
                 jobs.first[row] = before.first
         return row
 
+    def rerank(self, ranks: Mapping[str, float]) -> None:
+        """Set the urgency of requests that are inside or submitted; ids of others are ignored."""
+        self.engine.rerank(ranks)
+        self.submissions = [replace(s, rank=ranks.get(s.request.id, s.rank)) for s in self.submissions]
+
     def take_all(self, *, keep: bool) -> dict[str, Preempted]:
         """Empty the engine. keep: what was made counts on (its KV is lost and recomputed), else nothing."""
-        self.take_in()
+        self.admit()
         jobs = self.engine.jobs
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
@@ -208,12 +231,12 @@ class SimulatedInstance:
 
     def load_seconds(self, model: str) -> float:
         """Return the seconds until this node serves a model from now."""
-        load = _load(self.forms[model])
+        load = _load(self.variants[model])
         return load.warm_s if model in self.memory.held else load.cold_s
 
     def warm_seconds(self, model: str) -> float:
         """Return the seconds that bring a model's weights from disk into host memory."""
-        load = _load(self.forms[model])
+        load = _load(self.variants[model])
         return 0.0 if model in self.memory.held else max(load.cold_s - load.warm_s, 0.0)
 
     def warm(self, model: str) -> None:
@@ -221,42 +244,41 @@ class SimulatedInstance:
         self._remember(model)
 
     def _remember(self, model: str) -> None:
-        load = self.forms[model].load
+        load = self.variants[model].load
         if load is not None:
             self.memory.keep(model, load.bytes)
 
 
-def engine(packer: Packer, node: InstanceSpec, recipe: Recipe) -> SimulatedEngine:
-    """Return the engine of a node: with a host pool where there is one and the recipe uses it."""
-    instance = node.instance
-    host = node.host_tokens if pools(recipe, node) else None
+def engine(packer: Packer, node: InstanceSpec) -> SimulatedEngine:
+    """Return the engine of a node: with a host pool where there is one and the packer uses it."""
+    instance, use = node.instance, packer.kv
     common: dict[str, Any] = {
         "blocks": instance.blocks_total, "size": instance.block_size, "slots": node.slots,
         "budget": node.budget, "max_model_len": instance.max_model_len, "copy_seconds": node.copy_seconds,
     }  # fmt: skip
+    host = node.host_tokens if pools(use, node) else None
     if host is None:
         return SimulatedEngine(packer, **common)
-    kind = TwoEndedEngine if recipe.kv == "two-ended" else HostPoolEngine
-    return kind(packer, host=host, overlap=recipe.kv != "before", **common)
+    kind = TwoEndedEngine if use.two_ended else HostPoolEngine
+    return kind(packer, host=host, overlap=use.overlaps_copies, **common)
 
 
-def pools(recipe: Recipe, node: InstanceSpec) -> bool:
-    """Tell whether a recipe uses this node's host pool. One that reserves counts on room for all it saves;
-    BROS does without where the host has no room at all, as on a vLLM without a pool."""
-    if recipe.kv != "before":
-        return bool(node.host_tokens)
-    return node.host_tokens is not None and recipe.saves and not recipe.reserves
+def pools(use: KvUse, node: InstanceSpec) -> bool:
+    """Tell whether a packer's saves are held against this node's host pool.
+
+    Those of a packer that reserves find room for all, as do those on a node that states no limit.
+    """
+    return use.saves and not use.reserves and node.host_tokens is not None
 
 
 def words(recipe: Recipe, node: InstanceSpec) -> str:
     """Say how a recipe is simulated on a node, where that is not plain blocks and learned lengths."""
-    parts, there = [], pools(recipe, node)
-    if recipe.kv != "before" or recipe.saves or recipe.reserves:
-        kind = "two-ended" if there and recipe.kv == "two-ended" else "plain"
-        room = "unbounded" if recipe.saves or recipe.reserves else "no"
-        room = f"{node.host_tokens:,} tokens of" if there else room
+    parts, use = [], recipe.packer(node.spec(OnlineLatency())).kv
+    if use != KvUse():
+        kind, room = "two-ended" if use.two_ended else "plain", "unbounded" if use.saves else "no"
+        room = f"{node.host_tokens:,} tokens of" if pools(use, node) else room
         parts.append(f"{kind} KV blocks, {room} host room")
-    if recipe.lengths != "host":
+    if recipe.lengths != "learned":
         parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
     return ", ".join(parts)
 
@@ -269,7 +291,7 @@ def check(nodes: Sequence[InstanceSpec]) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(f"Two instances have one name: {', '.join(sorted(names))}.", "Rename one.")
     for node in nodes:
-        for form in node.forms().values() if node.others else ():
+        for form in node.variants().values() if node.others else ():
             _load(form)
 
 
@@ -300,7 +322,7 @@ def _nobody(nodes: Sequence[InstanceSpec], model: str, requests: int, swaps: boo
             f"{requests} requests ask for {model!r}, which instances can load, but this recipe never swaps.",
             "Use a recipe that swaps models, such as shepherd, or add an instance that serves it.",
         )
-    have = sorted({name for node in nodes for name in node.forms()})
+    have = sorted({name for node in nodes for name in node.variants()})
     return ConfigError(
         f"{requests} requests ask for the model {model!r}, which no instance serves or can load.",
         f"The fleet has {', '.join(have)}: add an instance of {model!r}, or let one load it.",

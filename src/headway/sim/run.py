@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway.core.controller import Controller
 from headway.errors import ConfigError
 from headway.forecast.lengths.padded import SHARE, Padded
 from headway.forecast.lengths.task import TaskLengths
@@ -19,7 +20,7 @@ from headway.ports import Lengths
 from headway.recipes.recipe import Recipe
 from headway.sim import compiled_loop
 from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec, Load, check, check_fleet
+from headway.sim.instance import InstanceSpec, Load, SimulatedInstance, check, check_fleet
 from headway.sim.loop import CHUNK, Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
@@ -73,19 +74,24 @@ class Simulation:
         when requests wait that the planner sends nowhere.
         """
         check(self.nodes)
-        check_fleet(self.nodes, self.workload, swaps=self.recipe.swaps)
+        check_fleet(self.nodes, self.workload, swaps=self.recipe.planner().swaps)
         self._check_failures()
         if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
-        run = Loop(self, observer)
-        run.go(progress, self.until)
-        return run.outcome
+        instances = [SimulatedInstance(spec, self.recipe) for spec in self.nodes]
+        planner = self.recipe.planner()
+        controller = Controller(planner, self.lengths, self.max_queued)
+        loop = Loop(
+            self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
+            failures=self.failures, observer=observer,
+        )  # fmt: skip
+        return loop.run(progress, self.until)
 
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""
         plain = len(self.nodes) == 1 and not self.failures and self.plan_seconds is no_time
         plain = plain and math.isinf(self.until)
-        plain = plain and self.recipe.pull and not self.nodes[0].others and not self.nodes[0].delays
+        plain = plain and self.recipe.planner().pull and not self.nodes[0].others and not self.nodes[0].delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
         world = compiled_loop.world(self.recipe, self.nodes[0], self.workload, self.lengths)

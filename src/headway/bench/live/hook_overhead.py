@@ -1,7 +1,7 @@
-"""What does the hook cost per iteration?
+"""Cost of the scheduler hook per iteration, beside stock vLLM's `schedule()`.
 
-vLLM's own scheduler class is stepped without a model, with and without Headway in it, in turns within one
-run, at a steady batch of decoding requests. Wall time of `schedule()` is compared, median against median.
+vLLM's own scheduler class is stepped without a model, with and without Headway's hook, alternating within one
+run, at a steady batch of decoding requests. Figures are medians of the wall time of `schedule()`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def steady(running: int, name: str, steps: int, seed: int) -> SchedulerOracle:
 
     length = _PROMPT + steps + 64
     blocks = running * (length // _BLOCK + 2) + 2
-    ends = name != "stock" and find(name).kv == "two-ended"
+    ends = name != "stock" and find(name).wants.two_ended
     setup = config(
         max_running=running, max_batched_tokens=8192, max_model_len=2048, block_size=_BLOCK,
         recipe=None if name == "stock" else name, pool=two_ended_pool(1.0) if ends else None,
@@ -56,10 +56,10 @@ def steady(running: int, name: str, steps: int, seed: int) -> SchedulerOracle:
     clock = SchedulerOracle(scheduler(setup, blocks, _BLOCK, None if name == "stock" else HeadwayScheduler))
     rng = np.random.default_rng(seed)
     for i in range(running):
-        facts: dict[str, Any] = {"headway_id": str(i), "headway_arrival": float(rng.uniform(-1, 0))}
+        metadata: dict[str, Any] = {"headway_id": str(i), "headway_arrival": float(rng.uniform(-1, 0))}
         if i % 2:
-            facts |= {"headway_ttft": 1.0, "headway_tpot": 0.1}
-        clock.add(f"r{i}", _PROMPT, steps + 32, facts=facts)
+            metadata |= {"headway_ttft": 1.0, "headway_tpot": 0.1}
+        clock.add(f"r{i}", _PROMPT, steps + 32, metadata=metadata)
     for _ in range(24):  # prompts are computed, caches are warm
         clock.step(0.02)
     return clock

@@ -119,7 +119,7 @@ def servers(folder: Path) -> Iterator[Peers]:
     config = {
         "server": {"port": gateway, "max_queued": 10_000},
         "engines": [{"url": f"http://127.0.0.1:{engine}", "max_running": 256}],
-        "broker": {"kind": "sqlite", "path": str(folder / "queue.sqlite"), "synchronous": "full"},
+        "broker": {"kind": "sqlite", "sqlite": {"path": str(folder / "queue.sqlite"), "synchronous": "full"}},
     }
     (folder / "headway.toml").write_text(tomli_w.dumps(config))
     run = "from headway.cli import main; main()"

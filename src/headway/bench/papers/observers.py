@@ -6,15 +6,17 @@ Also recipes as the papers run them: every request waits inside the engine, and 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
-from headway.ports import Packer
+from headway.plan.dispatch import sends
+from headway.ports import Packer, Planner
 from headway.recipes.recipe import Recipe
 from headway.sim.observer import Observer
 from headway.sim.workload.traffic import Workload
@@ -29,26 +31,36 @@ def inside(recipe: Recipe, clock: list[float]) -> Recipe:
     clock: receives the wall seconds of each decision
     """
 
-    def packer(running: int, budget: int, latency: OnlineLatency) -> Packer:
-        return _Timed(recipe.packer(running, budget, latency), clock)
+    def packer(spec: EngineSpec) -> Packer:
+        return _Timed(recipe.packer(spec), clock)
 
-    return replace(recipe, pull=False, lengths="host", packer=packer, planner=_AtOnce)
+    return replace(recipe, lengths="learned", packer=packer, planner=_AtOnce)
 
 
-class _AtOnce:
+class _AtOnce(Planner):
     """A planner that sends every request at once: the engine orders them."""
+
+    pull = False
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         new = np.flatnonzero(cluster.backlog.live & ~cluster.backlog.sent)
-        return Plan(dict.fromkeys(cluster.instances, new))
+        return Plan(sends(dict.fromkeys(cluster.instances, new), cluster, pull=False))
 
 
 @dataclass(slots=True)
-class _Timed:
+class _Timed(Packer):
     """A packer whose decisions are timed."""
 
     packer: Packer
     clock: list[float]
+
+    @property
+    def kv(self) -> KvUse:
+        return self.packer.kv
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return self.packer.counters
 
     def pack(self, jobs: Jobs, budget: KvBudget, now: float) -> Step:
         began = time.perf_counter()

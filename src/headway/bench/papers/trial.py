@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headway.bench.papers.observers import Gauges, inside
+from headway.core.engine_spec import EngineSpec
 from headway.forecast.latency import profiles
-from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.padded import Padded
-from headway.pack.ecoserve.packer import Counts, EcoServe, Options
+from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.ports import Lengths, Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.forecasts import Noisy, Oracle
@@ -60,7 +61,7 @@ class Trial:
     kv, compute: utilization
     failures: share of requests that lost KV or paused for lack of it
     thinking: wall seconds of decisions per simulated second
-    counts: EcoServe's packer only
+    counts: counters of the packer, by name
     """
 
     system: str
@@ -76,7 +77,7 @@ class Trial:
     failures: float
     thinking: float
     iterations: int
-    counts: Counts | None
+    counts: Mapping[str, int]
 
 
 def instance() -> InstanceSpec:
@@ -122,30 +123,25 @@ def trial(
     recipe: Recipe, data: Data, rate: float, load: Workload, lengths: Lengths, options: Options | None = None
 ) -> Trial:
     """Run a recipe on a workload; `options` replace those of an EcoServe recipe."""
-    spec, clock, packers = instance(), list[float](), list[Packer]()
+    place, clock, packers = instance(), list[float](), list[Packer]()
 
-    def packer(running: int, budget: int, latency: OnlineLatency) -> Packer:
-        packers.append(recipe.packer(running, budget, latency))
-        if isinstance(packers[0], EcoServe):  # the simulation sees only the timed wrapper
-            packers[0].copy_seconds = spec.copy_seconds
-            packers[0].longest = spec.instance.max_model_len
-            packers[0].options = options or packers[0].options
+    def packer(spec: EngineSpec) -> Packer:
+        packers.append(recipe.packer(spec) if options is None else EcoServe(spec, options))
         return packers[0]
 
-    kv = spec.instance.blocks_total * spec.instance.block_size
+    kv = place.instance.blocks_total * place.instance.block_size
     gauges = Gauges(kv, TFS, float(load.arrival.max(initial=0.0)), clock)
     timed = inside(replace(recipe, packer=packer), clock)
-    outcome = Simulation(timed, [spec], load, lengths).run(observer=gauges)
-    counts = packers[0].counts if isinstance(packers[0], EcoServe) else None
-    return _figures(recipe.name, data, rate, load, outcome, gauges, counts)
+    outcome = Simulation(timed, [place], load, lengths).run(observer=gauges)
+    return _figures(recipe.name, data, rate, load, outcome, gauges, packers[0].counters)
 
 
 def _figures(
     name: str, data: Data, rate: float, load: Workload, outcome: Outcome, gauges: Gauges,
-    counts: Counts | None,
+    counts: Mapping[str, int],
 ) -> Trial:  # fmt: skip
     jct = outcome.end - load.arrival
-    stalled = counts.stalled if counts else 0
+    stalled = counts.get("stalled", 0)
     return Trial(
         name, data.name, rate, float(jct.mean()), float(np.quantile(jct, 0.99)),
         float((jct / load.output).mean()), float((jct <= load.e2e).mean()),

@@ -18,10 +18,11 @@ import numpy as np
 from rich.progress import Progress
 
 from headway.bench.load.records import Counters, Record
+from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
+from headway.forecast.latency.online import OnlineLatency
 from headway.recipes.registry import find
 from headway.sim import fleet as fleets
-from headway.sim.instance import pools
 from headway.sim.record import run_folder
 from headway.sim.record.recorder import Recorder, Recording
 from headway.sim.record.run_folder import Header, Machine, Run
@@ -195,10 +196,11 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
         unknown = [
             spec.instance.id
             for spec in instances
-            if not math.isfinite(spec.copy_seconds) and (recipe.saves or pools(recipe, spec))
+            if not math.isfinite(spec.copy_seconds) and recipe.packer(spec.spec(OnlineLatency())).kv.saves
         ]
         if unknown:
-            other = "take another recipe" if recipe.saves else "say host_kv_gib=0 in --instance"
+            needs = recipe.packer(EngineSpec(1, 1)).kv.saves
+            other = "take another recipe" if needs else "say host_kv_gib=0 in --instance"
             raise ConfigError(
                 f"{name} copies KV to the host, but the profile of {unknown[0]} has no copy bandwidth.",
                 f"Add kv_copy_gb_s to a copy of its latency profile, or {other}.",

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.memory.reservations import settle
+from headway.memory.reservations import end_loans
 from headway.pack.kernels import missing_of
 from headway.types import Ints
 
@@ -46,7 +46,7 @@ class Ran(NamedTuple):
 def release(jobs: Rows, balance: Ints, row: int) -> None:
     """Take a row's KV, on the host too, and its slot; what it has lent stays with its guests."""
     if jobs["first_lent_block"][row] or jobs["loan_blocks"][row]:
-        balance[FREE] -= settle(jobs, row)
+        balance[FREE] -= end_loans(jobs, row)
     balance[FREE] += jobs["blocks"][row]
     balance[HOLDING] -= jobs["running"][row]
     jobs["blocks"][row] = 0

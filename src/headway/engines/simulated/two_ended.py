@@ -1,6 +1,6 @@
 """What would an engine do whose blocks have two ends, and whose host has room for KV?
 
-`TwoEndedEngine` accounts every slot in a `memory.slots.TwoEndedTable`: a paused best-effort request keeps its KV until a
+`TwoEndedEngine` accounts every slot in a `memory.two_ended.block_table.TwoEndedTable`: a paused best-effort request keeps its KV until a
 real-time one grows into it, and what is overwritten is copied to a bounded host pool and back (BROS 5).
 `HostPoolEngine` is the same engine with plain blocks: whole requests go to the host. Both overlap copies with the
 computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
@@ -22,20 +22,13 @@ from headway.memory.two_ended import block_table as slots_of
 from headway.memory.two_ended.allocation import TwoEndedBudget
 from headway.memory.two_ended.block_table import (
     BEST_EFFORT,
-    COPIED,
-    DECODE_ONLY,
-    DROPPED,
-    EMPTY,
     FREE,
     REAL_TIME,
-    SIZE,
     TwoEndedTable,
 )
 from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
 from headway.types import Ints, Jobs, Slo, Step
-
-_NONE = np.empty(0, np.int64)
 
 
 class HostPoolEngine(SimulatedEngine):
@@ -53,12 +46,6 @@ class HostPoolEngine(SimulatedEngine):
             copy_seconds=copy_seconds,
         )  # fmt: skip
         self.host, self.overlap = host, overlap
-
-    @property
-    def ledger(self) -> TwoEndedBudget:
-        return TwoEndedBudget(
-            self.blocks, self.free, self.size, self.limits.slots, self.copy_seconds, _NONE, False
-        )
 
     def schedule(self, now: float) -> Ran:
         """Decide and account one iteration; who does not fit on the host is computed again instead."""
@@ -81,7 +68,7 @@ class HostPoolEngine(SimulatedEngine):
         return max(execution, ran.copied * self.copy_seconds) if ran.copied else execution
 
 
-class _Bounded:
+class _Bounded(Packer):
     """A packer whose saves fit the host."""
 
     def __init__(self, packer: Packer, engine: HostPoolEngine) -> None:
@@ -118,33 +105,35 @@ class TwoEndedEngine(HostPoolEngine):
 
     @property
     def free(self) -> int:
-        return int(self.book.counts[EMPTY])
+        return int(self.book.state["num_empty"])
 
     @property
     def ledger(self) -> TwoEndedBudget:
         rows = np.arange(self.target.size)
-        moves = checkpoint.lost_places(self.book, rows)
-        size, most = self.size, self.limits.slots
-        return TwoEndedBudget(self.blocks, self.free, size, most, self.copy_seconds, moves, True)
+        moves = checkpoint.blocks_to_restore(self.book, rows)
+        return TwoEndedBudget(self.blocks, self.free, self.size, self.limits.slots, moves)
 
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
-        priority: int = 0, left: float | None = None,
+        priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
     ) -> int:  # fmt: skip
-        row = super().add(id, prompt, output, arrival=arrival, slo=slo, priority=priority, left=left)
+        row = super().add(
+            id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
+            urgency=urgency,
+        )  # fmt: skip
         if self.target.size > self.book.kind.size:
-            self.book = slots_of.grown(self.book, self.target.size)
+            self.book = slots_of.resized(self.book, self.target.size)
         promised = slo is not None and slo.objective != "best_effort"
-        allocation.enter(self.book, row, REAL_TIME if promised else BEST_EFFORT)
+        allocation.add_row(self.book, row, REAL_TIME if promised else BEST_EFFORT)
         return row
 
     def schedule(self, now: float) -> Ran:
         """Decide and account one iteration that begins now: real-time rows first, then best effort."""
-        jobs, book, dropped = self.jobs, self.book, int(self.book.counts[DROPPED])
+        jobs, book, dropped = self.jobs, self.book, int(self.book.state["dropped_tokens"])
         step = self.packer.pack(jobs, self.ledger, now)
         rows, tokens, lost, admitted = account(jobs, book, self.balance, self.limits, step)
-        self.dropped = int(book.counts[DROPPED]) - dropped
-        evicted, copied = np.concatenate([step.evict, lost]), int(book.counts[COPIED])
+        self.dropped = int(book.state["dropped_tokens"]) - dropped
+        evicted, copied = np.concatenate([step.evict, lost]), int(book.state["copied_tokens"])
         paused = self._paused(rows)
         return Ran(now, rows, tokens, paused, evicted, lost.size, admitted, copied, step.save)
 
@@ -153,7 +142,7 @@ class TwoEndedEngine(HostPoolEngine):
         jobs = self.jobs
         rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
         for row in rows:
-            checkpoint.forget(self.book, row)
+            checkpoint.free_row(self.book, row)
             self.book.kind[row] = 0
         done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
         for name in done.ids:
@@ -164,8 +153,8 @@ class TwoEndedEngine(HostPoolEngine):
         """Raise AssertionError unless the book is whole and the jobs' table agrees with it."""
         allocation.check_integrity(self.book)
         rows = self.jobs.rows()
-        assert (self.jobs.blocks[rows] == self.book.held[rows]).all()
-        assert (self.jobs.saved[rows] == self.book.host[rows]).all()
+        assert (self.jobs.blocks[rows] == self.book.num_blocks[rows]).all()
+        assert (self.jobs.saved[rows] == self.book.host_tokens[rows]).all()
         assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running[rows])
 
 
@@ -186,7 +175,7 @@ def run(
     max_running: int,
 ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
     """Account one iteration on the book. Returns rows and tokens (aligned), who lost all KV, who came: n."""
-    allocation.begin(book)
+    allocation.begin_iteration(book)
     for row in evict:
         _leave(jobs, book, balance, row)
     _send_away(jobs, book, balance, save)
@@ -195,7 +184,7 @@ def run(
     size, admitted, left = 0, 0, limits.budget
     # Arrays, not the whole book, go into the loop: each one in a call costs its reference count.
     arrays = (
-        book.table, book.held, book.stored, book.host, book.kind, book.used_left, book.used_right, book.saved,
+        book.block_ids, book.num_blocks, book.num_tokens, book.host_tokens, book.kind, book.left_tokens, book.right_tokens, book.saved_tokens,
     )  # fmt: skip
     for kind in (REAL_TIME, BEST_EFFORT):
         for i in range(order.size):
@@ -211,7 +200,7 @@ def run(
             may = give > 0 and not blocked and not full
             if not may or not (_next_slot(arrays, limits.size, row, give) or _hold(book, row, give)):
                 book.pinned[row] = 0
-                if fresh and book.held[row] > 0:  # read back, but no room for more
+                if fresh and book.num_blocks[row] > 0:  # read back, but no room for more
                     balance[HOLDING] += 1
                     jobs["running"][row] = True
                 continue
@@ -220,8 +209,8 @@ def run(
             jobs["running"][row] = True
             rows[size], tokens[size] = row, give
             size, left = size + 1, left - give
-            if kind == BEST_EFFORT and book.counts[DECODE_ONLY]:
-                allocation.turn_back(book, row)
+            if kind == BEST_EFFORT and book.state["decode_only"]:
+                allocation.refill_from_left(book, row)
     lost = _settle(jobs, book, balance)
     return rows[:size], tokens[:size], lost, admitted
 
@@ -248,17 +237,17 @@ def _next_slot(arrays: tuple[Ints, ...], size: int, row: int, tokens: int) -> bo
 @compiled
 def _hold(book: TwoEndedTable, row: int, tokens: int) -> bool:
     """Bring all of a row's KV to the device and give it the slots of its next tokens."""
-    if book.away[row] > 0:
-        return allocation.come_back(book, row) and allocation.grow(book, row, tokens)
+    if book.swapped_tokens[row] > 0:
+        return allocation.swap_in(book, row) and allocation.grow(book, row, tokens)
     return checkpoint.restore(book, row) and allocation.grow(book, row, tokens)
 
 
 @compiled
 def _leave(jobs: Rows, book: TwoEndedTable, balance: Ints, row: int) -> None:
     """Take all of a row's KV."""
-    if book.host[row] > 0:
-        slots_of.order(book, FREE, row, 0, book.table.shape[1] * book.counts[SIZE], 0, 0)
-    checkpoint.forget(book, row)
+    if book.host_tokens[row] > 0:
+        slots_of.add_op(book, FREE, row, 0, book.block_ids.shape[1] * book.state["block_size"], 0, 0)
+    checkpoint.free_row(book, row)
     balance[HOLDING] -= jobs["running"][row]
     jobs["running"][row] = False
     jobs["computed"][row], jobs["blocks"][row], jobs["saved"][row] = 0, 0, 0
@@ -269,12 +258,12 @@ def _leave(jobs: Rows, book: TwoEndedTable, balance: Ints, row: int) -> None:
 def _send_away(jobs: Rows, book: TwoEndedTable, balance: Ints, save: Ints) -> None:
     """Copy rows to the host as a whole; where there is no room they lose their KV."""
     for row in save:
-        if not checkpoint.away(book, row):
+        if not checkpoint.swap_out(book, row):
             _leave(jobs, book, balance, row)
             continue
         balance[HOLDING] -= jobs["running"][row]
         jobs["running"][row] = False
-        jobs["blocks"][row], jobs["saved"][row] = 0, book.host[row]
+        jobs["blocks"][row], jobs["saved"][row] = 0, book.host_tokens[row]
         jobs["evictions"][row] += 1
 
 
@@ -285,8 +274,8 @@ def _settle(jobs: Rows, book: TwoEndedTable, balance: Ints) -> Ints:
     for row in range(jobs.size):
         if not jobs["live"][row] or book.kind[row] == 0:
             continue
-        jobs["blocks"][row], jobs["saved"][row] = book.held[row], book.host[row]
-        there = book.stored[row] + book.away[row]
+        jobs["blocks"][row], jobs["saved"][row] = book.num_blocks[row], book.host_tokens[row]
+        there = book.num_tokens[row] + book.swapped_tokens[row]
         if there < jobs["computed"][row]:  # dropped in extremity
             jobs["computed"][row] = there
             jobs["evictions"][row] += 1

@@ -1,13 +1,16 @@
-"""Whose block may a request grow into? One block, two ends (BROS 5.1 and 5.2).
+"""Allocation of blocks with two ends (BROS 5.1 and 5.2).
 
-A real-time request takes an empty block, else the free end of one whose best-effort owner does not run now:
-first where slots are free anyway, then where the owner has lost most already, from its end. What it is about
-to overwrite goes to the host first (`checkpoint.py`). A best-effort request takes an empty block, else the
-free end of a real-time request's, and moves away when the two meet.
+A real-time request takes an empty block; failing that, the free end of a block whose best-effort owner does
+not run in
+this iteration: first blocks with free slots, then the blocks of the owner that has lost most already, from
+its end. The slots that it is about to overwrite are saved first (`checkpoint.py`). A best-effort request
+takes an empty block; failing that, the free end of a real-time request's, from which it moves away when the
+two meet.
 
-The paper gives the layout, FindBlock and FindPreemptBlock by name. Assumed here: empty blocks go first (they
-cost no copy); of equals in the preemption table the last come goes first; two running requests may share a
-block, and when they meet the best-effort one moves to an empty block, or stops running if there is none.
+The paper names the layout, FindBlock and FindPreemptBlock. Assumed here: empty blocks go first, as they cost
+no copy; among equals in the preemption table the one that came last goes first; two running requests may
+share a block, and when they meet, the best-effort one moves to an empty block, or stops running if there is
+none.
 """
 
 from __future__ import annotations
@@ -16,332 +19,328 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.memory.budget import KvBudget
-from headway.memory.two_ended import block_table, checkpoint
+from headway.memory.two_ended import checkpoint
 from headway.memory.two_ended.block_table import (
     BEST_EFFORT,
-    DECODE_ONLY,
-    DROPPED,
-    EMPTY,
-    HOST,
-    HOST_LIMIT,
     MIRROR,
-    NOBODY,
-    ORDERS,
+    NONE,
     REAL_TIME,
-    SIZE,
-    STAMP,
-    TAIL,
-    VICTIMS,
-    WHO,
     TwoEndedTable,
+    add_op,
     clear_left,
     clear_right,
     mirror,
     move_right,
-    order,
     pop_empty,
     put_right,
     resident,
-)  # fmt: skip
+)
 from headway.types import Ints
 
-_NEVER = 1 << 40  # more than any serial of coming in
+_TOKEN_WEIGHT = 1 << 40  # more than any `entered`
 
 
 # ---- FindBlock
 
 
 @compiled
-def find_block(book: TwoEndedTable) -> int:
-    """Return a block whose left end is free for a real-time request, NOBODY when there is none."""
-    block = pop_empty(book)
-    return block if block != NOBODY else find_preempt_block(book)
+def find_block(table: TwoEndedTable) -> int:
+    """Return a block whose left end is free for a real-time request, NONE when there is none."""
+    block = pop_empty(table)
+    return block if block != NONE else find_preempt_block(table)
 
 
 @compiled
-def find_preempt_block(book: TwoEndedTable) -> int:
+def find_preempt_block(table: TwoEndedTable) -> int:
     """Return a block of a best-effort request whose left end is free, by the preemption table.
 
-    First the last blocks that have a slot free (nothing is lost there yet), then all of them from the end of
-    the first victim on, then last blocks with room of those that run.
+    In this order: last blocks with a free slot, where nothing needs saving yet; all blocks, from the end of
+    the first victim on; last blocks with free slots of requests that run.
     """
-    if book.counts[VICTIMS] == NOBODY:
-        _table(book)
-    while book.counts[TAIL] < book.counts[VICTIMS]:
-        row = book.victims[book.counts[TAIL]]
-        book.counts[TAIL] += 1
-        block = _tail(book, row)
-        if block != NOBODY and resident(book, block) < book.counts[SIZE]:
+    state = table.state
+    if state["num_victims"] == NONE:
+        _rank_victims(table)
+    while state["next_tail"] < state["num_victims"]:
+        row = table.victims[state["next_tail"]]
+        state["next_tail"] += 1
+        block = _open_last_block(table, row)
+        if block != NONE and resident(table, block) < state["block_size"]:
             return block
-    while book.counts[WHO] < book.counts[VICTIMS]:
-        row = book.victims[book.counts[WHO]]
-        for k in range(book.held[row] - 1, -1, -1):
-            if book.left[book.table[row, k]] == NOBODY:
-                return int(book.table[row, k])
-        book.counts[WHO] += 1
-    return _beside_running(book)
+    while state["next_victim"] < state["num_victims"]:
+        row = table.victims[state["next_victim"]]
+        for k in range(table.num_blocks[row] - 1, -1, -1):
+            if table.left_row[table.block_ids[row, k]] == NONE:
+                return int(table.block_ids[row, k])
+        state["next_victim"] += 1
+    return _block_of_running(table)
 
 
 @compiled
-def _table(book: TwoEndedTable) -> None:
-    """Make the preemption table: best-effort rows that do not run, by tokens on the host, last come first."""
-    size, rows = 0, book.kind.size
+def _rank_victims(table: TwoEndedTable) -> None:
+    """Make the preemption table: best-effort rows that do not run, most tokens on the host first, then
+    latest."""
+    size, rows = 0, table.kind.size
     keys = np.empty(rows, np.int64)
     for row in range(rows):
-        if book.kind[row] == BEST_EFFORT and book.held[row] > 0 and book.pinned[row] == 0:
-            book.victims[size], keys[size] = row, -book.host[row] * _NEVER - book.since[row]
+        if table.kind[row] == BEST_EFFORT and table.num_blocks[row] > 0 and table.pinned[row] == 0:
+            table.victims[size], keys[size] = (
+                row,
+                -table.host_tokens[row] * _TOKEN_WEIGHT - table.entered[row],
+            )
             size += 1
-    ranked = book.victims[:size][np.argsort(keys[:size], kind="mergesort")]
-    book.victims[:size] = ranked
-    book.counts[VICTIMS], book.counts[TAIL], book.counts[WHO] = size, 0, 0
+    ranked = table.victims[:size][np.argsort(keys[:size], kind="mergesort")]
+    table.victims[:size] = ranked
+    table.state["num_victims"], table.state["next_tail"], table.state["next_victim"] = size, 0, 0
 
 
 @compiled
-def _tail(book: TwoEndedTable, row: int) -> int:
-    """Return a row's last block when its left end is free, else NOBODY."""
-    if book.held[row] == 0:
-        return NOBODY
-    block = book.table[row, book.held[row] - 1]
-    return int(block) if book.left[block] == NOBODY else NOBODY
+def _open_last_block(table: TwoEndedTable, row: int) -> int:
+    """Return a row's last block when its left end is free, else NONE."""
+    if table.num_blocks[row] == 0:
+        return NONE
+    block = table.block_ids[row, table.num_blocks[row] - 1]
+    return int(block) if table.left_row[block] == NONE else NONE
 
 
 @compiled
-def _beside_running(book: TwoEndedTable) -> int:
-    """Return the last block, with room for both to grow, of a best-effort row that runs."""
-    for row in range(book.kind.size):
-        if book.kind[row] == BEST_EFFORT and book.pinned[row] == 1:
-            block = _tail(book, row)
-            if block != NOBODY and resident(book, block) + 2 <= book.counts[SIZE]:
+def _block_of_running(table: TwoEndedTable) -> int:
+    """Return the last block of a best-effort row that runs, if it has slots for both rows to grow."""
+    for row in range(table.kind.size):
+        if table.kind[row] == BEST_EFFORT and table.pinned[row] == 1:
+            block = _open_last_block(table, row)
+            if block != NONE and resident(table, block) + 2 <= table.state["block_size"]:
                 return block
-    return NOBODY
+    return NONE
 
 
 @compiled
-def find_shared_block(book: TwoEndedTable, tokens: int) -> int:
+def find_shared_block(table: TwoEndedTable, tokens: int) -> int:
     """Return a block for `tokens` of a best-effort row: an empty one, else one beside a real-time row."""
-    block = pop_empty(book)
-    if block != NOBODY:
+    block = pop_empty(table)
+    if block != NONE:
         return block
-    for row in range(book.kind.size):
-        if book.kind[row] == REAL_TIME and book.held[row] > 0:
-            last = book.table[row, book.held[row] - 1]
-            if book.right[last] == NOBODY and book.used_left[last] + tokens < book.counts[SIZE]:
+    for row in range(table.kind.size):
+        if table.kind[row] == REAL_TIME and table.num_blocks[row] > 0:
+            last = table.block_ids[row, table.num_blocks[row] - 1]
+            if table.right_row[last] == NONE and table.left_tokens[last] + tokens < table.state["block_size"]:
                 return int(last)
-    return NOBODY
+    return NONE
 
 
-# ---- growing
-
-
-@compiled
-def begin(book: TwoEndedTable) -> None:
-    """Begin an iteration: no orders, nobody pinned, the preemption table is made anew when it is needed."""
-    book.counts[ORDERS], book.counts[block_table.COPIED], book.counts[VICTIMS] = 0, 0, NOBODY
-    book.pinned[:] = 0
+# ---- growth
 
 
 @compiled
-def enter(book: TwoEndedTable, row: int, kind: int) -> None:
-    """Let a row into the book; it holds nothing yet."""
-    book.counts[STAMP] += 1
-    book.kind[row], book.since[row] = kind, book.counts[STAMP]
-    book.held[row], book.stored[row], book.host[row], book.away[row], book.pinned[row] = 0, 0, 0, 0, 0
+def begin_iteration(table: TwoEndedTable) -> None:
+    """Begin an iteration: no operations, no row pinned, the preemption table is made when it is needed."""
+    table.state["num_ops"], table.state["copied_tokens"], table.state["num_victims"] = 0, 0, NONE
+    table.pinned[:] = 0
 
 
 @compiled
-def grow(book: TwoEndedTable, row: int, tokens: int) -> bool:
-    """Give a row the slots of its next `tokens`; False, and nothing is given, when there is no memory.
+def add_row(table: TwoEndedTable, row: int, kind: int) -> None:
+    """Add a row, which holds nothing yet, to the table."""
+    table.state["last_entered"] += 1
+    table.kind[row], table.entered[row] = kind, table.state["last_entered"]
+    table.num_blocks[row], table.num_tokens[row], table.pinned[row] = 0, 0, 0
+    table.host_tokens[row], table.swapped_tokens[row] = 0, 0
+
+
+@compiled
+def grow(table: TwoEndedTable, row: int, tokens: int) -> bool:
+    """Give a row the slots of its next `tokens`; False, without effect, when there is no memory.
 
     A best-effort row must have been read back (`checkpoint.restore`).
     """
-    before = book.stored[row]
-    done = _grow_left(book, row, tokens) if book.kind[row] == REAL_TIME else _grow_right(book, row, tokens)
+    before = table.num_tokens[row]
+    done = _grow_left(table, row, tokens) if table.kind[row] == REAL_TIME else _grow_right(table, row, tokens)
     if not done:
-        trim(book, row, before)
+        trim(table, row, before)
     return done
 
 
 @compiled
-def _grow_left(book: TwoEndedTable, row: int, tokens: int) -> bool:
-    size, at, end = book.counts[SIZE], book.stored[row], book.stored[row] + tokens
+def _grow_left(table: TwoEndedTable, row: int, tokens: int) -> bool:
+    size, at, end = table.state["block_size"], table.num_tokens[row], table.num_tokens[row] + tokens
     while at < end:
         k = at // size
-        if k >= book.held[row]:
-            block = find_block(book)
-            if block == NOBODY:
+        if k >= table.num_blocks[row]:
+            block = find_block(table)
+            if block == NONE:
                 return False
-            book.left[block], book.used_left[block] = row, 0
-            book.table[row, k], book.held[row] = block, k + 1
-            mirror(book, block)
-        block, upto = book.table[row, k], min(end, (k + 1) * size)
-        vacate(book, block, upto - k * size)
-        book.used_left[block], book.stored[row], at = upto - k * size, upto, upto
+            table.left_row[block], table.left_tokens[block] = row, 0
+            table.block_ids[row, k], table.num_blocks[row] = block, k + 1
+            mirror(table, block)
+        block, upto = table.block_ids[row, k], min(end, (k + 1) * size)
+        vacate(table, block, upto - k * size)
+        table.left_tokens[block], table.num_tokens[row], at = upto - k * size, upto, upto
     return True
 
 
 @compiled
-def vacate(book: TwoEndedTable, block: int, used: int) -> None:
-    """Make the first `used` slots of a block free for its left end."""
-    row = book.right[block]
-    over = resident(book, block) + used - book.counts[SIZE]
-    if row == NOBODY or over <= 0:
+def vacate(table: TwoEndedTable, block: int, used: int) -> None:
+    """Free the first `used` slots of a block for its left row."""
+    row = table.right_row[block]
+    over = resident(table, block) + used - table.state["block_size"]
+    if row == NONE or over <= 0:
         return
-    if book.pinned[row]:
-        to = pop_empty(book)
-        if to != NOBODY:
-            move_right(book, block, to)
+    if table.pinned[row]:
+        to = pop_empty(table)
+        if to != NONE:
+            move_right(table, block, to)
             return
-        book.pinned[row] = 0  # it cannot run now
-    checkpoint.save_slots(book, block, over)
+        table.pinned[row] = 0  # it cannot run in this iteration
+    checkpoint.save_slots(table, block, over)
 
 
 @compiled
-def _grow_right(book: TwoEndedTable, row: int, tokens: int) -> bool:
-    size, at, end = book.counts[SIZE], book.stored[row], book.stored[row] + tokens
-    alone = tokens > 1 and book.counts[DECODE_ONLY] == 1
-    if alone and not _straighten(book, row):
+def _grow_right(table: TwoEndedTable, row: int, tokens: int) -> bool:
+    size, at, end = table.state["block_size"], table.num_tokens[row], table.num_tokens[row] + tokens
+    unshared = tokens > 1 and table.state["decode_only"] == 1
+    if unshared and not _unshare_last_block(table, row):
         return False
     while at < end:
         k = at // size
         upto = min(end, (k + 1) * size)
-        if k >= book.held[row]:
-            block = pop_empty(book) if alone else find_shared_block(book, upto - at)
-            if block == NOBODY:
+        if k >= table.num_blocks[row]:
+            block = pop_empty(table) if unshared else find_shared_block(table, upto - at)
+            if block == NONE:
                 return False
-            put_right(book, row, k, block)
-            book.held[row] = k + 1
-        block = book.table[row, k]
-        if upto - k * size + book.used_left[block] > size:  # the two meet
-            to = pop_empty(book)
-            if to == NOBODY:
+            put_right(table, row, k, block)
+            table.num_blocks[row] = k + 1
+        block = table.block_ids[row, k]
+        if upto - k * size + table.left_tokens[block] > size:  # the two meet
+            to = pop_empty(table)
+            if to == NONE:
                 return False
-            move_right(book, block, to)
+            move_right(table, block, to)
             block = to
-        book.used_right[block], book.stored[row], at = upto - k * size, upto, upto
+        table.right_tokens[block], table.num_tokens[row], at = upto - k * size, upto, upto
     return True
 
 
 @compiled
-def _straighten(book: TwoEndedTable, row: int) -> bool:
-    """Give a best-effort row its last block alone, filled from the left; False when there is no memory."""
-    k, size = book.held[row] - 1, book.counts[SIZE]
+def _unshare_last_block(table: TwoEndedTable, row: int) -> bool:
+    """Make a best-effort row the only owner of its last block, filled from the left; False without memory."""
+    k, size = table.num_blocks[row] - 1, table.state["block_size"]
     if k < 0:
         return True
-    block = book.table[row, k]
-    if not book.mirrored[block] or book.used_right[block] == size:
+    block = table.block_ids[row, k]
+    if not table.mirrored[block] or table.right_tokens[block] == size:
         return True
-    if book.left[block] != NOBODY:
-        to = pop_empty(book)
-        if to == NOBODY:
+    if table.left_row[block] != NONE:
+        to = pop_empty(table)
+        if to == NONE:
             return False
-        move_right(book, block, to)
+        move_right(table, block, to)
         block = to
-    book.mirrored[block] = 0
-    order(book, MIRROR, row, k * size, book.used_right[block], block, block)
+    table.mirrored[block] = 0
+    add_op(table, MIRROR, row, k * size, table.right_tokens[block], block, block)
     return True
 
 
 @compiled
-def turn_back(book: TwoEndedTable, row: int) -> None:
-    """Let a row that has its last block alone again, and decodes, fill it from the left: that is attended to
-    at once. Its newest token is not written yet."""
-    k, size = book.held[row] - 1, book.counts[SIZE]
-    block = book.table[row, k]
-    used = book.used_right[block]
-    if not book.mirrored[block] or book.left[block] != NOBODY or used == size:
+def refill_from_left(table: TwoEndedTable, row: int) -> None:
+    """Turn the last block of a decoding row round, if it is its only owner again: attention from the left is
+    cheaper.
+
+    Its newest token is not written yet.
+    """
+    k, size = table.num_blocks[row] - 1, table.state["block_size"]
+    block = table.block_ids[row, k]
+    used = table.right_tokens[block]
+    if not table.mirrored[block] or table.left_row[block] != NONE or used == size:
         return
-    book.mirrored[block] = 0
+    table.mirrored[block] = 0
     if used > 1:
-        order(book, MIRROR, row, k * size, used - 1, block, block)
+        add_op(table, MIRROR, row, k * size, used - 1, block, block)
 
 
 @compiled
-def trim(book: TwoEndedTable, row: int, tokens: int) -> None:
-    """Take a row's tokens beyond the first `tokens`, which are not on the host, and the blocks they had."""
-    size = book.counts[SIZE]
+def trim(table: TwoEndedTable, row: int, tokens: int) -> None:
+    """Free a row's slots beyond its first `tokens` tokens; none of these may be on the host."""
+    size = table.state["block_size"]
     keep = -(-tokens // size)
-    for k in range(book.held[row] - 1, keep - 1, -1):
-        if book.kind[row] == REAL_TIME:
-            clear_left(book, book.table[row, k])
+    for k in range(table.num_blocks[row] - 1, keep - 1, -1):
+        if table.kind[row] == REAL_TIME:
+            clear_left(table, table.block_ids[row, k])
         else:
-            clear_right(book, book.table[row, k])
-    book.held[row], book.stored[row] = min(book.held[row], keep), tokens
-    if tokens > 0 and book.held[row] == keep:
-        last = book.table[row, keep - 1]
-        if book.kind[row] == REAL_TIME:
-            book.used_left[last] = tokens - (keep - 1) * size
+            clear_right(table, table.block_ids[row, k])
+    table.num_blocks[row], table.num_tokens[row] = min(table.num_blocks[row], keep), tokens
+    if tokens > 0 and table.num_blocks[row] == keep:
+        last = table.block_ids[row, keep - 1]
+        if table.kind[row] == REAL_TIME:
+            table.left_tokens[last] = tokens - (keep - 1) * size
         else:
-            book.used_right[last] = tokens - (keep - 1) * size
+            table.right_tokens[last] = tokens - (keep - 1) * size
 
 
 @compiled
-def come_back(book: TwoEndedTable, row: int) -> bool:
-    """Give blocks to a row that is on the host as a whole, and read it back; False when there are too few."""
-    if not grow(book, row, book.away[row]):
+def swap_in(table: TwoEndedTable, row: int) -> bool:
+    """Allocate blocks for a row that was swapped out and read it back; False when there are too few."""
+    if not grow(table, row, table.swapped_tokens[row]):
         return False
-    checkpoint.back(book, row)
+    checkpoint.load_row(table, row)
     return True
 
 
-# ---- the account as packers and tests see it
+# ---- the budget that packers see, and checks
 
 
 class TwoEndedBudget(KvBudget):
-    """The balance of a two-ended pool: `free` are the blocks with two free ends.
+    """The balance of a two-ended pool; `free` counts the blocks with two free ends.
 
-    copy_seconds: to move one token's KV to or from the host. moves: per row of the jobs' table, empty blocks
-    that it needs to be read back. shared: False = plain blocks, with the host behind them.
+    moves: per row of the `Jobs`, the empty blocks that it needs to be read back.
     """
 
-    copy_seconds: float
     moves: Ints
-    shared: bool
 
-    def __new__(
-        cls, total: int, free: int, size: int, slots: int, copy_seconds: float, moves: Ints, shared: bool
-    ) -> TwoEndedBudget:
+    def __new__(cls, total: int, free: int, size: int, slots: int, moves: Ints) -> TwoEndedBudget:
         self = super().__new__(cls, total, free, size, slots)
-        self.copy_seconds, self.moves, self.shared = copy_seconds, moves, shared
+        self.moves = moves
         return self
 
 
-def check_integrity(book: TwoEndedTable) -> None:
+def check_integrity(table: TwoEndedTable) -> None:
     """Raise AssertionError unless every slot has one owner and every count is what the blocks add up to."""
-    size = int(book.counts[SIZE])
-    left, right = book.left != NOBODY, book.right != NOBODY
-    there = book.used_right - book.saved
-    assert (book.used_left + there <= size).all(), "a slot has two owners"
-    assert (there >= 0).all()
-    astray = left & right & (book.mirrored == 0) & (book.used_right < size)
-    assert not astray.any(), "two rows fill a block from the same side"
-    assert (book.saved >= 0).all()
-    assert not book.used_left[~left].any()
-    assert not book.used_right[~right].any()
-    stack = book.empty[: book.counts[EMPTY]]
-    assert sorted(stack.tolist()) == np.flatnonzero(~left & ~right).tolist(), "the stack of empty blocks"
-    for row in range(book.kind.size):
-        _check_row(book, row, size)
-    blocks = book.held[book.kind == REAL_TIME].sum(), book.held[book.kind == BEST_EFFORT].sum()
-    assert blocks == (left.sum(), right.sum()), "a block has an owner who does not know"
-    assert book.counts[HOST] == book.host.sum() <= book.counts[HOST_LIMIT], "the host's account"
-    assert book.counts[DROPPED] >= 0
+    size = int(table.state["block_size"])
+    left, right = table.left_row != NONE, table.right_row != NONE
+    right_slots = table.right_tokens - table.saved_tokens
+    assert (table.left_tokens + right_slots <= size).all(), "a slot has two owners"
+    assert (right_slots >= 0).all()
+    clash = left & right & (table.mirrored == 0) & (table.right_tokens < size)
+    assert not clash.any(), "two rows fill a block from the same side"
+    assert (table.saved_tokens >= 0).all()
+    assert not table.left_tokens[~left].any()
+    assert not table.right_tokens[~right].any()
+    stack = table.empty_blocks[: table.state["num_empty"]]
+    assert sorted(stack.tolist()) == np.flatnonzero(~left & ~right).tolist(), (
+        "the stack does not list the empty blocks"
+    )
+    for row in range(table.kind.size):
+        _check_row(table, row, size)
+    held = [table.num_blocks[table.kind == kind].sum() for kind in (REAL_TIME, BEST_EFFORT)]
+    assert held == [left.sum(), right.sum()], "a block has an owner that does not list it"
+    state = table.state
+    assert state["host_tokens"] == table.host_tokens.sum() <= state["host_capacity"], "tokens on the host"
+    assert state["dropped_tokens"] >= 0
 
 
-def _check_row(book: TwoEndedTable, row: int, size: int) -> None:
-    blocks, tokens = book.table[row, : book.held[row]], int(book.stored[row])
+def _check_row(table: TwoEndedTable, row: int, size: int) -> None:
+    blocks, tokens = table.block_ids[row, : table.num_blocks[row]], int(table.num_tokens[row])
     assert blocks.size == -(-tokens // size), "blocks are as many as tokens need"
     assert len(set(blocks.tolist())) == blocks.size, "a row has a block twice"
-    mine = np.minimum(tokens - np.arange(blocks.size) * size, size)
-    if book.kind[row] == REAL_TIME:
-        assert (book.left[blocks] == row).all()
-        assert (book.used_left[blocks] == mine).all()
-        assert book.host[row] == book.away[row]
-    elif book.kind[row] == BEST_EFFORT:
-        assert (book.right[blocks] == row).all()
-        assert (book.used_right[blocks] == mine).all()
-        assert (book.place[blocks] == np.arange(blocks.size)).all()
-        assert book.host[row] == book.saved[blocks].sum() + book.away[row]
+    used = np.minimum(tokens - np.arange(blocks.size) * size, size)
+    if table.kind[row] == REAL_TIME:
+        assert (table.left_row[blocks] == row).all()
+        assert (table.left_tokens[blocks] == used).all()
+        assert table.host_tokens[row] == table.swapped_tokens[row]
+    elif table.kind[row] == BEST_EFFORT:
+        assert (table.right_row[blocks] == row).all()
+        assert (table.right_tokens[blocks] == used).all()
+        assert (table.right_index[blocks] == np.arange(blocks.size)).all()
+        assert table.host_tokens[row] == table.saved_tokens[blocks].sum() + table.swapped_tokens[row]
     else:
         assert not tokens
-        assert not book.host[row]
-        assert not book.away[row]
+        assert not table.host_tokens[row]
+        assert not table.swapped_tokens[row]

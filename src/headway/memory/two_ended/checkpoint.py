@@ -1,8 +1,9 @@
-"""What must be saved before it is overwritten? Lazily, slot by slot, and read back when it is wanted again.
+"""Lazy checkpoints of best-effort KV: only slots about to be overwritten are copied to the host (BROS 5.2).
 
-A best-effort request that waits keeps its KV where it is. Only the slots that a real-time request is about to
-take are copied to the host, and only these come back when the request is scheduled again (BROS 5.2). When the
-host is full its KV is dropped from the end, block by block, so that no more is computed again than must be.
+A best-effort request that waits keeps its KV on the device. Only the slots that a real-time request is about
+to take are copied to the host, and only these are read back when the request is scheduled again. When the
+host is full, the request's KV is dropped from the end, block by block, so that as little as possible is
+recomputed.
 """
 
 from __future__ import annotations
@@ -12,147 +13,144 @@ import numpy as np
 from headway.compiled import compiled
 from headway.memory.two_ended.block_table import (
     BEST_EFFORT,
-    DROPPED,
     FREE,
-    HOST,
-    HOST_LIMIT,
     LOAD,
-    NOBODY,
+    NONE,
     REAL_TIME,
     SAVE,
-    SIZE,
     TwoEndedTable,
+    add_op,
     clear_left,
     clear_right,
     move_right,
-    order,
     pop_empty,
-)  # fmt: skip
+)
 from headway.types import Ints
 
 
 @compiled
-def save_slots(book: TwoEndedTable, block: int, tokens: int) -> None:
-    """Copy the last `tokens` that the right end still has in a block to the host; their slots are free then.
+def save_slots(table: TwoEndedTable, block: int, tokens: int) -> None:
+    """Free slots of a block: copy the last `tokens` that its right row still has there to the host.
 
-    Where the host is full, the row loses blocks from its end instead, until there is room or this block is
-    not its own any more (progressive dropping).
+    Where the host is full, the row loses blocks from its end instead, until the tokens fit or this block is
+    dropped too (progressive dropping).
     """
-    row, k, size = book.right[block], book.place[block], book.counts[SIZE]
-    while book.counts[HOST] + tokens > book.counts[HOST_LIMIT]:
-        drop_tail(book, row)
-        if book.held[row] <= k:
+    row, k, size = table.right_row[block], table.right_index[block], table.state["block_size"]
+    while table.state["host_tokens"] + tokens > table.state["host_capacity"]:
+        drop_tail(table, row)
+        if table.num_blocks[row] <= k:
             return
-    first = k * size + book.used_right[block] - book.saved[block] - tokens
-    order(book, SAVE, row, first, tokens, block, block)
-    book.saved[block] += tokens
-    _host(book, row, tokens)
+    first = k * size + table.right_tokens[block] - table.saved_tokens[block] - tokens
+    add_op(table, SAVE, row, first, tokens, block, block)
+    table.saved_tokens[block] += tokens
+    _count_host(table, row, tokens)
 
 
 @compiled
-def drop_tail(book: TwoEndedTable, row: int) -> None:
-    """Take the last block of a best-effort row, on the host too; its tokens are computed again."""
-    k, size = book.held[row] - 1, book.counts[SIZE]
-    block = book.table[row, k]
-    saved = book.saved[block]
+def drop_tail(table: TwoEndedTable, row: int) -> None:
+    """Drop the last block of a best-effort row, and its copy on the host; its tokens are recomputed."""
+    k, size = table.num_blocks[row] - 1, table.state["block_size"]
+    block = table.block_ids[row, k]
+    saved = table.saved_tokens[block]
     if saved > 0:
-        order(book, FREE, row, k * size + book.used_right[block] - saved, saved, block, block)
-    _host(book, row, -saved)
-    book.counts[DROPPED] += book.stored[row] - k * size
-    book.held[row], book.stored[row] = k, k * size
-    clear_right(book, block)
+        add_op(table, FREE, row, k * size + table.right_tokens[block] - saved, saved, block, block)
+    _count_host(table, row, -saved)
+    table.state["dropped_tokens"] += table.num_tokens[row] - k * size
+    table.num_blocks[row], table.num_tokens[row] = k, k * size
+    clear_right(table, block)
 
 
 @compiled
-def restore(book: TwoEndedTable, row: int) -> bool:
+def restore(table: TwoEndedTable, row: int) -> bool:
     """Read back what a best-effort row has on the host; False when that needs a block and none is empty.
 
-    Into its own slots where they are free again; where a real-time request has them, its part of the block
-    moves to an empty one.
+    Tokens return to their slots where these are free again; where a real-time request has taken them, the
+    row's part of the block moves to an empty one.
     """
-    if book.host[row] == 0:
+    if table.host_tokens[row] == 0:
         return True
-    size = book.counts[SIZE]
-    for k in range(book.held[row]):
-        block = book.table[row, k]
-        saved = book.saved[block]
+    size = table.state["block_size"]
+    for k in range(table.num_blocks[row]):
+        block = table.block_ids[row, k]
+        saved = table.saved_tokens[block]
         if saved == 0:
             continue
-        if book.used_right[block] + book.used_left[block] > size:
-            to = pop_empty(book)
-            if to == NOBODY:
+        if table.right_tokens[block] + table.left_tokens[block] > size:
+            to = pop_empty(table)
+            if to == NONE:
                 return False
-            move_right(book, block, to)
+            move_right(table, block, to)
             block = to
-        order(book, LOAD, row, k * size + book.used_right[block] - saved, saved, block, block)
-        book.saved[block] = 0
-        _host(book, row, -saved)
+        add_op(table, LOAD, row, k * size + table.right_tokens[block] - saved, saved, block, block)
+        table.saved_tokens[block] = 0
+        _count_host(table, row, -saved)
     return True
 
 
 @compiled
-def lost_places(book: TwoEndedTable, rows: Ints) -> Ints:
-    """Return for each row how many empty blocks it needs to be read back: its slots have another owner."""
-    lost = np.zeros(rows.size, np.int64)
+def blocks_to_restore(table: TwoEndedTable, rows: Ints) -> Ints:
+    """Return how many empty blocks each row needs to be read back, since its slots have another owner."""
+    needed = np.zeros(rows.size, np.int64)
     for i in range(rows.size):
         row = rows[i]
-        if book.host[row] == 0 or book.kind[row] != BEST_EFFORT:
+        if table.host_tokens[row] == 0 or table.kind[row] != BEST_EFFORT:
             continue
-        for k in range(book.held[row]):
-            block = book.table[row, k]
-            clash = book.used_right[block] + book.used_left[block] > book.counts[SIZE]
-            lost[i] += clash and book.saved[block] > 0
-    return lost
+        for k in range(table.num_blocks[row]):
+            block = table.block_ids[row, k]
+            overlap = table.right_tokens[block] + table.left_tokens[block] > table.state["block_size"]
+            needed[i] += overlap and table.saved_tokens[block] > 0
+    return needed
 
 
 @compiled
-def away(book: TwoEndedTable, row: int) -> bool:
-    """Move all of a row's KV to the host and free its blocks; False (nothing happens) when it has no room."""
-    tokens = book.stored[row]
-    if book.counts[HOST] + tokens - book.host[row] > book.counts[HOST_LIMIT]:
+def swap_out(table: TwoEndedTable, row: int) -> bool:
+    """Copy all of a row's KV to the host and free its blocks; False, without effect, when it does not fit."""
+    tokens = table.num_tokens[row]
+    if table.state["host_tokens"] + tokens - table.host_tokens[row] > table.state["host_capacity"]:
         return False
-    size = book.counts[SIZE]
-    for k in range(book.held[row]):
-        block = book.table[row, k]
-        there = min(tokens - k * size, size) - book.saved[block] * (book.kind[row] == BEST_EFFORT)
-        if there > 0:
-            order(book, SAVE, row, k * size, there, block, block)
-    _host(book, row, tokens - book.host[row])
-    _leave_blocks(book, row)
-    book.away[row] = tokens
+    size = table.state["block_size"]
+    for k in range(table.num_blocks[row]):
+        block = table.block_ids[row, k]
+        resident = min(tokens - k * size, size)
+        resident -= table.saved_tokens[block] * (table.kind[row] == BEST_EFFORT)
+        if resident > 0:
+            add_op(table, SAVE, row, k * size, resident, block, block)
+    _count_host(table, row, tokens - table.host_tokens[row])
+    _free_blocks(table, row)
+    table.swapped_tokens[row] = tokens
     return True
 
 
 @compiled
-def back(book: TwoEndedTable, row: int) -> None:
-    """Read a row that was away into the blocks it has been given (stored = away)."""
-    tokens, size = book.away[row], book.counts[SIZE]
-    for k in range(book.held[row]):
-        block = book.table[row, k]
-        order(book, LOAD, row, k * size, min(tokens - k * size, size), block, block)
-    _host(book, row, -book.host[row])
-    book.away[row] = 0
+def load_row(table: TwoEndedTable, row: int) -> None:
+    """Read a row that was swapped out into the blocks that it has been given for all its tokens."""
+    tokens, size = table.swapped_tokens[row], table.state["block_size"]
+    for k in range(table.num_blocks[row]):
+        block = table.block_ids[row, k]
+        add_op(table, LOAD, row, k * size, min(tokens - k * size, size), block, block)
+    _count_host(table, row, -table.host_tokens[row])
+    table.swapped_tokens[row] = 0
 
 
 @compiled
-def forget(book: TwoEndedTable, row: int) -> None:
-    """Free all that a row has, here and on the host."""
-    _host(book, row, -book.host[row])
-    _leave_blocks(book, row)
-    book.away[row], book.pinned[row] = 0, 0
+def free_row(table: TwoEndedTable, row: int) -> None:
+    """Free all KV of a row, on the device and on the host."""
+    _count_host(table, row, -table.host_tokens[row])
+    _free_blocks(table, row)
+    table.swapped_tokens[row], table.pinned[row] = 0, 0
 
 
 @compiled
-def _leave_blocks(book: TwoEndedTable, row: int) -> None:
-    for k in range(book.held[row]):
-        if book.kind[row] == REAL_TIME:
-            clear_left(book, book.table[row, k])
+def _free_blocks(table: TwoEndedTable, row: int) -> None:
+    for k in range(table.num_blocks[row]):
+        if table.kind[row] == REAL_TIME:
+            clear_left(table, table.block_ids[row, k])
         else:
-            clear_right(book, book.table[row, k])
-    book.held[row], book.stored[row] = 0, 0
+            clear_right(table, table.block_ids[row, k])
+    table.num_blocks[row], table.num_tokens[row] = 0, 0
 
 
 @compiled
-def _host(book: TwoEndedTable, row: int, tokens: int) -> None:
-    book.host[row] += tokens
-    book.counts[HOST] += tokens
+def _count_host(table: TwoEndedTable, row: int, tokens: int) -> None:
+    table.host_tokens[row] += tokens
+    table.state["host_tokens"] += tokens

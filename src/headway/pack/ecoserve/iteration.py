@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.memory.budget import KvBudget
-from headway.memory.exact import blocks_of, pooled
-from headway.memory.preemption_cost import PAUSE, cheapest, costs_of
-from headway.memory.reservations import guest_at, room_of
+from headway.memory.preemption_cost import PAUSE, cheapest, preemption_costs
+from headway.memory.reservations import allocatable, blocks_of, capacity_of, first_borrower
 from headway.pack.ecoserve.pipelining import AHEAD, lend_tails
 from headway.pack.ecoserve.queues import (
     ACTIVE,
@@ -116,7 +115,7 @@ def _is_due(rule: EcoServeParams, marks: Ints, seen: RowView, desk: StepBuffer, 
         return True
     if rule.lends and seen.came and seen.waiting.size <= AHEAD:
         return True  # it may fit into somebody's tail
-    return bool(seen.queued.size and pooled(desk.n[FREE], rule.reserve, desk.n[POOL]) >= rule.idle)
+    return bool(seen.queued.size and allocatable(desk.n[FREE], rule.reserve, desk.n[POOL]) >= rule.idle)
 
 
 # ---- generations in progress
@@ -146,8 +145,8 @@ def _go_on(
             and jobs["first_lent_block"][row]
             and end > jobs["first_lent_block"][row]
         ):
-            goes[i] = _reach(rule, jobs, mine, marks, guest_at(jobs, row), theta, desk)
-        if goes[i] and mine["state"][row] == ACTIVE and end > room_of(jobs, row):
+            goes[i] = _reach(rule, jobs, mine, marks, first_borrower(jobs, row), theta, desk)
+        if goes[i] and mine["state"][row] == ACTIVE and end > capacity_of(jobs, row):
             _outgrow(rule, jobs, mine, marks, row, size, theta, desk)
     return goes
 
@@ -160,7 +159,7 @@ def _reach(
     if mine["state"][guest] == GONE:
         return True  # it has just outgrown its loan
     marks[LATE] += 1
-    costs = costs_of(
+    costs = preemption_costs(
         theta, jobs["computed"][guest], left_of(jobs, mine, guest), desk.n[RUNS], rule.copy_seconds
     )
     if jobs["held"][guest] or cheapest(costs) == PAUSE:
@@ -268,7 +267,7 @@ def _own(
     rows, needs, i = rows[order], needs[order], 0
     while i < rows.size:
         stop = same_range(keys, i)
-        i = best_fit(needs, i, stop, pooled(desk.n[FREE], rule.reserve, desk.n[POOL]))
+        i = best_fit(needs, i, stop, allocatable(desk.n[FREE], rule.reserve, desk.n[POOL]))
         if i < stop:
             _begin(rule, jobs, mine, rows[i], needs[i], desk)
             i += 1
@@ -296,7 +295,7 @@ def _needs(jobs: Rows, mine: Rows, rows: Ints, size: int) -> Ints:
 def _begin(rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, need: int, desk: StepBuffer) -> bool:
     """Let a queued generation begin if `need` free blocks may be taken for it; tell whether."""
     n, holds = desk.n, jobs["blocks"][row]
-    if need > pooled(n[FREE], rule.reserve, n[POOL] - holds) or n[RUNS] >= rule.budget:
+    if need > allocatable(n[FREE], rule.reserve, n[POOL] - holds) or n[RUNS] >= rule.budget:
         return False
     n[FREE] -= need
     n[POOL] -= holds
@@ -331,7 +330,7 @@ def _prompts(
             hold = mine["goal"][row] if mine["state"][row] == ACTIVE else 0
             put(desk, row, tokens, hold)
             n[TOKENS] -= tokens
-    room = max(pooled(n[FREE], rule.reserve, n[POOL]), rule.reserve - n[POOL])
+    room = max(allocatable(n[FREE], rule.reserve, n[POOL]), rule.reserve - n[POOL])
     if seen.waiting.size == 0 or n[TOKENS] <= 0 or room <= 0 or n[SEATS] <= 0:
         return
     before = n[RUNS]
@@ -357,7 +356,7 @@ def _admit(
     n, whole = desk.n, jobs["prompt"][row] + jobs["output_tokens"][row]
     mine["goal"][row] = max(mine["goal"][row], whole + 1)
     need, prompt = blocks_of(mine["goal"][row], size), blocks_of(whole, size)
-    if need <= pooled(n[FREE], rule.reserve, n[POOL]) and n[RUNS] < rule.budget:
+    if need <= allocatable(n[FREE], rule.reserve, n[POOL]) and n[RUNS] < rule.budget:
         mine["state"][row], mine["group"][row] = ACTIVE, group
         n[RUNS] += 1
         hold = mine["goal"][row]
@@ -396,13 +395,13 @@ def _rescue(
         return
     first = rows[0]
     whole = jobs["prompt"][first] + jobs["output_tokens"][first]
-    least = max(blocks_of(whole, size) + 1 - room_of(jobs, first), 1)
+    least = max(blocks_of(whole, size) + 1 - capacity_of(jobs, first), 1)
     for i in range(rows.size - 1, 0, -1):
         if desk.n[FREE] >= least and (jobs["running"][first] or desk.n[SEATS] > 0):
             break
         if jobs["running"][rows[i]]:
             leave(rule, jobs, mine, rows[i], theta, desk)
-    if desk.n[FREE] < min(least, blocks_of(whole, size) - room_of(jobs, first)):
+    if desk.n[FREE] < min(least, blocks_of(whole, size) - capacity_of(jobs, first)):
         return  # rows held by control have the rest
     if (
         jobs["first_lent_block"][first]
@@ -416,7 +415,7 @@ def _rescue(
 def _run_first(
     rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, whole: int, size: int, desk: StepBuffer
 ) -> None:
-    room = (room_of(jobs, row) + desk.n[FREE]) * size
+    room = (capacity_of(jobs, row) + desk.n[FREE]) * size
     mine["goal"][row] = min(max(mine["goal"][row], whole + 1), max(room, whole))
     mine["state"][row] = ACTIVE
     put(desk, row, min(missing_of(jobs, row), rule.tfs), mine["goal"][row])

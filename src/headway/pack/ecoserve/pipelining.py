@@ -6,8 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.memory.exact import pooled
-from headway.memory.reservations import Slot, front_of, least_of, slot_in, stop_of
+from headway.memory.reservations import (
+    Tail,
+    allocatable,
+    filled_tokens,
+    lendable_end,
+    lendable_start,
+    tail_of,
+)
 from headway.pack.ecoserve.queues import ACTIVE, RowView, best_fit, in_turn, left_of, need_of
 from headway.pack.ecoserve.step_buffer import (
     FREE,
@@ -52,9 +58,9 @@ def lend_tails(
     for host in seen.active:
         if mine["state"][host] != ACTIVE:
             continue
-        front, least, stop = front_of(jobs, host), least_of(jobs, host), stop_of(jobs, host)
+        front, least, stop = filled_tokens(jobs, host), lendable_start(jobs, host), lendable_end(jobs, host)
         while stop > least:
-            slot = slot_in(front, stop, least, size)
+            slot = tail_of(front, stop, least, size)
             i = _guest(rule, jobs, mine, rows, lefts, taken, slot, spent, size, desk)
             if i < 0:
                 break
@@ -70,26 +76,26 @@ def lend_tails(
 @compiled
 def _is_short(rule: EcoServeParams, jobs: Rows, mine: Rows, rows: Ints, size: int, desk: StepBuffer) -> bool:
     """Tell whether not all rows could have KV of their own: only then is it worth the risk of being late."""
-    room = pooled(desk.n[FREE], rule.reserve, desk.n[POOL])
+    room = allocatable(desk.n[FREE], rule.reserve, desk.n[POOL])
     for row in rows:
         room -= need_of(jobs, mine, row, size)
     return bool(room < 0)
 
 
 @compiled
-def _span(jobs: Rows, mine: Rows, row: int, slot: Slot, size: int) -> int:
+def _span(jobs: Rows, mine: Rows, row: int, slot: Tail, size: int) -> int:
     return int(min(need_of(jobs, mine, row, size), slot.stop - slot.start))
 
 
 @compiled
 def _guest(
-    rule: EcoServeParams, jobs: Rows, mine: Rows, rows: Ints, lefts: Ints, taken: Bools, slot: Slot, spent: int,
+    rule: EcoServeParams, jobs: Rows, mine: Rows, rows: Ints, lefts: Ints, taken: Bools, slot: Tail, spent: int,
     size: int, desk: StepBuffer,
 ) -> int:  # fmt: skip
     """Return the candidate with the longest answer that is gone in time (lefts descend), -1 = none."""
     if slot.stop <= slot.start or desk.n[RUNS] >= rule.budget:
         return -1
-    for i in range(best_fit(lefts, 0, rows.size, slot.time - rule.buffer), rows.size):
+    for i in range(best_fit(lefts, 0, rows.size, slot.iterations - rule.buffer), rows.size):
         if not taken[i] and _may_live(rule, jobs, mine, rows[i], slot, spent, size, desk):
             return i
     return -1
@@ -101,7 +107,7 @@ def _may_live(
     jobs: Rows,
     mine: Rows,
     row: int,
-    slot: Slot,
+    slot: Tail,
     spent: int,
     size: int,
     desk: StepBuffer,
@@ -114,10 +120,10 @@ def _may_live(
         queued -= jobs["blocks"][row]
     elif jobs["saved"][row] or spent <= 0 or n[SEATS] <= 0:
         return False
-    elif left_of(jobs, mine, row) + missing_of(jobs, row) // rule.tfs > slot.time - rule.buffer:
+    elif left_of(jobs, mine, row) + missing_of(jobs, row) // rule.tfs > slot.iterations - rule.buffer:
         return False  # its prompt takes iterations too
     own = need_of(jobs, mine, row, size) - span
-    return bool(own <= max(pooled(n[FREE], rule.reserve, queued), 0))
+    return bool(own <= max(allocatable(n[FREE], rule.reserve, queued), 0))
 
 
 @compiled

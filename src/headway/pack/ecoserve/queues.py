@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.memory.exact import blocks_of, goal_of
+from headway.memory.reservations import blocks_of, tokens_to_reserve
 from headway.pack.kernels import due_of, missing_of, ordered
 from headway.types import Floats, Ints
 
@@ -71,7 +71,7 @@ def look(jobs: Rows, mine: Rows, rows: Ints, most: int, groups: int) -> RowView:
 @compiled
 def _meet(jobs: Rows, mine: Rows, row: int, most: int) -> None:
     mine["serial"][row], mine["state"][row], mine["group"][row] = jobs["serial"][row], WAITING, 0
-    mine["goal"][row] = goal_of(
+    mine["goal"][row] = tokens_to_reserve(
         jobs["prompt"][row] + jobs["output_tokens"][row], jobs["tokens_left"][row], most
     )
 

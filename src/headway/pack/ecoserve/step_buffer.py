@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.memory.preemption_cost import SWAP, cheapest, costs_of
+from headway.memory.preemption_cost import SWAP, cheapest, preemption_costs
 from headway.pack.ecoserve.queues import ACTIVE, GONE
 from headway.types import Floats, Ints
 
@@ -66,7 +66,7 @@ def put(desk: StepBuffer, row: int, tokens: int, hold: int) -> None:
 def leave(rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, theta: Floats, desk: StepBuffer) -> None:
     """Take a row's KV, to the host or for good, whichever is cheaper; it waits again."""
     n = desk.n
-    costs = costs_of(theta, jobs["computed"][row], np.inf, n[RUNS], rule.copy_seconds)
+    costs = preemption_costs(theta, jobs["computed"][row], np.inf, n[RUNS], rule.copy_seconds)
     if cheapest(costs) == SWAP:
         desk.save[n[SAVES]], n[SAVES] = row, n[SAVES] + 1
     else:

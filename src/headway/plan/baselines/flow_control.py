@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.cluster import Cluster
-from headway.plan.virtual_queue import inside, line
+from headway.plan.dispatch import sends
+from headway.plan.virtual_queue import inside, virtual_queue
+from headway.ports import Planner
 from headway.types import OBJECTIVES, Bools, Ints, Plan
 
 _BEST_EFFORT = OBJECTIVES.index("best_effort")
 
 
 @dataclass(frozen=True, slots=True)
-class FlowControl:
+class FlowControl(Planner):
     """depth: requests waiting inside an engine from which on it is saturated (at most its `lead`, which is
     all that is ever sent ahead); kv: share of its KV in use from which on it is (llm-d: 5 and 0.8)."""
 
@@ -39,10 +41,12 @@ class FlowControl:
         keys = (backlog.serial[rows], backlog.arrival[rows], backlog.due[rows], backlog.objective[rows])
         ranked = rows[np.lexsort((*keys, ~backlog.sent[rows]))]
         lines = {
-            name: ranked[inside(cluster, name, ranked)] if name in full else line(cluster, name, ranked)
+            name: ranked[inside(cluster, name, ranked)]
+            if name in full
+            else virtual_queue(cluster, name, ranked)
             for name in cluster.instances
         }
-        return Plan(lines, reject=reject)
+        return Plan(sends(lines, cluster), reject=backlog.names(reject))
 
     def saturated(self, cluster: Cluster, name: str) -> bool:
         """Tell whether an instance has all the work that the gate lets in."""

@@ -12,8 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.plan.dispatch import sends
 from headway.plan.request_column import RequestColumn
 from headway.plan.virtual_queue import eligible, inside
+from headway.ports import Planner
 from headway.types import Floats, Ints, Plan
 
 
@@ -27,7 +29,7 @@ class Choice(Protocol):
     def __call__(self, cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str: ...
 
 
-class Router:
+class Router(Planner):
     """Binds each request to the instance that `choice` names, once."""
 
     def __init__(self, choice: Choice) -> None:
@@ -45,7 +47,7 @@ class Router:
             there = inside(cluster, name, rows)
             bound = ~backlog.sent[rows] & (home == cluster.code(name))
             lines[name] = np.concatenate([rows[there], rows[bound]])
-        return Plan(lines)
+        return Plan(sends(lines, cluster))
 
     def _bind(self, cluster: Cluster, queued: Ints) -> None:
         """Give each queued request that has no home, or none that could serve it, a home."""

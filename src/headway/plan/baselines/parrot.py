@@ -12,12 +12,14 @@ from collections import OrderedDict
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.core.ranks import ARRIVAL
 from headway.plan.ordered import Ordered
 from headway.plan.request_column import RequestColumn
-from headway.types import Arrived, Backlog, Event, Floats, Ints, Plan, Stage
+from headway.ports import Planner
+from headway.types import Arrived, Backlog, Event, Ints, Plan, Stage
 
 
-class Parrot:
+class Parrot(Planner):
     """Orders by the run's beginning; a request of no run is a run of its own. Nothing running is displaced.
 
     remembered: how many runs' beginnings are kept, the least recently active going first.
@@ -27,7 +29,7 @@ class Parrot:
         self._remembered = remembered
         self._runs: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self._began = RequestColumn()
-        self._order = Ordered(self._rank, displaces=False)
+        self._order = Ordered(ARRIVAL, displaces=False, key=self._began_at)
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Note when the run of a new request began."""
@@ -36,6 +38,7 @@ class Parrot:
             began = self._beginning(request.tenant, request.stage, request.arrival)
             row = cluster.backlog.row_of[request.id]
             self._began.put(cluster.backlog, _one(row), began)
+        self._order.on(event, cluster, now)
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return lines in the order of the runs' beginnings."""
@@ -50,8 +53,8 @@ class Parrot:
             self._runs.popitem(last=False)
         return self._runs[key]
 
-    def _rank(self, backlog: Backlog, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
-        return self._began.get(backlog, rows), backlog.arrival[rows]
+    def _began_at(self, backlog: Backlog, row: int) -> float:
+        return float(self._began.get(backlog, _one(row))[0])
 
 
 def _one(row: int) -> Ints:

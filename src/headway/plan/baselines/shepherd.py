@@ -24,7 +24,9 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.errors import ConfigError
-from headway.plan.virtual_queue import inside, line
+from headway.plan.dispatch import sends
+from headway.plan.virtual_queue import inside, virtual_queue
+from headway.ports import Planner
 from headway.types import Arrived, Batch, Event, Instance, Ints, Plan
 
 _MOST = 200_000  # assignments that are still enumerated
@@ -70,9 +72,10 @@ def assign(
 
 
 @dataclass(slots=True)
-class Shepherd:
+class Shepherd(Planner):
     """period: seconds between two assignments, and over which demand is averaged. flex: see above."""
 
+    swaps = True
     period: float = 30.0
     flex: float = 3.03
     _asked: dict[str, deque[tuple[float, int, float]]] = field(default_factory=lambda: defaultdict(deque))
@@ -99,11 +102,11 @@ class Shepherd:
         }
         ranked = _by_deadline(cluster)
         lines = {name: self._batch(cluster, name, ranked) for name in cluster.instances if name not in swap}
-        return Plan(lines, swap=swap)
+        return Plan(sends(lines, cluster), swap=swap)
 
     def _batch(self, cluster: Cluster, name: str, ranked: Ints) -> Ints:
         """Return what the instance runs, and a whole new batch if none runs or it is worth breaking off."""
-        here = line(cluster, name, ranked, later=True)
+        here = virtual_queue(cluster, name, ranked, later=True)
         running = inside(cluster, name, here)
         queued = here[~running][: cluster.instances[name].max_running]
         if queued.size <= self.flex * np.count_nonzero(running):

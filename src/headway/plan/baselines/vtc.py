@@ -15,18 +15,19 @@ from collections.abc import Iterable
 import numpy as np
 
 from headway.core.cluster import Cluster
-from headway.plan.ordered import Ordered
+from headway.plan.dispatch import sends
+from headway.plan.virtual_queue import virtual_queue
+from headway.ports import Planner
 from headway.types import Arrived, Backlog, Event, Failed, Finished, Floats, Ints, Plan
 
 
-class VirtualTokenCounter:
+class VirtualTokenCounter(Planner):
     """Virtual Token Counter over tenants. prompt_weight, answer_weight: what a token costs its tenant."""
 
     def __init__(self, prompt_weight: float = 1.0, answer_weight: float = 2.0) -> None:
         self._prompt, self._answer = prompt_weight, answer_weight
         self._served: defaultdict[int, float] = defaultdict(float)  # by tenant: what has ended, and lifts
         self._last: int | None = None  # the tenant that left the queue last
-        self._order = Ordered(self._rank, displaces=False)
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Lift a tenant that comes back; charge what was really served."""
@@ -44,7 +45,12 @@ class VirtualTokenCounter:
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return lines in which the tenants alternate so that their counters stay close."""
-        return self._order.plan(cluster, now)
+        backlog = cluster.backlog
+        rows = backlog.rows()
+        keys = (backlog.serial[rows], backlog.arrival[rows], self._tags(backlog, rows), ~backlog.sent[rows])
+        ranked = np.asarray(rows[np.lexsort(keys)], np.int64)
+        queues = {name: virtual_queue(cluster, name, ranked) for name in cluster.instances}
+        return Plan(sends(queues, cluster))
 
     def counters(self, backlog: Backlog, tenants: Iterable[int]) -> dict[int, float]:
         """Return the tenants' counters: what was served, and what is being served at its expected cost."""
@@ -68,12 +74,12 @@ class VirtualTokenCounter:
         counters = self.counters(backlog, sorted(others | {tenant}))
         self._served[tenant] += max(0.0, min(counters[other] for other in others) - counters[tenant])
 
-    def _rank(self, backlog: Backlog, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
-        """Rank by what the tenant's counter will be when it is the request's turn."""
+    def _tags(self, backlog: Backlog, rows: Ints) -> Floats:
+        """Return what the tenant's counter will be when it is each queued request's turn, 0 for those sent."""
         tags = np.zeros(rows.size)
         queued = np.flatnonzero(~backlog.sent[rows])
         if not queued.size:
-            return tags, backlog.arrival[rows]
+            return tags
         order = queued[np.lexsort((backlog.serial[rows[queued]], backlog.arrival[rows[queued]]))]
         order = order[np.argsort(backlog.tenant[rows[order]], kind="stable")]
         owner, cost = backlog.tenant[rows[order]], self._cost(backlog, rows[order])
@@ -83,4 +89,4 @@ class VirtualTokenCounter:
         start = np.array([counters[tenant] for tenant in tenants]) - before[begins]
         tags[order] = before + np.repeat(start, np.diff(begins, append=owner.size))
         self._last = int(owner[np.argmax(tags[order])])
-        return tags, backlog.arrival[rows]
+        return tags

@@ -7,16 +7,15 @@ the work. `StockKv` adds nothing to it.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, Protocol
 
-import numpy as np
-
+from headway.core.engine_spec import EngineSpec
+from headway.engines.vllm.plugin.connector import HostPool
 from headway.memory.budget import KvBudget
-from headway.memory.two_ended.allocation import TwoEndedBudget
 from headway.types import Ints, Step
 
 _log = logging.getLogger(__name__)
-_NOBODY = np.empty(0, np.int64)
 
 
 class KvPolicy(Protocol):
@@ -97,36 +96,39 @@ class StockKv:
         return {} if self.why is None else {"two_ended": False, "two_ended_why": self.why}
 
 
-class HostPoolKv(StockKv):
-    """Plain blocks with a host pool behind them: the packer swaps whole requests and knows what it costs."""
+def spec_of(scheduler: Any, max_running: int) -> EngineSpec:
+    """Return what a scheduler's engine can do, as packers are told; `scheduler` is the hook."""
+    from headway.engines.vllm.plugin import reservations, two_ended
 
-    def __init__(self, copy_seconds: float) -> None:
-        super().__init__()
-        self.copy_seconds = copy_seconds
-
-    def ledger(self, plain: KvBudget) -> KvBudget:
-        """Return it with the seconds that moving a token's KV takes."""
-        return TwoEndedBudget(*plain, self.copy_seconds, _NOBODY, False)
+    pool = scheduler.connector if isinstance(scheduler.connector, HostPool) else None
+    obstacles = {"two_ended": two_ended.obstacle(scheduler), "reservations": reservations.obstacle(scheduler)}
+    why_not = {ability: why for ability, why in obstacles.items() if why is not None}
+    return EngineSpec(
+        max_running,
+        int(scheduler.max_num_scheduled_tokens),
+        int(scheduler.block_size),
+        int(scheduler.max_model_len),
+        math.inf if pool is None else pool.copy_seconds,
+        0 if pool is None else pool.free * pool.size,
+        two_ended="two_ended" not in why_not,
+        reservations="reservations" not in why_not,
+        latency=scheduler.latency,
+        why_not=why_not,
+    )
 
 
 def kv_policy_of(scheduler: Any) -> KvPolicy:
-    """Return how a scheduler's KV is held; asked once, when all else of the hook is there."""
-    from headway.engines.vllm.plugin.reservations import reservations_of  # it subclasses `StockKv`
+    """Return the policy that the packer's use of KV needs; asked once, when all else of the hook is there."""
+    from headway.engines.vllm.plugin.reservations import Reservations  # they use this module
+    from headway.engines.vllm.plugin.two_ended import TwoEnds
 
-    if scheduler.recipe.reserves:
-        return reservations_of(scheduler)
-    wants = getattr(scheduler.packer, "two_ended", None)
-    if wants:
-        return _two_ended(scheduler)
-    swaps = wants is not None and hasattr(scheduler.connector, "save")
-    return HostPoolKv(scheduler.connector.copy_seconds) if swaps else StockKv()
-
-
-def _two_ended(scheduler: Any) -> KvPolicy:
-    from headway.engines.vllm.plugin import two_ended
-
-    why = two_ended.why_not(scheduler)
-    if why is None:
-        return two_ended.TwoEnds(scheduler)
+    use = scheduler.packer.kv
+    if use.reserves:
+        return Reservations(scheduler.kv_cache_manager, scheduler.jobs)
+    if use.two_ended:
+        return TwoEnds(scheduler)
+    if not scheduler.recipe.wants.two_ended:
+        return StockKv()
+    why = scheduler.spec.why_not["two_ended"].reason
     _log.warning("%s runs without two-ended blocks here: %s.", scheduler.recipe.name, why)
     return StockKv(why)

@@ -8,15 +8,13 @@ whoever ends first takes nothing from the other. Who lends what to whom stands i
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import Obstacle
 from headway.engines.vllm.plugin.kv_policy import StockKv
-from headway.errors import ConfigError
 from headway.memory import reservations
-from headway.pack.ecoserve.packer import EcoServe
 from headway.types import Ints, Jobs, Loans, Step
 
 
@@ -40,7 +38,7 @@ class Reservations(StockKv):
         if lent is not None:
             self._manager.block_pool.free_blocks(reversed(lent))
         if self._jobs.first_lent_block[row] or self._jobs.loan_blocks[row]:
-            reservations.settle(self._jobs.data, row)
+            reservations.end_loans(self._jobs.data, row)
 
     def refresh(self, rows: Ints) -> None:
         """Rows hold the blocks of their lists; those that are borrowed are not their own.
@@ -61,14 +59,19 @@ class Reservations(StockKv):
         names = [str(self._jobs.keys[row]) for row in step.order.tolist()]
         self._wanted = {} if step.reserve is None else dict(zip(names, step.reserve.tolist(), strict=True))
         if step.lend is not None:
-            reservations.lend(
-                self._jobs.data, step.lend.guest, step.lend.host, step.lend.start, step.lend.span
+            reservations.begin_loans(
+                self._jobs.data, step.lend.borrower, step.lend.lender, step.lend.start, step.lend.blocks
             )
             self._lend(step.lend)
 
     def _lend(self, loans: Loans) -> None:
         """Hold what guests borrow, until it is in their lists: their hosts may end before that."""
-        columns = (loans.guest.tolist(), loans.host.tolist(), loans.start.tolist(), loans.span.tolist())
+        columns = (
+            loans.borrower.tolist(),
+            loans.lender.tolist(),
+            loans.start.tolist(),
+            loans.blocks.tolist(),
+        )
         for guest, host, start, span in zip(*columns, strict=True):
             blocks = self._lists[str(self._jobs.keys[host])][start : start + span]
             assert len(blocks) == span, "a loan lies in its host's blocks"
@@ -120,26 +123,17 @@ class Reservations(StockKv):
         return {"loans": self._lent}
 
 
-def reservations_of(scheduler: Any) -> Reservations:
-    """Return a scheduler's reservations. ConfigError where its engine cannot keep them."""
+def obstacle(scheduler: Any) -> Obstacle | None:
+    """Return why this engine cannot keep reservations, None = it can."""
     manager, config = scheduler.kv_cache_manager, scheduler.vllm_config
     kinds = [type(one).__name__ for one in manager.coordinator.single_type_managers]
-    _require(not manager.enable_caching, "shares prefixes", 'args = ["--no-enable-prefix-caching"]')
-    _require(not config.scheduler_config.async_scheduling, "runs overlapped", "async_scheduling = false")
-    _require(not scheduler.num_lookahead_tokens, "speculates", "no --speculative-config in args")
-    _require(
-        kinds == ["FullAttentionManager"], f"keeps KV as {', '.join(kinds)}", "a model of full attention"
-    )
-    if isinstance(scheduler.packer, EcoServe):
-        scheduler.packer.longest = int(scheduler.max_model_len)
-        scheduler.packer.copy_seconds = getattr(scheduler.connector, "copy_seconds", math.inf)
-    return Reservations(manager, scheduler.jobs)
-
-
-def _require(kept: bool, what: str, mend: str) -> None:
-    if not kept:
-        raise ConfigError(
-            f"A recipe that reserves and lends KV cannot run in an engine that {what}.",
-            f"Start the engine with {mend}, or choose another recipe.",
-            param="engines",
-        )
+    hinders = {
+        Obstacle("shares prefixes", 'args = ["--no-enable-prefix-caching"]'): manager.enable_caching,
+        Obstacle("runs overlapped", "async_scheduling = false"): config.scheduler_config.async_scheduling,
+        Obstacle("speculates", "no --speculative-config in args"): scheduler.num_lookahead_tokens,
+        Obstacle(
+            f"keeps KV as {', '.join(kinds)}", "a model of full attention"
+        ): kinds != ["FullAttentionManager"],
+    }  # fmt: skip
+    found = next((why for why, hinders in hinders.items() if hinders), None)
+    return found and Obstacle(found.reason, f"Start the engine with {found.hint}")

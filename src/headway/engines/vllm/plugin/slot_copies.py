@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.memory.two_ended.block_table import FREE, LOAD, MIRROR, ORDERS, SAVE, SIZE, TwoEndedTable
+from headway.memory.two_ended.block_table import FREE, LOAD, MIRROR, SAVE, TwoEndedTable
 from headway.types import Ints
 
 OUT, IN, WITHIN = range(3)  # device to host, host to device, device to device
@@ -77,8 +77,8 @@ def copies_of(book: TwoEndedTable, host: HostSlots) -> list[Copy]:
     Unless both write a slot: one that was freed in between has a new owner, whose KV must come last.
     """
     done: list[Copy] = []
-    for entry in book.orders[: book.counts[ORDERS]].tolist():
-        output_tokens = _copy(entry, int(book.counts[SIZE]), host)
+    for entry in book.ops[: book.state["num_ops"]].tolist():
+        output_tokens = _copy(entry, int(book.state["block_size"]), host)
         if output_tokens is None:
             continue
         if (

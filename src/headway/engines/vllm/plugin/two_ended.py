@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import Obstacle
 from headway.engines.simulated.kernels import Limits
 from headway.engines.simulated.two_ended import account
 from headway.engines.vllm.plugin.right_aligned_attention import reads_from_the_right
@@ -20,18 +21,7 @@ from headway.engines.vllm.plugin.two_ended_pool import TwoEndedPool
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation, block_table, checkpoint
 from headway.memory.two_ended.allocation import TwoEndedBudget
-from headway.memory.two_ended.block_table import (
-    BEST_EFFORT,
-    DROPPED,
-    EMPTY,
-    HOST,
-    LOAD,
-    MOVE,
-    ORDERS,
-    REAL_TIME,
-    SAVE,
-    SHARED,
-)
+from headway.memory.two_ended.block_table import BEST_EFFORT, LOAD, MOVE, REAL_TIME, SAVE
 from headway.pack.bros.algorithm_1 import real_time
 from headway.types import Ints, Step
 
@@ -40,14 +30,15 @@ _COPIES = ((SAVE, "saved_tokens"), (LOAD, "loaded_tokens"), (MOVE, "moved_tokens
 _MULTIPLE = 32  # tokens: what the CPU attention's blocks consist of
 
 
-def why_not(scheduler: Any) -> str | None:
+def obstacle(scheduler: Any) -> Obstacle | None:
     """Return why this engine cannot have two-ended blocks, None = it can."""
+    if not isinstance(scheduler.connector, TwoEndedPool):
+        return Obstacle("its connector was not given at start", "start the engine by Headway")
     config, cache = scheduler.vllm_config, scheduler.vllm_config.cache_config
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec
     plain = type(spec).__name__ == "FullAttentionSpec" and getattr(spec, "sliding_window", None) is None
     reasons = {
-        "its connector was not given at start": not isinstance(scheduler.connector, TwoEndedPool),
         "it is not the CPU's attention": config.device_config.device_type != "cpu",
         "the model's layers differ in their KV, or have a window": len(groups) != 1 or not plain,
         "prefix caching is on; start with --no-enable-prefix-caching": cache.enable_prefix_caching,
@@ -58,13 +49,13 @@ def why_not(scheduler: Any) -> str | None:
         f"blocks are not multiples of {_MULTIPLE} tokens": scheduler.block_size % _MULTIPLE != 0,
     }
     found = next((why for why, hinders in reasons.items() if hinders), None)
-    if found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype):
-        return found
-    return "this machine's attention does not read a block from the right"
+    if not (found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)):
+        found = "this machine's attention does not read a block from the right"
+    return Obstacle(found, "choose bros-plain-blocks") if found else None
 
 
 class TwoEnds:
-    """vLLM's KV as a `memory.slots.TwoEndedTable`; a `KvPolicy`.
+    """vLLM's KV as a `memory.two_ended.block_table.TwoEndedTable`; a `KvPolicy`.
 
     TwoEndedTable block b is vLLM's block b + 1 (its block 0 is nobody's). vLLM's pool itself stays untouched: its
     manager's methods that allocate and free are replaced.
@@ -91,7 +82,7 @@ class TwoEnds:
     def _take_over(self) -> None:
         manager = self.manager
         manager.allocate_slots, manager.free = self.allocate, self.free
-        manager.block_pool.get_num_free_blocks = lambda: int(self.book.counts[EMPTY])
+        manager.block_pool.get_num_free_blocks = lambda: int(self.book.state["num_empty"])
 
     # ---- what the hook asks
 
@@ -109,23 +100,23 @@ class TwoEnds:
             self.book.kind[row] = 0
         fresh = np.flatnonzero(jobs.live & (self.serial != jobs.serial))
         for row in fresh[np.argsort(jobs.serial[fresh])]:
-            allocation.enter(self.book, row, REAL_TIME if real_time(jobs.data, row) else BEST_EFFORT)
+            allocation.add_row(self.book, row, REAL_TIME if real_time(jobs.data, row) else BEST_EFFORT)
             self.inside[row], self.serial[row] = False, jobs.serial[row]
         book = self.book
-        jobs.computed[:], jobs.running[:] = book.stored + book.away, self.inside
-        jobs.blocks[:], jobs.saved[:] = book.held, book.host
+        jobs.computed[:], jobs.running[:] = book.num_tokens + book.swapped_tokens, self.inside
+        jobs.blocks[:], jobs.saved[:] = book.num_blocks, book.host_tokens
 
     def _grow(self, rows: int) -> None:
         more = np.zeros(rows - self.inside.size, np.int64)
-        self.book = block_table.grown(self.book, rows)
+        self.book = block_table.resized(self.book, rows)
         self.serial = np.concatenate([self.serial, more])
         self.inside = np.concatenate([self.inside, more.astype(np.bool_)])
 
     def ledger(self, plain: KvBudget) -> TwoEndedBudget:
         """Return the account of empty blocks, and what each row needs to be read back."""
-        moves = checkpoint.lost_places(self.book, np.arange(self.inside.size))
-        copy, total, free = self.pool.copy_seconds, plain.total, int(self.book.counts[EMPTY])
-        return TwoEndedBudget(total, free, plain.size, plain.slots, copy, moves, True)
+        moves = checkpoint.blocks_to_restore(self.book, np.arange(self.inside.size))
+        free = int(self.book.state["num_empty"])
+        return TwoEndedBudget(plain.total, free, plain.size, plain.slots, moves)
 
     def plan(self, step: Step) -> Step:
         """Account the step on the book. Returns what vLLM is to carry out: who runs, who has lost all KV."""
@@ -147,13 +138,13 @@ class TwoEnds:
     def _tell(self, rows: Ints) -> None:
         """Write down for the worker what to copy, and who writes to the right."""
         book, ends = self.book, self.pool.ends
-        orders = book.orders[: book.counts[ORDERS]]
+        orders = book.ops[: book.state["num_ops"]]
         for kind, name in _COPIES:
             self.done[name] += int(orders[orders[:, 0] == kind, 3].sum())
         ends.copies += copies_of(book, self.host)
         row = rows[book.kind[rows] == BEST_EFFORT]
-        last = book.held[row] - 1
-        right = book.mirrored[book.table[row, last]] == 1
+        last = book.num_blocks[row] - 1
+        right = book.mirrored[book.block_ids[row, last]] == 1
         ends.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
 
     def _lost(self, rows: Ints) -> Ints:
@@ -178,18 +169,18 @@ class TwoEnds:
             missing = tokens - ran.get(id, 0)
             if missing:
                 row = self.jobs.row_of[id]
-                allocation.trim(self.book, row, self.book.stored[row] - missing)
-                self.inside[row] = self.book.stored[row] > 0
+                allocation.trim(self.book, row, self.book.num_tokens[row] - missing)
+                self.inside[row] = self.book.num_tokens[row] > 0
         assert ran.keys() <= self.granted.keys(), "vLLM runs what has no blocks"
 
     def away(self) -> int:
         """Return the tokens on the host: their requests stay running for vLLM."""
-        return int(self.book.counts[HOST])
+        return int(self.book.state["host_tokens"])
 
     def counters(self) -> dict[str, int]:
         """Return blocks that got a second owner, and tokens saved, read back, moved and dropped."""
-        counts = self.book.counts
-        return {**self.done, "shared_blocks": int(counts[SHARED]), "dropped_tokens": int(counts[DROPPED])}
+        totals = {name: int(self.book.state[name]) for name in ("shared_blocks", "dropped_tokens")}
+        return {**self.done, **totals}
 
     def state(self) -> dict[str, Any]:
         """Return that blocks have two ends."""
@@ -201,7 +192,7 @@ class TwoEnds:
         """Return the blocks that are new to a request; the book has given them already."""
         id = request.request_id
         row = self.jobs.row_of[id]
-        table = (self.book.table[row, : self.book.held[row]] + 1).tolist()
+        table = (self.book.block_ids[row, : self.book.num_blocks[row]] + 1).tolist()
         known, self._known[id] = self._known.get(id, []), table
         blocks = [self.blocks[block] for block in table]
         self.manager.coordinator.single_type_managers[0].req_to_blocks[id] = blocks
@@ -220,7 +211,7 @@ class TwoEnds:
             self._forget(row)
 
     def _forget(self, row: int) -> None:
-        checkpoint.forget(self.book, row)
+        checkpoint.free_row(self.book, row)
         self.host.drop(row)
         self.inside[row] = False
 

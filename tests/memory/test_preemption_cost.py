@@ -1,4 +1,4 @@
-"""Recompute, swap or pause: the cheaper for this job."""
+"""The cheapest way to preempt a request: pause, swap or recompute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from headway.forecast.latency.online import OnlineLatency
-from headway.memory.preemption_cost import PAUSE, RECOMPUTE, SWAP, cheapest, costs_of
+from headway.memory.preemption_cost import PAUSE, RECOMPUTE, SWAP, cheapest, preemption_costs
 
 THETA = OnlineLatency().theta
 
@@ -18,16 +18,16 @@ THETA = OnlineLatency().theta
         (1000, math.inf, 1e-5, SWAP),  # a long prompt takes longer to compute than to copy twice
         (1000, math.inf, math.inf, RECOMPUTE),  # an engine that does not swap
         (1000, math.inf, 1.0, RECOMPUTE),  # a slow link
-        (1000, 2.0, 1e-5, PAUSE),  # it is nearly done
+        (1000, 2.0, 1e-5, PAUSE),  # the waiting request comes in after two iterations
         (1000, 1e6, 1e-5, SWAP),
     ],
 )
 def test_the_cheapest_way_depends_on_the_job(tokens: int, wait: float, copy: float, best: int) -> None:
-    assert cheapest(costs_of(THETA, tokens, wait, 8, copy)) == best
+    assert cheapest(preemption_costs(THETA, tokens, wait, 8, copy)) == best
 
 
-def test_costs_are_seconds_of_the_pace() -> None:
-    costs = costs_of(THETA, 512, 4.0, 2, 1e-3)
+def test_costs_follow_from_the_learned_latency() -> None:
+    costs = preemption_costs(THETA, 512, 4.0, 2, 1e-3)
     assert costs.swap == pytest.approx(1.024)
     assert costs.recompute == pytest.approx(OnlineLatency().prefill_seconds(512.0))
     assert costs.pause == pytest.approx(2 * OnlineLatency().prefill_seconds(1.0))

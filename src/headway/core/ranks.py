@@ -1,0 +1,43 @@
+"""The ranks by which queue, engine and compiled loop order requests, written once and compiled once.
+
+A rank is a level and two numbers, compared in this order, lower first; of equal ranks the request that came
+first goes first. The queue (`plan/ordered.py`), the packers (`pack/kernels.py`) and the compiled loop
+(`sim/compiled_loop.py`) call the functions below on their own columns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.compiled import compiled
+
+# Kinds of rank.
+ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
+# Levels; only `ATTAINABLE` and least slack use more than the first.
+ON_TIME, LATE, BEST_EFFORT = range(3)
+
+
+@compiled
+def due_at(arrival: float, ttft: float, e2e: float) -> float:
+    """Return the instant at which the first promised thing is owed, inf = nothing is promised."""
+    return float(arrival + min(ttft, e2e))
+
+
+@compiled
+def level_of(slack: float, waits: bool) -> int:
+    """Return whether a request is on time, has lost its first token already, or is best effort.
+
+    slack: seconds until it is due, inf = never. waits: nothing of its answer is out yet. Under overload plain
+    earliest-deadline order spends itself on requests that are lost already, and so loses the next ones too.
+    """
+    if np.isinf(slack):
+        return BEST_EFFORT
+    return LATE if slack < 0 and waits else ON_TIME
+
+
+@compiled
+def first_key(kind: int, arrival: float, priority: int, due: float) -> float:
+    """Return the number that decides within a level."""
+    if kind == PRIORITY:
+        return float(priority)
+    return float(arrival if kind == ARRIVAL else due)
