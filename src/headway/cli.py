@@ -44,7 +44,7 @@ def main() -> None:
     except HeadwayError as error:
         console = Console(stderr=True)
         console.print(f"[red]error:[/] {escape(error.message)}", highlight=False)
-        console.print(f"[green]hint:[/]  {escape(error.fix)}", highlight=False)
+        console.print(f"[green]hint:[/]  {escape(error.hint)}", highlight=False)
         sys.exit(2)
 
 

@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> str:
 def refusal(path: str) -> str:
     with pytest.raises(ConfigError) as error:
         SqliteBroker(path, "A")
-    assert error.value.fix
+    assert error.value.hint
     assert error.value.param == "broker.sqlite.path"
     return str(error.value)
 

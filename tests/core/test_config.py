@@ -92,7 +92,7 @@ def refused(data: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         parse(data, "headway.toml")
     assert SECRET not in "".join(traceback.format_exception(caught.value))
-    assert caught.value.fix
+    assert caught.value.hint
     return str(caught.value)
 
 

@@ -106,7 +106,7 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
         app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
     _, _, wrong, hint = MORE[name]
     assert wrong in raised.value.message
-    assert hint in raised.value.fix
+    assert hint in raised.value.hint
 
 
 # ---- with engines of its own: a program that stands in for `vllm serve`

@@ -79,13 +79,13 @@ def test_moves_say_when_each_request_was_sent() -> None:
     assert sorted(run.recording.moves["request"]) == list(range(len(run.workload)))
     sent = run.recording.moves
     assert (sent["time"] >= run.workload.arrival[sent["request"]]).all()
-    assert (sent["instance"] == run.outcome.node[sent["request"]]).all()
+    assert (sent["instance"] == run.outcome.instance[sent["request"]]).all()
 
 
 def test_a_full_recording_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"filled its 0\.1 MB after .* simulated seconds.*--record-mb"):
         record("vllm", 1, recorder=Recorder(0.1))
-    with pytest.raises(ConfigError, match="keeps nothing"):
+    with pytest.raises(ConfigError, match="is empty"):
         Recorder(0)
 
 
@@ -119,7 +119,7 @@ def test_a_wrong_folder_is_answered_with_the_runs_near_it(tmp_path) -> None:
     for wrong in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "vlm", tmp_path / "runs" / "a" / "b"):
         with pytest.raises(ConfigError) as caught:
             run_folder.load(wrong)
-        assert str(tmp_path / "runs" / "vllm") in caught.value.fix
+        assert str(tmp_path / "runs" / "vllm") in caught.value.hint
     with pytest.raises(ConfigError, match="headway simulate --out"):
         run_folder.load(tmp_path / "a" / "b" / "c" / "d")
 

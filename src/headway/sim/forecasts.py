@@ -1,8 +1,7 @@
-"""What if answers' lengths were known, or predicted this well?
+"""SIMULATED forecasts of output lengths, which read the answer's length in the workload.
 
-SIMULATED forecasts, which read the answer that the workload holds: an oracle, and a predictor whose error is
-log-normal, set by the accuracy that a paper reports (EcoServe 2.3: within the padded length for 77.5 % of
-Alpaca's requests). A learned predictor has the same interface.
+An oracle, and a predictor whose error is log-normal, set by the accuracy that a paper reports (EcoServe 2.3:
+within the padded length for 77.5 % of Alpaca's requests). A learned predictor has the same interface.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SHARES = 64  # samples of a forecast
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """Every answer's length as it will be. Requests are those of `workload`, by their id."""
+    """The true length of every answer. Requests are those of `workload`, by their id."""
 
     workload: Workload
 
@@ -31,7 +30,7 @@ class Oracle:
         return Forecast(np.array([float(self.workload.output[self.workload.row_of(request.id)])]))
 
     def learn(self, request: Request, output_tokens: int) -> None:
-        """Do nothing: all is known."""
+        """Do nothing: the lengths are known."""
 
 
 @dataclass(frozen=True, slots=True)

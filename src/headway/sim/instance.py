@@ -1,6 +1,6 @@
-"""What is one simulated machine? An engine in virtual time, the models it may load, the memory they wait in.
+"""One simulated instance: an engine in virtual time, the models it can load, the host memory for weights.
 
-A node serves one model at a time. What it loads comes from disk (cold) or from its host memory (warm), which
+An instance serves one model at a time. It loads another from disk (cold) or from host memory (warm), which
 keeps the models loaded before as far as they fit, the least recently used going first (QLM 5).
 """
 
@@ -27,7 +27,12 @@ from headway.types import Instance, Loadable, Request
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What it takes to load a model: seconds from disk and from host memory, bytes that it fills there."""
+    """The cost of loading a model.
+
+    cold_s: seconds from disk.
+    warm_s: seconds from host memory.
+    bytes: of its weights.
+    """
 
     cold_s: float
     warm_s: float
@@ -36,16 +41,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One simulated instance: what it is, its pace, slots, and tokens per iteration.
+    """What is simulated as one instance.
 
-    copy_seconds: to move one token's KV between device and host. host_tokens: tokens of KV that the host has
-    room for; None = nobody said: blocks are plain, and those that save find room for all they save.
-    others: this node as it is with another model loaded; each of them, and the node itself if it is to come
-    back, needs `load`. host_bytes: host memory for weights.
-    request_overhead: seconds from a request's sending to where the engine can see it (HTTP, tokenisation).
-    token_overhead: from the end of an iteration to the client's eyes (detokenisation, streaming).
-    interruption: by which each request that is sent makes the iteration in progress longer, where those who
-    receive it share the engine's cores.
+    instance: what the controller is told about it.
+    latency: seconds of an iteration.
+    slots: requests that may hold KV.
+    budget: tokens per iteration.
+    copy_seconds: to move one token's KV between device and host.
+    load: cost of loading its model; needed, as in `others`, where models are swapped.
+    others: this instance as it is with another model loaded.
+    host_bytes: host memory for weights.
+    request_overhead: seconds from a request's sending to its submission (HTTP, tokenisation).
+    token_overhead: seconds from the end of an iteration to the client (detokenisation, streaming).
+    interruption: seconds that each request sent adds to the iteration in progress, where gateway and engine
+        share cores.
+    host_tokens: tokens of KV that host memory has room for; None = unlimited, and blocks are plain.
     """
 
     instance: Instance
@@ -63,10 +73,10 @@ class InstanceSpec:
 
     @property
     def delays(self) -> bool:
-        """Tell whether anything lies between clients and this engine."""
+        """Tell whether there is an overhead between clients and this engine."""
         return bool(self.request_overhead or self.token_overhead or self.interruption)
 
-    def spec(self, latency: OnlineLatency) -> EngineSpec:
+    def engine_spec(self, latency: OnlineLatency) -> EngineSpec:
         """Return what packers are told about this instance; every simulated engine keeps reservations."""
         instance = self.instance
         return EngineSpec(
@@ -75,13 +85,13 @@ class InstanceSpec:
         )  # fmt: skip
 
     def variants(self) -> dict[str, InstanceSpec]:
-        """Return this node by the model that it serves, its first one first."""
-        return {form.instance.model: form for form in (self, *self.others)}
+        """Return this instance by the model that it serves, its first one first."""
+        return {variant.instance.model: variant for variant in (self, *self.others)}
 
     def limit(self, model: str) -> int:
-        """Return the tokens of the longest request of a model that this node can hold; 0 = not its model."""
-        form = self.variants().get(model)
-        return form.instance.limit if form is not None else 0
+        """Return the tokens of the longest request of a model that it can hold; 0 = it cannot load it."""
+        variant = self.variants().get(model)
+        return variant.instance.limit if variant is not None else 0
 
 
 @dataclass(slots=True)
@@ -92,7 +102,7 @@ class HostMemory:
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def keep(self, model: str, bytes: int) -> None:
-        """Hold a model as the latest used. One that is larger than the memory is not held."""
+        """Keep a model as the most recently used one. One that is larger than the memory is not kept."""
         self.held.pop(model, None)
         if bytes > self.size:
             return
@@ -103,7 +113,12 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A request that was taken out of an engine: tokens made, instant of the first, times it lost its KV."""
+    """A request that was taken out of an engine.
+
+    output_tokens: made so far.
+    first: instant of the first of them.
+    evictions: times it lost its KV.
+    """
 
     output_tokens: int
     first: float
@@ -128,11 +143,14 @@ class Submission:
 
 
 class SimulatedInstance:
-    """A node at work. Its driver (`run.py`) says when things begin and end; nothing here knows the time.
+    """An instance at work. The loop (`loop.py`) decides when things begin and end.
 
-    running: the iteration that it is in. stolen: seconds that interruptions have added to it. leaving: the
-    model that it will load as soon as this iteration ends. pending: serial of the end that is expected of
-    each kind; an end with another serial is void. coming: the model that a load or a warm-up brings.
+    variant: the spec with the model that is loaded now.
+    running: the iteration in progress, None = the engine is idle.
+    submissions: requests that were sent and not admitted yet.
+    interruption_s: seconds that interruptions have added to the iteration in progress.
+    leaving: the model that it will load as soon as this iteration ends.
+    timers: the loop's, for the ends of an iteration, a load and a warm-up.
     """
 
     def __init__(self, spec: InstanceSpec, recipe: Recipe) -> None:
@@ -148,7 +166,7 @@ class SimulatedInstance:
         return self.spec.instance.id
 
     def serve(self, model: str) -> None:
-        """Stand there anew with this model loaded and nothing in it."""
+        """Start an empty engine with this model."""
         self.variant = self.variants[model]
         self.leaving, self.loading = "", False
         self._remember(model)
@@ -156,13 +174,13 @@ class SimulatedInstance:
 
     def _empty(self) -> None:
         self.learned = OnlineLatency()
-        self.engine = engine(self._recipe.packer(self.variant.spec(self.learned)), self.variant)
+        self.engine = engine(self._recipe.packer(self.variant.engine_spec(self.learned)), self.variant)
         self.submissions: list[Submission] = []
         self.running: Ran | None = None
         self.interruption_s = 0.0
 
     def takes(self, model: str) -> bool:
-        """Tell whether a request of this model may be handed in now."""
+        """Tell whether a request of this model may be submitted now."""
         return self.up and not self.loading and not self.leaving and self.variant.instance.model == model
 
     def holds(self, prompt: int, output: int) -> bool:
@@ -170,16 +188,16 @@ class SimulatedInstance:
         return prompt + output <= self.variant.instance.limit
 
     def instance(self) -> Instance:
-        """Return what the core is told about this node as it is now."""
+        """Return what the controller is told about this instance as it is now."""
         others = tuple(
-            _loadable(form) for model, form in self.variants.items() if model != self.variant.instance.model
+            _loadable(spec) for model, spec in self.variants.items() if model != self.variant.instance.model
         )
         latency, warm = self.variant.latency.seconds, tuple(self.memory.held)
         return replace(self.variant.instance, loadable=others, warm=warm, latency=latency)
 
     @property
     def busy(self) -> bool:
-        """Tell whether anybody is inside or at the door."""
+        """Tell whether a request is inside or submitted."""
         return self.engine.busy or bool(self.submissions)
 
     def submit(self, submission: Submission) -> None:
@@ -214,23 +232,26 @@ class SimulatedInstance:
         self.submissions = [replace(s, rank=ranks.get(s.request.id, s.rank)) for s in self.submissions]
 
     def take_all(self, *, keep: bool) -> dict[str, Preempted]:
-        """Empty the engine. keep: what was made counts on (its KV is lost and recomputed), else nothing."""
+        """Empty the engine.
+
+        keep: output tokens stay, and only their KV is computed again; otherwise all is lost.
+        """
         self.admit()
         jobs = self.engine.jobs
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
         columns = zip(jobs.output_tokens[rows].tolist(), jobs.first[rows].tolist(),
                       (jobs.evictions[rows] + (jobs.computed[rows] > 0)).tolist(), strict=True)  # fmt: skip
-        taken = [
+        preempted = [
             Preempted(output_tokens if keep else 0, first, evictions)
             for output_tokens, first, evictions in columns
         ]
-        out = dict(zip(jobs.names(rows), taken, strict=True))
+        out = dict(zip(jobs.names(rows), preempted, strict=True))
         self._empty()
         return out
 
     def load_seconds(self, model: str) -> float:
-        """Return the seconds until this node serves a model from now."""
+        """Return the seconds that loading a model takes now."""
         load = _load(self.variants[model])
         return load.warm_s if model in self.memory.held else load.cold_s
 
@@ -240,7 +261,7 @@ class SimulatedInstance:
         return 0.0 if model in self.memory.held else max(load.cold_s - load.warm_s, 0.0)
 
     def warm(self, model: str) -> None:
-        """The weights have come into host memory."""
+        """Put a model's weights into host memory."""
         self._remember(model)
 
     def _remember(self, model: str) -> None:
@@ -249,64 +270,64 @@ class SimulatedInstance:
             self.memory.keep(model, load.bytes)
 
 
-def engine(packer: Packer, node: InstanceSpec) -> SimulatedEngine:
-    """Return the engine of a node: with a host pool where there is one and the packer uses it."""
-    instance, use = node.instance, packer.kv
+def engine(packer: Packer, spec: InstanceSpec) -> SimulatedEngine:
+    """Return the engine of an instance: with a host pool where there is one and the packer uses it."""
+    instance, use = spec.instance, packer.kv
     common: dict[str, Any] = {
-        "blocks": instance.blocks_total, "size": instance.block_size, "slots": node.slots,
-        "budget": node.budget, "max_model_len": instance.max_model_len, "copy_seconds": node.copy_seconds,
+        "blocks": instance.blocks_total, "size": instance.block_size, "slots": spec.slots,
+        "budget": spec.budget, "max_model_len": instance.max_model_len, "copy_seconds": spec.copy_seconds,
     }  # fmt: skip
-    host = node.host_tokens if pools(use, node) else None
+    host = spec.host_tokens if pools(use, spec) else None
     if host is None:
         return SimulatedEngine(packer, **common)
     kind = TwoEndedEngine if use.two_ended else HostPoolEngine
     return kind(packer, host=host, overlap=use.overlaps_copies, **common)
 
 
-def pools(use: KvUse, node: InstanceSpec) -> bool:
-    """Tell whether a packer's saves are held against this node's host pool.
+def pools(use: KvUse, spec: InstanceSpec) -> bool:
+    """Tell whether a packer's saves are held against this instance's host pool.
 
-    Those of a packer that reserves find room for all, as do those on a node that states no limit.
+    Those of a packer that reserves find room for all, as do those on an instance that states no limit.
     """
-    return use.saves and not use.reserves and node.host_tokens is not None
+    return use.saves and not use.reserves and spec.host_tokens is not None
 
 
-def words(recipe: Recipe, node: InstanceSpec) -> str:
-    """Say how a recipe is simulated on a node, where that is not plain blocks and learned lengths."""
-    parts, use = [], recipe.packer(node.spec(OnlineLatency())).kv
+def describe(recipe: Recipe, spec: InstanceSpec) -> str:
+    """Say how a recipe is simulated on an instance, unless with plain blocks and learned lengths."""
+    parts, use = [], recipe.packer(spec.engine_spec(OnlineLatency())).kv
     if use != KvUse():
         kind, room = "two-ended" if use.two_ended else "plain", "unbounded" if use.saves else "no"
-        room = f"{node.host_tokens:,} tokens of" if pools(use, node) else room
+        room = f"{spec.host_tokens:,} tokens of" if pools(use, spec) else room
         parts.append(f"{kind} KV blocks, {room} host room")
     if recipe.lengths != "learned":
         parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
     return ", ".join(parts)
 
 
-def check(nodes: Sequence[InstanceSpec]) -> None:
-    """Refuse nodes that cannot be simulated: none, two of one name, swaps without a load time."""
-    if not nodes:
+def check(instances: Sequence[InstanceSpec]) -> None:
+    """Refuse fleets that cannot be simulated: empty, two ids alike, swaps without load times."""
+    if not instances:
         raise ConfigError("There is no instance to simulate.", "Give at least one.")
-    names = [node.instance.id for node in nodes]
+    names = [spec.instance.id for spec in instances]
     if len(set(names)) < len(names):
         raise ConfigError(f"Two instances have one name: {', '.join(sorted(names))}.", "Rename one.")
-    for node in nodes:
-        for form in node.variants().values() if node.others else ():
-            _load(form)
+    for spec in instances:
+        for variant in spec.variants().values() if spec.others else ():
+            _load(variant)
 
 
-def check_fleet(nodes: Sequence[InstanceSpec], workload: Workload, *, swaps: bool = True) -> None:
-    """Refuse a fleet of which some request can never be served. ConfigError names it and the mend.
+def check_fleet(instances: Sequence[InstanceSpec], workload: Workload, *, swaps: bool = True) -> None:
+    """Refuse a fleet of which some request can never be served. ConfigError names it and the fix.
 
     swaps: the planner swaps models; otherwise what an instance could load and does not serve is of no use.
     """
     longest = workload.prompt + workload.output
     for code in np.unique(workload.model).tolist():
         name, rows = workload.models[code], np.flatnonzero(workload.model == code)
-        able = [node for node in nodes if swaps or node.instance.model == name]
-        limit = max((node.limit(name) for node in able), default=0)
+        able = [spec for spec in instances if swaps or spec.instance.model == name]
+        limit = max((spec.limit(name) for spec in able), default=0)
         if not limit:
-            raise _nobody(nodes, name, rows.size, swaps)
+            raise _unserved(instances, name, rows.size, swaps)
         worst = int(rows[np.argmax(longest[rows])])
         if longest[worst] > limit:
             raise ConfigError(
@@ -315,29 +336,29 @@ def check_fleet(nodes: Sequence[InstanceSpec], workload: Workload, *, swaps: boo
             )
 
 
-def _nobody(nodes: Sequence[InstanceSpec], model: str, requests: int, swaps: bool) -> ConfigError:
+def _unserved(instances: Sequence[InstanceSpec], model: str, requests: int, swaps: bool) -> ConfigError:
     """Return the error for a model that no instance will ever serve."""
-    if not swaps and any(node.limit(model) for node in nodes):
+    if not swaps and any(spec.limit(model) for spec in instances):
         return ConfigError(
             f"{requests} requests ask for {model!r}, which instances can load, but this recipe never swaps.",
             "Use a recipe that swaps models, such as shepherd, or add an instance that serves it.",
         )
-    have = sorted({name for node in nodes for name in node.variants()})
+    have = sorted({name for spec in instances for name in spec.variants()})
     return ConfigError(
         f"{requests} requests ask for the model {model!r}, which no instance serves or can load.",
         f"The fleet has {', '.join(have)}: add an instance of {model!r}, or let one load it.",
     )
 
 
-def _load(form: InstanceSpec) -> Load:
-    if form.load is None:
+def _load(spec: InstanceSpec) -> Load:
+    if spec.load is None:
         raise ConfigError(
-            f"{form.instance.id} may swap models, but nobody knows how long {form.instance.model} loads.",
-            "Give its latency profile load_cold_s and load_warm_s, or let this node serve one model.",
+            f"{spec.instance.id} may swap models, but the load time of {spec.instance.model} is unknown.",
+            "Give its latency profile load_cold_s and load_warm_s, or let this instance serve one model.",
         )
-    return form.load
+    return spec.load
 
 
-def _loadable(form: InstanceSpec) -> Loadable:
-    load = _load(form)
-    return Loadable(form.instance.model, load.cold_s, load.warm_s, form.instance.limit, form.latency.seconds)
+def _loadable(spec: InstanceSpec) -> Loadable:
+    load = _load(spec)
+    return Loadable(spec.instance.model, load.cold_s, load.warm_s, spec.instance.limit, spec.latency.seconds)

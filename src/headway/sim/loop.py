@@ -189,7 +189,7 @@ class Loop:
             self.outcome.failed += 1
             self._inbox.append(Failed(id, "too_long"))
         else:
-            self.outcome.node[row] = self._numbers[instance.id]
+            self.outcome.instance[row] = self._numbers[instance.id]
             tokens_left = self.controller.lengths.forecast(request).mean
             if self.observer is not None:
                 self.observer.sent(row, self._numbers[instance.id], now)
@@ -277,6 +277,9 @@ class Loop:
 
     def _unload(self, instance: SimulatedInstance, now: float) -> None:
         """Take back the unfinished requests, whose KV is lost, and begin to load."""
+        if instance.running is not None:  # what was sent together with the swap began at this instant
+            self._cancel(instance, "iteration")
+            self._running -= 1
         model, instance.leaving, instance.loading = instance.leaving, "", True
         self.outcome.swaps += 1
         end = partial(self._end_load, instance, model)
@@ -320,5 +323,5 @@ class Loop:
     def _recover(self, instance: SimulatedInstance, now: float) -> None:
         if not instance.up:
             instance.up = True
-            instance.serve(instance.spec.instance.model)
+            instance.serve(instance.variant.instance.model)
             self._notify(InstanceUp(instance.instance()), now)

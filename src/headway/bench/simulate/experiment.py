@@ -55,7 +55,7 @@ class Fleet:
         spec = fleets.Spec(
             self.profile, self.count, model, self.max_running, self.budget, self.max_model_len, self.kv_tokens
         )
-        return spec.nodes()
+        return spec.instances()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +196,14 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
         unknown = [
             spec.instance.id
             for spec in instances
-            if not math.isfinite(spec.copy_seconds) and recipe.packer(spec.spec(OnlineLatency())).kv.saves
+            if not math.isfinite(spec.copy_seconds)
+            and recipe.packer(spec.engine_spec(OnlineLatency())).kv.saves
         ]
         if unknown:
             needs = recipe.packer(EngineSpec(1, 1)).kv.saves
             other = "take another recipe" if needs else "say host_kv_gib=0 in --instance"
             raise ConfigError(
-                f"{name} copies KV to the host, but the profile of {unknown[0]} has no copy bandwidth.",
+                f"{name} copies KV to the host; the profile of {unknown[0]} has no bandwidth for it.",
                 f"Add kv_copy_gb_s to a copy of its latency profile, or {other}.",
                 param="recipes",
             )

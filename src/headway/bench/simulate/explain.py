@@ -22,7 +22,7 @@ from headway.bench.simulate import slo_violations
 from headway.bench.simulate.slo_violations import SloResult
 from headway.sim.record import run_folder
 from headway.sim.record.run_folder import Run
-from headway.sim.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Story, Taker
+from headway.sim.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Taker, Timeline
 
 # The cause that a state's seconds count for. Losing KV costs the wait and the recomputation.
 _CAUSE = {state: "lost" if state in ("evicted", "saved", "recompute") else state for state in STATES}
@@ -49,7 +49,7 @@ def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool,
         }
     else:
         number = slo_violations.find(run, request)
-        story = Reader(run).story(number)
+        story = Reader(run).timeline(number)
         shown, data = render(run, story, whole=whole), describe(run, story) | {"run": str(folder)}
     emit(data, lambda: shown, as_json=as_json)
 
@@ -57,7 +57,7 @@ def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool,
 # ---- the sentence
 
 
-def verdict(run: Run, story: Story) -> str:
+def verdict(run: Run, story: Timeline) -> str:
     """Return one sentence: whether the request was late, by how much, and the largest cause."""
     name = f"r{story.request} ({_tier(run, story.request)})"
     kept = slo_violations.of(run, story.request)
@@ -84,7 +84,7 @@ def _pair(kept: SloResult) -> str:
     return f"{_s(kept.seen)} against an SLO of {_s(kept.promised)}"
 
 
-def _window(story: Story, promise: str) -> tuple[float, float]:
+def _window(story: Timeline, promise: str) -> tuple[float, float]:
     """Return the interval over which an SLO metric is measured."""
     first = story.first if math.isfinite(story.first) else story.end
     return (
@@ -93,7 +93,7 @@ def _window(story: Story, promise: str) -> tuple[float, float]:
     )
 
 
-def _cause(run: Run, story: Story, start: float, end: float) -> str:
+def _cause(run: Run, story: Timeline, start: float, end: float) -> str:
     """Return what most of the time between two instants was spent on."""
     causes: Counter[str] = Counter()
     for state, seconds in story.seconds(start, end).items():
@@ -105,7 +105,7 @@ def _cause(run: Run, story: Story, start: float, end: float) -> str:
     return f"for {_s(seconds)} of these {_s(end - start)} {_reason(run, story, cause, spans)}"
 
 
-def _reason(run: Run, story: Story, cause: str, spans: Sequence[Span]) -> str:
+def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str:
     prompt, output = int(run.workload.prompt[story.request]), int(run.workload.output[story.request])
     match cause:
         case "outside":
@@ -190,7 +190,7 @@ def _times(count: int) -> str:
 # ---- JSON
 
 
-def describe(run: Run, story: Story) -> dict[str, Any]:
+def describe(run: Run, story: Timeline) -> dict[str, Any]:
     """Return the story as JSON types; times are seconds of virtual time, never NaN or infinite."""
     i, first = story.request, story.first if math.isfinite(story.first) else None
     return {
@@ -229,7 +229,7 @@ def _worst(run: Run, count: int) -> list[dict[str, Any]]:
             "promised": worst.promised,
             "seen": _finite(worst.seen),
             "late": _finite(worst.late),
-            "verdict": verdict(run, reader.story(i)),
+            "verdict": verdict(run, reader.timeline(i)),
         }
         for i in rows
         for worst in slo_violations.of(run, i)[:1]
@@ -239,7 +239,7 @@ def _worst(run: Run, count: int) -> list[dict[str, Any]]:
 # ---- the terminal
 
 
-def render(run: Run, story: Story, *, whole: bool = False) -> Group:
+def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
     """Return the verdict, the SLO, the seconds per state and the timeline."""
     latency = story.end - story.arrival
     work = run.workload
@@ -253,7 +253,7 @@ def render(run: Run, story: Story, *, whole: bool = False) -> Group:
     )  # fmt: skip
 
 
-def _states(run: Run, story: Story) -> Table:
+def _states(run: Run, story: Timeline) -> Table:
     first = story.first if math.isfinite(story.first) else story.end
     total, before = story.seconds(), story.seconds(end=first)
     latency = max(story.end - story.arrival, 1e-12)
@@ -272,7 +272,7 @@ def _cells(seconds: float, latency: float, early: float) -> list[str]:
     return [f"{seconds:.3f}", share, f"{early:.3f}", f"{seconds - early:.3f}"]
 
 
-def _timeline(run: Run, story: Story, whole: bool) -> Table:
+def _timeline(run: Run, story: Timeline, whole: bool) -> Table:
     spans, hidden = story.spans, 0
     if not whole and len(spans) > _LINES:
         longest = sorted(range(len(spans)), key=lambda i: -spans[i].seconds)[:_LINES]
@@ -290,7 +290,7 @@ def _timeline(run: Run, story: Story, whole: bool) -> Table:
     return grid.table("Timeline, seconds after its arrival", note)
 
 
-def _bar(story: Story, span: Span) -> str:
+def _bar(story: Timeline, span: Span) -> str:
     """Draw the span on a bar from the arrival to the end."""
     length = max(story.end - story.arrival, 1e-12)
     low = int(_BAR * (span.start - story.arrival) / length)

@@ -11,7 +11,7 @@ from headway.bench.output.results import SIMULATED, About, Pictures, deliver, sa
 from headway.bench.simulate.experiment import Keep, Results, file_name, simulate
 from headway.bench.simulate.scenario import Scenario
 from headway.recipes.registry import find
-from headway.sim.instance import words
+from headway.sim.instance import describe
 
 
 def main(
@@ -40,7 +40,7 @@ def _describe(recipes: Sequence[str], scenario: Scenario, model: str, longer: in
     if longer:
         parts.append(f"{longer} requests longer than any instance holds left out")
     first = scenario.fleet.instances(model)[0]
-    memory = {name: words(find(name), first) for name in recipes}
+    memory = {name: describe(find(name), first) for name in recipes}
     return "; ".join([*parts, *(f"{name}: {text}" for name, text in memory.items() if text)])
 
 
