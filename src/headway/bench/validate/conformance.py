@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.load.metrics import Row
+from headway.bench.output.results import Row
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
