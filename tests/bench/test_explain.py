@@ -19,7 +19,7 @@ from headway.errors import ConfigError
 from headway.sim.record import run_folder
 from headway.sim.record.run_folder import Run
 from headway.sim.record.timeline import Reader
-from tests.sim.recorded import record
+from tests.helpers.recorded import record
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def reasons(run: Run) -> set[str]:
     """Check that each verdict is one sentence that fits its request; return the reasons that were given."""
     reader, found = Reader(run), set()
     for i in range(len(run.workload)):
-        text = explain.verdict(run, reader.story(i))
+        text = explain.verdict(run, reader.timeline(i))
         assert text.startswith(f"r{i} ({run.workload.tiers[run.workload.tier[i]]})")
         assert text.endswith(".")
         kept = slo_violations.of(run, i)
@@ -88,7 +88,7 @@ def test_every_verdict_is_one_sentence_that_says_what_and_why(late: Run) -> None
 
 def test_the_numbers_of_a_verdict_by_hand(late: Run) -> None:
     i = int(np.nanargmax(slo_violations.late(late.workload, late.outcome)["ttft"]))
-    story = Reader(late).story(i)
+    story = Reader(late).timeline(i)
     seen = late.outcome.first[i] - late.workload.arrival[i]
     text = explain.verdict(late, story)
     assert f"had its first token {explain._s(seen - 0.4)} late" in text
@@ -100,7 +100,7 @@ def test_the_numbers_of_a_verdict_by_hand(late: Run) -> None:
 def test_json_is_whole_and_adds_up(late: Run) -> None:
     reader = Reader(late)
     for i in range(len(late.workload)):
-        data = json.loads(json.dumps(explain.describe(late, reader.story(i)), allow_nan=False))
+        data = json.loads(json.dumps(explain.describe(late, reader.timeline(i)), allow_nan=False))
         assert math.fsum(data["seconds"].values()) == pytest.approx(data["latency"], abs=1e-9)
         assert math.fsum(span["seconds"] for span in data["timeline"]) == pytest.approx(
             data["latency"], abs=1e-9
@@ -111,7 +111,7 @@ def test_json_is_whole_and_adds_up(late: Run) -> None:
 def text_of(run: Run, request: int, **more: bool) -> str:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(explain.render(run, Reader(run).story(request), **more))
+        console.print(explain.render(run, Reader(run).timeline(request), **more))
     return console.export_text()
 
 
@@ -128,7 +128,7 @@ def test_the_table_has_the_sum_and_those_who_gained(late: Run) -> None:
 def test_long_timelines_are_cut_and_say_so(late: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "_LINES", 2)
     i = int(np.argmax(late.outcome.evictions))
-    many = len(Reader(late).story(i).spans)
+    many = len(Reader(late).timeline(i).spans)
     assert f"{many - 2} shorter stretches are left out" in text_of(late, i)
     assert "left out" not in text_of(late, i, whole=True)
 
@@ -137,7 +137,7 @@ def test_a_request_that_never_ended(late: Run) -> None:
     cut = replace(late.outcome, first=late.outcome.first.copy(), end=late.outcome.end.copy())
     cut.first[4] = cut.end[4] = np.nan
     run = replace(late, outcome=cut)
-    story = Reader(run).story(4)
+    story = Reader(run).timeline(4)
     assert explain.verdict(run, story).startswith(
         f"r4 ({late.workload.request(4).tier}) never finished: for "
     )

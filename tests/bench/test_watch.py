@@ -14,7 +14,7 @@ from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
 from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec, SimulatedInstance, words
+from headway.sim.instance import InstanceSpec, SimulatedInstance, describe
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
 from headway.sim.workload.traffic import Workload, concat, single
@@ -93,7 +93,7 @@ def test_an_engine_has_the_memory_that_its_recipe_uses(
         assert type(engine) is kind
         assert (engine.overlap, engine.host) == (overlap, tokens)
         assert engine.copy_seconds == place.copy_seconds > 0
-    assert words(find(recipe), place) == told
+    assert describe(find(recipe), place) == told
 
 
 def test_a_timed_recipe_decides_as_the_recipe_itself() -> None:

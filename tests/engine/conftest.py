@@ -1,4 +1,4 @@
-"""A real vLLM in this process, float32 so that tokens do not depend on what else is in the batch."""
+"""A real vLLM engine in this process, float32 so that tokens do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",  # two would wait for each other whenever another process has a core
+    "OMP_NUM_THREADS": "1",  # two threads would wait for each other whenever another process has a core
 }
 HOST_GIB = 0.25  # room for about half of what the tests save, so that the pool runs out too
 BLOCKS = 96  # x 32 tokens: small, so that KV runs out
@@ -35,10 +35,10 @@ class Engine:
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
-    def add(self, name: str, prompt: list[int], tokens: int, **facts: float) -> None:
+    def add(self, name: str, prompt: list[int], tokens: int, **metadata: float) -> None:
         from vllm import SamplingParams
 
-        extra = {f"headway_{key}": value for key, value in facts.items()} | {"headway_id": name}
+        extra = {f"headway_{key}": value for key, value in metadata.items()} | {"headway_id": name}
         params = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )

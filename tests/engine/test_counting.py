@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.validate.conformance import BLOCK, Case, _config, _facts, draw
+from headway.bench.validate.conformance import BLOCK, Case, _config, _metadata, draw
 from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.control import _control
@@ -35,8 +35,10 @@ def decisions(case: Case, clock: SchedulerOracle) -> list[tuple[Any, ...]]:
     while todo or clock.busy:
         while todo and todo[0][1].at <= clock.now:
             i, task = todo.pop(0)
-            facts = _facts(f"r{i}", task)
-            clock.add(f"r{i}", task.prompt, task.output, priority=task.priority, facts=facts, arrival=task.at)
+            metadata = _metadata(f"r{i}", task)
+            clock.add(
+                f"r{i}", task.prompt, task.output, priority=task.priority, metadata=metadata, arrival=task.at
+            )
         ran = clock.step(0.05)
         lost = {id: request.num_preemptions for id, request in clock.scheduler.requests.items()}
         steps.append((list(ran.items()), lost, pool.get_num_free_blocks(), list(clock.finished)))

@@ -34,7 +34,7 @@ def asked(made: SchedulerOracle, **message: Any) -> dict[str, Any]:
 
 def test_a_request_s_iterations_are_written_down_with_shape_and_times() -> None:
     made = clock()
-    made.add("a", 100, 3, facts={"headway_id": "ours", "headway_arrival": 0.0})
+    made.add("a", 100, 3, metadata={"headway_id": "ours", "headway_arrival": 0.0})
     for _ in range(5):
         made.step(0.05)
     state = asked(made, iterations=100, requests=100, log=1)
@@ -49,7 +49,7 @@ def test_a_request_s_iterations_are_written_down_with_shape_and_times() -> None:
 
 def test_rows_are_there_only_when_asked_for_and_only_so_many() -> None:
     made = clock()
-    made.add("a", 10, 5, facts={})
+    made.add("a", 10, 5, metadata={})
     for _ in range(4):
         made.step(0.05)
     assert "iterations" not in asked(made)
@@ -60,7 +60,7 @@ def test_rows_are_there_only_when_asked_for_and_only_so_many() -> None:
 
 def test_an_answer_of_one_token_begins_when_it_ends() -> None:
     made = clock()
-    made.add("a", 10, 1, facts={"headway_id": "x"})
+    made.add("a", 10, 1, metadata={"headway_id": "x"})
     made.step(0.05)
     made.step(0.05)
     assert asked(made, requests=9)["requests"] == [["x", 0.0, pytest.approx(0.05), pytest.approx(0.05)]]

@@ -31,7 +31,7 @@ def fill(clock: SchedulerOracle, count: int = 6) -> None:
     for i in range(count):
         promise = {"headway_ttft": 5.0, "headway_tpot": 1.0} if i % 2 else {}
         clock.add(
-            f"r{i}", 40 + 7 * i, 20 + i, facts={"headway_id": f"r{i}", "headway_arrival": 0.0, **promise}
+            f"r{i}", 40 + 7 * i, 20 + i, metadata={"headway_id": f"r{i}", "headway_arrival": 0.0, **promise}
         )
 
 

@@ -51,9 +51,13 @@ class Chaos(Packer):
         )
 
 
-def run_all(engine: Engine) -> dict[str, list[int]]:
+def add_all(engine: Engine) -> None:
     for i, (prompt, tokens) in enumerate(zip(prompts(len(TOKENS)), TOKENS, strict=True)):
         engine.add(f"r{i}", prompt, tokens, ttft=0.2 * i, tpot=0.01)
+
+
+def run_all(engine: Engine) -> dict[str, list[int]]:
+    add_all(engine)
     return engine.run()
 
 
@@ -80,6 +84,19 @@ def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe:
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_reranks_change_no_token(engine: Engine, alone: list[list[int]]) -> None:
+    rng, before = np.random.default_rng(1), engine.counters()
+    engine.scheduler.packer = find("slack").packer(3, 128, engine.scheduler.latency)
+    add_all(engine)
+    done: dict[str, list[int]] = {}
+    while engine.llm.llm_engine.has_unfinished_requests():
+        values = {f"r{i}": float(rng.normal()) for i in rng.choice(len(TOKENS), 4)}
+        assert "error" not in engine.scheduler.control({"op": "urgency", "values": values})
+        done |= engine.step()
+    assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
+    assert engine.counters()["pauses"] > before["pauses"]
 
 
 # ---- reservations and loans (EcoServe 3.2, 3.4)
@@ -116,7 +133,7 @@ def reserving(small: Engine) -> Iterator[Engine]:
 
 def run_long(engine: Engine) -> list[list[int]]:
     for i, (prompt, tokens, factor) in enumerate(zip(prompts(len(LONG), 5), LONG, WRONG, strict=True)):
-        engine.add(f"r{i}", prompt[:150], tokens, left=float(np.ceil(tokens * factor)))
+        engine.add(f"r{i}", prompt[:150], tokens, tokens_left=float(np.ceil(tokens * factor)))
     done = engine.run()
     return [done[f"r{i}"] for i in range(len(LONG))]
 

@@ -25,25 +25,32 @@ NOBODY = np.empty(0, np.int64)
 PAIRS = [("vllm", STOCK), *((name, HOOK) for name in names())]
 PAIRS += [(name, POOL) for name in BROS]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
-tasks = st.builds(
-    Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3),
-    left=st.none() | st.integers(1, 120).map(float),
-)  # fmt: skip
-cases = st.builds(
-    Case,
-    tasks=st.lists(tasks, min_size=1, max_size=24).map(tuple),
-    max_running=st.integers(1, 8),
-    budget=st.sampled_from([64, 200, 512]),
-    blocks=st.integers(23, 89),
-    max_model_len=st.just(LONGEST),
-    seed=st.integers(0, 9),
-    copy_seconds=st.sampled_from([1e-5, 1e-4, math.inf]),
-)
+
+
+def cases_of(urgencies: st.SearchStrategy[float]) -> st.SearchStrategy[Case]:
+    """Return workloads whose requests come with these urgencies, which change unless all are 0."""
+    tasks = st.builds(
+        Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3),
+        tokens_left=st.none() | st.integers(1, 120).map(float), urgency=urgencies,
+    )  # fmt: skip
+    return st.builds(
+        Case,
+        tasks=st.lists(tasks, min_size=1, max_size=24).map(tuple),
+        max_running=st.integers(1, 8),
+        budget=st.sampled_from([64, 200, 512]),
+        blocks=st.integers(23, 89),
+        max_model_len=st.just(LONGEST),
+        seed=st.integers(0, 9),
+        copy_seconds=st.sampled_from([1e-5, 1e-4, math.inf]),
+    )
+
+
+cases = cases_of(st.just(0.0)) | cases_of(st.sampled_from([-math.inf, -1.0, 0.0, 2.0]))
 
 
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
 @given(cases)
-@settings(max_examples=30)
+@settings(max_examples=40)
 def test_same_steps(recipe: str, host: str, case: Case) -> None:
     tally = compare(case, recipe, host)
     assert tally.difference is None
@@ -94,7 +101,11 @@ def test_loans_and_their_emergencies_are_licensed(copy_seconds: float) -> None:
 @pytest.mark.parametrize("seed", [149, 285, 488])
 def test_a_crowd_of_prompts_that_finds_no_blocks_stops_nobody(seed: int) -> None:
     """Best-effort rows whose KV is on the host cost more than any new prompt, but they have blocks."""
-    tally = compare(draw(np.random.default_rng(seed)), "bros", POOL)
+    case = draw(np.random.default_rng(seed))
+    plain = dataclasses.replace(
+        case, tasks=tuple(dataclasses.replace(task, urgency=0.0) for task in case.tasks)
+    )
+    tally = compare(plain, "bros", POOL)
     assert tally.difference is None
     assert tally.identical == tally.steps
 
@@ -112,6 +123,8 @@ def test_drawn_workloads_follow_from_the_generator_and_meet_scarce_memory() -> N
     assert one == two
     many = [draw(rng) for rng in [np.random.default_rng(0)] for _ in range(200)]
     assert all(task.prompt + task.output <= case.max_model_len for case in many for task in case.tasks)
+    ranked = [case for case in many if any(task.urgency for task in case.tasks)]
+    assert len(ranked) in range(60, 140), "about half of them come with urgencies"
     full = [case for case in many if case.blocks * conformance.BLOCK < 40 * case.max_running]
     assert full, "some must run out of blocks"
 

@@ -69,8 +69,8 @@ def crowd(clock: SchedulerOracle, seed: int, count: int = 24, noise: float = 0.7
     for i in range(count):
         output = int(rng.choice((8, 20, 60, 150)))
         left = float(np.ceil(output * np.exp(noise * rng.standard_normal())))
-        facts = {"headway_id": f"r{i}", "headway_arrival": 0.0, "headway_left": left}
-        clock.add(f"r{i}", int(rng.integers(1, 120)), output, facts=facts)
+        metadata = {"headway_id": f"r{i}", "headway_arrival": 0.0, "headway_tokens_left": left}
+        clock.add(f"r{i}", int(rng.integers(1, 120)), output, metadata=metadata)
 
 
 def counters(clock: SchedulerOracle) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def test_an_answer_is_held_for_before_it_is_made() -> None:
 
 def test_no_more_is_held_than_a_request_can_have() -> None:
     clock = clock_of("ecoserve", 100)
-    clock.add("a", 20, 60, facts={"headway_left": 5000.0})
+    clock.add("a", 20, 60, metadata={"headway_tokens_left": 5000.0})
     clock.step()
     assert clock.scheduler._blocks.get_num_free_blocks() == 100 - LONGEST // SIZE
 

@@ -60,7 +60,7 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
         wanted[f"r{i}"] = output
         left = output * math.exp(noise * rng.standard_normal())
         run.engine.add(
-            f"r{i}", prompt, output, arrival=when, left=left, slo=Slo(e2e=float(rng.uniform(1, 9)))
+            f"r{i}", prompt, output, arrival=when, tokens_left=left, slo=Slo(e2e=float(rng.uniform(1, 9)))
         )
     while run.engine.busy:
         run.iterate()
@@ -109,7 +109,7 @@ def test_the_pool_is_never_used_unseen() -> None:
             run.iterate()
             jobs = run.engine.jobs
             rows = jobs.rows()
-            queued = rows[jobs.running[rows] & (run.packer.mine["state"][rows] != ACTIVE)]
+            queued = rows[jobs.running[rows] & (run.packer.status["state"][rows] != ACTIVE)]
             pool = int(jobs.blocks[queued].sum())
             counts = run.packer.counts
             assert run.engine.free >= max(reserve - pool, 0) or counts.rescued

@@ -42,7 +42,7 @@ def chat(gateway: Gateway, text: str, tokens: int) -> None:
 def left(gateway: Gateway, fake: Fake, text: str) -> float:
     """Return the tokens that the engine's scheduler is told to expect for a prompt."""
     chat(gateway, text, 8)
-    return float(fake.last()["body"]["vllm_xargs"]["headway_left"])
+    return float(fake.last()["body"]["vllm_xargs"]["headway_tokens_left"])
 
 
 def test_answers_teach_it_and_the_engine_is_told_the_padded_length(serve: Serve, fake: Fake) -> None:

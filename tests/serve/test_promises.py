@@ -49,7 +49,7 @@ def test_every_request_has_its_facts(ask: Any, gateway: Gateway) -> None:
     assert told.ttft == 1.2, "a client cannot pass facts off as ours"
     assert told.tpot == told.e2e == float("inf")
     assert told.arrival > 1.7e9
-    assert 0 < told.left <= 8, "the forecast knows max_tokens"
+    assert 0 < told.tokens_left <= 8, "the forecast knows max_tokens"
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def unlike() -> list[InstanceSpec]:
 def test_the_faster_machine_serves_more(recipe: str) -> None:
     workload = random_traffic(2, ("m",), 120, 10.0)
     outcome = Simulation(find(recipe), unlike(), workload).run()
-    assert np.count_nonzero(outcome.node == 1) > 1.5 * np.count_nonzero(outcome.node == 0)
+    assert np.count_nonzero(outcome.instance == 1) > 1.5 * np.count_nonzero(outcome.instance == 0)
 
 
 @pytest.mark.parametrize("recipe", ["vllm", "priority", "edf", "slack", *ROUTERS])
@@ -122,7 +122,7 @@ def test_a_request_goes_only_where_it_fits(recipe: str) -> None:
     outcome = Simulation(find(recipe), unlike(), workload).run()
     assert np.isfinite(outcome.end).all()
     assert outcome.failed == 0
-    assert (outcome.node[workload.prompt == 500] == 1).all()
+    assert (outcome.instance[workload.prompt == 500] == 1).all()
 
 
 def test_what_fits_nowhere_any_more_fails_instead_of_waiting_for_ever() -> None:

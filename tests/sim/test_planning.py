@@ -16,7 +16,8 @@ from headway.recipes.baselines import ROUTERS
 from headway.recipes.registry import RECIPES, find
 from headway.sim import run as loop
 from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload, single
+from headway.sim.workload.traces import Lengths
+from headway.sim.workload.traffic import TrafficClass, Workload, make, single
 from headway.types import Slo
 from tests.sim.machines import at, machine, random_traffic, together
 
@@ -72,7 +73,7 @@ def test_same_input_same_run(recipe: str) -> None:
     nodes = [machine("e0", "m"), machine("e1", "n", "m", running=2), machine("e2", "m", running=1)]
     runs = [Simulation(find(recipe), nodes, workload).run() for _ in range(2)]
     np.testing.assert_array_equal(runs[0].end, runs[1].end)
-    np.testing.assert_array_equal(runs[0].node, runs[1].node)
+    np.testing.assert_array_equal(runs[0].instance, runs[1].instance)
 
 
 @pytest.mark.parametrize("recipe", PULLING)
@@ -91,9 +92,9 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
             super()._drain(now)
             backlog = self.controller.cluster.backlog
             waiting = {int(code) for code in backlog.model[backlog.live & ~backlog.sent]}
-            for host in self.hosts.values():
-                code = self.controller.cluster.code(host.form.instance.model)
-                assert host.running is not None or code not in waiting
+            for instance in self.instances.values():
+                code = self.controller.cluster.code(instance.variant.instance.model)
+                assert instance.running is not None or code not in waiting
                 checked += code in waiting
 
     with pytest.MonkeyPatch.context() as patch:
@@ -153,6 +154,23 @@ def test_vtc_protects_the_modest_tenant_from_the_flood() -> None:
         for outcome in [Simulation(find(name), [machine("e0", each=0.2, running=2)], workload).run()]
     }
     assert waits["vtc"] < 0.3 * waits["vllm"]
+
+
+def test_parrot_serves_an_older_application_run_first() -> None:
+    """Four runs of three requests each; under load only Parrot lets an older run's later steps overtake."""
+    crew = TrafficClass("crew", lengths=Lengths(np.array([10]), np.array([4]), None, "one request"),
+                        requests_per_run=3, concurrent_runs=4)  # fmt: skip
+    workload = make([crew], np.arange(24) * 0.01, np.random.default_rng(0))
+    ages = np.array([int(workload.request(i).stage.run.split(".")[1]) for i in range(24)])  # type: ignore[union-attr]
+    order = {
+        name: np.argsort(Simulation(find(name), [machine("e0", each=0.5, running=1)], workload).run().first)
+        for name in ("vllm", "parrot")
+    }
+    np.testing.assert_array_equal(order["vllm"], np.arange(24))
+    inside = machine("e0", running=1).instance.window  # sent before anything had to wait
+    later = order["parrot"][inside:]
+    np.testing.assert_array_equal(later, sorted(later, key=lambda row: (ages[row], row)))
+    assert (np.diff(later) < 0).any()
 
 
 def test_what_is_shed_has_no_end_and_is_counted() -> None:

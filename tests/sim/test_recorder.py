@@ -13,7 +13,7 @@ from headway.sim.record import run_folder
 from headway.sim.record.recorder import ITERATIONS, MOVES, Recorder, State
 from headway.sim.record.timeline import Reader
 from headway.sim.run import Simulation
-from tests.sim.recorded import ALL, Spy, fleet, mixed, record
+from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 CASES = [(recipe, blocks, count) for recipe in ALL for blocks, count in ((130, 1), (300, 2))]
 
@@ -79,13 +79,13 @@ def test_moves_say_when_each_request_was_sent() -> None:
     assert sorted(run.recording.moves["request"]) == list(range(len(run.workload)))
     sent = run.recording.moves
     assert (sent["time"] >= run.workload.arrival[sent["request"]]).all()
-    assert (sent["instance"] == run.outcome.node[sent["request"]]).all()
+    assert (sent["instance"] == run.outcome.instance[sent["request"]]).all()
 
 
 def test_a_full_recording_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"filled its 0\.1 MB after .* simulated seconds.*--record-mb"):
         record("vllm", 1, recorder=Recorder(0.1))
-    with pytest.raises(ConfigError, match="keeps nothing"):
+    with pytest.raises(ConfigError, match="is empty"):
         Recorder(0)
 
 

@@ -119,7 +119,7 @@ def test_every_request_ends_once_and_in_order_of_cause(recipe: str, blocks: int)
     assert np.isfinite(outcome.end).all()
     assert (outcome.first > workload.arrival).all()
     assert (outcome.end >= outcome.first).all()
-    assert set(outcome.node.tolist()) == {0, 1}
+    assert set(outcome.instance.tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

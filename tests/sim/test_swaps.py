@@ -19,6 +19,7 @@ from headway.plan.ordered import Ordered
 from headway.ports import Planner
 from headway.recipes.registry import RECIPES, Recipe, find
 from headway.sim.instance import HostMemory
+from headway.sim.record.recorder import Recorder
 from headway.sim.run import Failure, Outcome, Simulation
 from headway.sim.workload.traffic import Workload
 from headway.types import Plan
@@ -67,7 +68,7 @@ def everything_ended_once(workload: Workload, outcome: Outcome) -> None:
     assert np.isfinite(outcome.end).all()
     assert (outcome.first > workload.arrival).all()
     assert (outcome.end >= outcome.first).all()
-    assert (outcome.node >= 0).all()
+    assert (outcome.instance >= 0).all()
     assert outcome.shed == outcome.failed == 0
 
 
@@ -94,7 +95,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     think: Callable[[int], float] = draw(st.sampled_from([lambda n: 0.0, lambda n: 0.05, lambda n: 0.01 * n]))
     return {
         "recipe": recipe,
-        "nodes": nodes,
+        "instances": nodes,
         "workload": workload,
         "failures": failures,
         "plan_seconds": think,
@@ -109,6 +110,26 @@ def test_nothing_is_lost_or_answered_twice(case: dict[str, Any]) -> None:
     np.testing.assert_array_equal(one.end, two.end)
     np.testing.assert_array_equal(one.first, two.first)
     assert (one.swaps, one.iterations, one.planning) == (two.swaps, two.iterations, two.planning)
+
+
+def test_any_ids_will_do() -> None:
+    """Ids are names: with others a run is the same, swaps, a failure and the recording included."""
+    nodes = [machine("e0", "a", "b", running=2, host=1), machine("e1", "a", running=1)]
+    workload = random_traffic(3, ("a", "b"), 25, 5.0)
+    named = replace(workload, ids=tuple(f"{chr(97 + i)}-{i * 7919 % 25}" for i in range(25)))
+    runs = []
+    for load in (workload, named):
+        recorder, recipe = Recorder(), whimsical(1, 4, "slack")
+        outcome = Simulation(
+            replace(recipe, lengths="oracle"), nodes, load, failures=[Failure("e1", 3.0, 2.0)]
+        ).run(observer=recorder)
+        everything_ended_once(load, outcome)
+        runs.append((outcome, recorder.recording()))
+    (one, record), (two, other) = runs
+    assert one.swaps == two.swaps > 0
+    np.testing.assert_array_equal(one.end, two.end)
+    for name in ("iterations", "changes", "moves"):
+        np.testing.assert_array_equal(getattr(record, name), getattr(other, name))
 
 
 def swapping(*targets: tuple[float, str]) -> Recipe:
@@ -166,7 +187,7 @@ def test_the_swap_waits_for_the_iteration_and_takes_the_rest_back() -> None:
     outcome = Simulation(swapping((2.5, "b")), [node, other], workload).run()
     assert outcome.first[0] == 1.0, "its first token was out before the swap"
     assert outcome.end[0] == 3.0 + 3.0, "it goes on elsewhere, its context recomputed with the next token"
-    assert outcome.node[0] == 1
+    assert outcome.instance[0] == 1
     assert outcome.evictions[0] == 1
     assert outcome.end[1] == 3.0 + 4.0 + 1.0
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError
 from headway.sim.workload import lengths, traces, traffic
 from headway.sim.workload.traffic import TrafficClass, Workload
-from headway.types import Request, Slo
+from headway.types import Request, Slo, Stage
 
 seeds = st.integers(0, 2**32 - 1)
-COLUMNS = [entry.name for entry in fields(Workload) if entry.name not in ("tiers", "models", "tenants")]
+COLUMNS = [entry.name for entry in fields(Workload) if not entry.type.startswith("tuple")]
 CHAT = TrafficClass("chat", 3, Slo(ttft=1.5, tpot=0.15), priority=-1, model="small", tenants=("a", "b"))
 BATCH = TrafficClass("batch", 1, Slo(e2e=60), priority=5, lengths="arxiv", model="large", slo_scale=2)
 IDLE = TrafficClass("idle", 1, lengths="bros-best-effort", model="small", max_tokens=100)
@@ -269,3 +269,56 @@ def test_bad_columns_name_the_request(column, values, said):
     good = traffic.single(np.arange(3.0), 9, 9)
     with pytest.raises(ConfigError, match=said):
         replace(good, **{column: np.array(values)})
+
+
+# ---- ids and application runs
+
+
+def test_ids_name_rows_and_travel_with_them():
+    some = replace(output_tokens(4), ids=("d", "r0", "b", "a"))
+    assert [some.request(i).id for i in range(4)] == ["d", "r0", "b", "a"]
+    assert [some.row_of(id) for id in ("a", "r0")] == [3, 1]
+    turned = some.take(np.array([3, 1]))
+    assert (turned.ids, turned.row_of("r0")) == (("a", "r0"), 1)
+    assert traffic.concat(output_tokens(1), turned.take([0])).ids == ("r0", "a")
+    with pytest.raises(KeyError):
+        turned.row_of("r7")
+    for bad in (("a", "b"), ("a", "a", "b", "c")):
+        with pytest.raises(ConfigError, match=r"4 requests have [23] different ids"):
+            replace(some, ids=bad)
+
+
+def test_runs_take_the_requests_of_their_class_in_turn():
+    crew = TrafficClass("crew", requests_per_run=3, concurrent_runs=2)
+    some = traffic.make([crew], np.arange(9.0), rng())
+    stages = [some.request(i).stage for i in range(9)]
+    assert stages[:3] == [
+        Stage("crew", "0.0", "step0"),
+        Stage("crew", "0.1", "step0"),
+        Stage("crew", "0.0", "step1"),
+    ]
+    assert [stage.run[2:] for stage in stages] == list("010101232")
+    assert [stage.unit[4:] for stage in stages] == list("001122001")
+
+
+def test_only_classes_with_runs_have_stages_and_their_runs_are_different():
+    twice = [TrafficClass("crew", model=name, requests_per_run=2) for name in ("x", "y")]
+    some = traffic.make([*twice, CHAT], np.arange(300.0), rng())
+    stages = [some.request(i).stage for i in range(300)]
+    assert {
+        stage is None for stage, tier in zip(stages, some.tier, strict=True) if some.tiers[tier] == "chat"
+    } == {True}
+    assert {
+        stage is None for stage, tier in zip(stages, some.tier, strict=True) if some.tiers[tier] == "crew"
+    } == {False}
+    models = {}
+    for stage, model in zip(stages, some.model, strict=True):
+        if stage is not None:
+            models.setdefault(stage.run, set()).add(int(model))
+    assert all(len(mine) == 1 for mine in models.values())
+
+
+@pytest.mark.parametrize("bad", [{"requests_per_run": 0}, {"concurrent_runs": 0}])
+def test_runs_of_nothing_are_refused(bad):
+    with pytest.raises(ConfigError, match="Class c has runs of no requests"):
+        TrafficClass("c", **bad)

@@ -13,7 +13,6 @@ from headway.broker import open_broker
 from headway.broker.port import Broker
 from headway.config import Broker as BrokerSettings
 from headway.config import Config, state_dir
-from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.engines.vllm.process.client import VllmEngine
 from headway.recipes.registry import find
@@ -58,9 +57,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
     ):
-        planner = recipe.planner()
-        cluster = Cluster(pull=planner.pull)
-        controller = Controller(planner, lengths.lengths, config.server.max_queued, cluster)
+        controller = Controller(recipe.planner(), lengths.lengths, config.server.max_queued)
         dispatcher = Dispatcher(controller, metrics, lambda tell: _engines(config, log_dir, tell))
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)

@@ -1,19 +1,20 @@
-"""What if, a thousand times faster than real time? The same simulation as `run.py`, as one compiled loop.
+"""The simulation of `loop.py` as one compiled loop, about a thousand times faster than real time.
 
-For one instance, a planner that orders by a rank and a packer with a `rule`. It calls the very functions that
-those packers, the engine, the pace and vLLM's hook call; only the slow loop's bookkeeping is written anew, as
-heaps instead of tables, and `tests/sim/test_fast.py` requires the same outcome to the last bit.
+It covers one instance, an `Ordered` planner and a packer with `params`. It calls the very functions that
+those packers, the engine, the latency model and vLLM's hook call; only the slow loop's bookkeeping is written
+anew, as heaps instead of tables. `tests/sim/test_compiled_loop.py` requires the same outcome to the last bit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
+from headway.core.ranks import ARRIVAL, ATTAINABLE, BEST_EFFORT, DUE, LATE, ON_TIME, PRIORITY
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import FREE, HOLDING, Limits
 from headway.forecast.latency.laws import law
@@ -22,285 +23,326 @@ from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import SLACK, pack
-from headway.plan.ordered import Ordered, by_arrival, by_attainable_deadline, by_due, by_priority
+from headway.plan.ordered import Ordered
 from headway.recipes.recipe import Recipe
+from headway.sim.instance import InstanceSpec
+from headway.sim.outcome import Outcome
 from headway.sim.workload.traffic import Workload
-from headway.types import Floats, Ints, Jobs
-
-if TYPE_CHECKING:
-    from headway.sim.run import InstanceSpec
+from headway.types import Floats, Instance, Ints, Jobs
 
 Rows = NDArray[np.void]
-# How a planner ranks; each is a rank of `plan/ordered.py`.
-ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
-# Places in `RunState.counts`.
-(ARRIVED, INSIDE, ROWS, RAN, RUNNING, SERIAL, ITERATIONS, PREEMPTED, PAUSED, HEAP) = range(10)
-END, BUSY = 0, 1  # places in `RunState.clock`
-_HEAPS = 3  # on time, late, best effort: only `ATTAINABLE` uses more than the first
-_ASK = np.dtype([("key1", float), ("key2", float), ("max_tokens", int), ("task", int), ("blocks", int)])
+_HEAPS = 3  # one per level of `core/ranks.py`; only `ATTAINABLE` uses more than the first
+# Kinds of rank and `displaces` of the planners that this loop knows.
+_PLANNERS = {(ARRIVAL, False), (PRIORITY, True), (DUE, True), (ATTAINABLE, True)}
+
+RequestColumns = np.dtype(
+    [
+        ("key1", float), ("key2", float),  # the planner's rank, most significant first
+        ("max_tokens", int), ("task", int),  # what the output length is forecast from
+        ("blocks", int),  # KV blocks of prompt and forecast output
+    ]
+)  # fmt: skip
+Progress = np.dtype(
+    [
+        ("arrived", int), ("serial", int),  # requests that have arrived, and been sent
+        ("inside", int), ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
+        ("running", int),  # rows that the iteration in progress computes, 0 = the engine is idle
+        ("iteration_end", float),
+        ("iterations", int), ("preempted", int), ("paused", int), ("busy", float),  # as in `Outcome`
+    ]
+)  # fmt: skip
 
 
-class Line(NamedTuple):
-    """The planner and what `plan/dispatch.py` reads of the instance."""
+class PlannerParams(NamedTuple):
+    """The planner, and the fields of the instance that `plan/dispatch.py` reads.
+
+    kind: its rank, one of ARRIVAL, PRIORITY, DUE, ATTAINABLE.
+    ranked: requests take the first number of their rank into the engine, as `Send.rank`.
+    """
 
     kind: int
+    ranked: bool
     window: int
     blocks: int
-    size: int
+    block_size: int
 
 
 class RunState(NamedTuple):
-    """The state of a run. Row i of `jobs` and `asks` is request i; nothing is ever moved or used again.
+    """The state of a run. Row i of `jobs` and `requests` is request i; no row is moved or used again.
 
-    target: outputs, aligned. heaps: waiting requests, one heap per row, sizes in counts[HEAP:]. inside:
-    requests that are sent and not known to have ended, place: where in it. rows: those the engine has. ran:
-    rows and tokens of the iteration in progress. seen: the last answers' lengths per task, taught: how many
-    there have been. first, end: the outcome.
+    progress: one row of `Progress`.
+    requests: `RequestColumns`.
+    output: output tokens, by request.
+    heaps: waiting requests, one heap per row; heap_sizes: their lengths.
+    inside: requests that were sent and have not ended for the planner; place: a request's index in it.
+    rows: the requests that the engine has.
+    iteration: rows and tokens of the iteration in progress.
+    lengths: the last output lengths by task; learned: how many there have been.
+    theta, cov, cap, forget, surprise: the packer's `OnlineLatency`.
+    law, law_kind: the instance's latency model.
+    balance: the engine's KV account.
+    first, end: as in `Outcome`.
+    prior: forecast output tokens of a task without any answer.
+    packer: the packer's `params`.
     """
 
+    progress: Rows
     jobs: Rows
-    asks: Rows
-    target: Ints
+    requests: Rows
+    output: Ints
     heaps: Ints
+    heap_sizes: Ints
     inside: Ints
     place: Ints
     rows: Ints
-    ran: Ints
-    seen: Ints
-    taught: Ints
+    iteration: Ints
+    lengths: Ints
+    learned: Ints
     theta: Floats
     cov: Floats
     cap: Floats
     law: Floats
     balance: Ints
-    counts: Ints
-    clock: Floats
     first: Floats
     end: Floats
     law_kind: int
     prior: int
-    params: PackerParams
-    line: Line
+    packer: PackerParams
+    planner: PlannerParams
     limits: Limits
     forget: float
     surprise: float
 
 
 @compiled
-def advance(w: RunState, stop: int) -> None:
+def advance(run: RunState, stop: int) -> None:
     """Run until `stop` requests have arrived; to the end of everything when that is all of them."""
-    size = w.target.size
-    while w.counts[ARRIVED] < stop or (stop == size and w.counts[RUNNING]):
-        i = w.counts[ARRIVED]
-        if w.counts[RUNNING] and (i == size or w.clock[END] <= w.jobs["arrival"][i]):
-            _iteration_ends(w, w.clock[END])
+    progress = run.progress[0]
+    size = run.output.size
+    while progress["arrived"] < stop or (stop == size and progress["running"]):
+        i = progress["arrived"]
+        if progress["running"] and (i == size or progress["iteration_end"] <= run.jobs["arrival"][i]):
+            _end_iteration(run, progress["iteration_end"])
         else:
-            _arrive(w, i)
+            _arrive(run, i)
 
 
 @compiled
-def _arrive(w: RunState, i: int) -> None:
-    w.asks["blocks"][i] = np.ceil((w.jobs["prompt"][i] + _forecast(w, i)) / w.line.size)
-    w.counts[ARRIVED] += 1
-    _push(w, 2 if w.line.kind == ATTAINABLE and np.isinf(w.asks["key1"][i]) else 0, i)
-    _send(w, w.jobs["arrival"][i])
+def _arrive(run: RunState, i: int) -> None:
+    progress = run.progress[0]
+    run.requests["blocks"][i] = np.ceil((run.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
+    progress["arrived"] += 1
+    never = run.planner.kind == ATTAINABLE and np.isinf(run.requests["key1"][i])
+    _push(run, BEST_EFFORT if never else ON_TIME, i)
+    _send(run, run.jobs["arrival"][i])
 
 
 # ---- the engine
 
 
 @compiled
-def _begin(w: RunState, now: float) -> None:
+def _begin(run: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
-    rows = w.rows[: w.counts[ROWS]]
-    ledger = KvBudget(w.line.blocks, w.balance[FREE], w.limits.size, w.limits.slots)
-    step = pack(w.params, w.jobs, rows, ledger, now, w.theta)
-    engine.evict(w.jobs, w.balance, step.evict)
-    paused = w.balance[HOLDING] - np.count_nonzero(w.jobs["running"][step.order])
-    budget = w.params.budget if w.params.budget else w.limits.budget
-    ran = engine.run(w.jobs, w.balance, w.limits, step.order, step.caps, w.params.max_running, budget)
+    progress = run.progress[0]
+    rows = run.rows[: progress["rows"]]
+    ledger = KvBudget(run.planner.blocks, run.balance[FREE], run.limits.size, run.limits.slots)
+    step = pack(run.packer, run.jobs, rows, ledger, now, run.theta)
+    engine.evict(run.jobs, run.balance, step.evict)
+    paused = run.balance[HOLDING] - np.count_nonzero(run.jobs["running"][step.order])
+    budget = run.packer.budget if run.packer.budget else run.limits.budget
+    ran = engine.run(run.jobs, run.balance, run.limits, step.order, step.caps, run.packer.max_running, budget)
     size = ran.rows.size
-    w.counts[RUNNING], w.counts[RAN] = size > 0, size
+    progress["running"] = size
     if size == 0:
         return
-    w.ran[0, :size], w.ran[1, :size] = ran.rows, ran.tokens
-    w.counts[ITERATIONS] += 1
-    w.counts[PREEMPTED] += ran.lost.size
-    w.counts[PAUSED] += paused
-    seconds = _seconds(w, ran.rows, ran.tokens)
-    w.clock[BUSY] += seconds
-    w.clock[END] = now + seconds
+    run.iteration[0, :size], run.iteration[1, :size] = ran.rows, ran.tokens
+    progress["iterations"] += 1
+    progress["preempted"] += ran.lost.size
+    progress["paused"] += paused
+    seconds = _seconds(run, ran.rows, ran.tokens)
+    progress["busy"] += seconds
+    progress["iteration_end"] = now + seconds
 
 
 @compiled
-def _seconds(w: RunState, rows: Ints, tokens: Ints) -> float:
-    """Return how long an iteration takes, and teach the packer's pace."""
-    decodes, context, prefill, pairs = shape(w.jobs, rows, tokens)
-    seconds = max(law(w.law_kind, w.law, decodes, context, prefill, pairs), SHORTEST)
-    if w.params.kind == SLACK:
+def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
+    """Return how long an iteration takes; the packer's latency model learns from it."""
+    decodes, context, prefill, pairs = shape(run.jobs, rows, tokens)
+    seconds = max(law(run.law_kind, run.law, decodes, context, prefill, pairs), SHORTEST)
+    if run.packer.kind == SLACK:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
-        learn(w.theta, w.cov, w.cap, *parts, seconds, w.forget, w.surprise)
+        learn(run.theta, run.cov, run.cap, *parts, seconds, run.forget, run.surprise)
     return float(seconds)
 
 
 @compiled
-def _iteration_ends(w: RunState, now: float) -> None:
-    size = w.counts[RAN]
-    done = engine.complete(w.jobs, w.balance, w.target, w.ran[0, :size], w.ran[1, :size], now)
-    w.counts[RUNNING] = 0
+def _end_iteration(run: RunState, now: float) -> None:
+    progress = run.progress[0]
+    size = progress["running"]
+    done = engine.complete(
+        run.jobs, run.balance, run.output, run.iteration[0, :size], run.iteration[1, :size], now
+    )
+    progress["running"] = 0
     for row in done:
-        w.jobs["live"][row] = False
-        w.first[row], w.end[row] = w.jobs["first"][row], now
+        run.jobs["live"][row] = False
+        run.first[row], run.end[row] = run.jobs["first"][row], now
     if done.size:
-        _drop_ended(w)
-    if w.counts[ROWS]:
-        _begin(w, now)
+        _drop_ended(run)
+    if progress["rows"]:
+        _begin(run, now)
     for row in done:
-        _leave(w, row)
-        _learn_length(w, row)
-        _send(w, now)
+        _leave(run, row)
+        _learn_length(run, row)
+        _send(run, now)
 
 
 @compiled
-def _drop_ended(w: RunState) -> None:
+def _drop_ended(run: RunState) -> None:
+    progress = run.progress[0]
     kept = 0
-    for k in range(w.counts[ROWS]):
-        if w.jobs["live"][w.rows[k]]:
-            w.rows[kept] = w.rows[k]
+    for k in range(progress["rows"]):
+        if run.jobs["live"][run.rows[k]]:
+            run.rows[kept] = run.rows[k]
             kept += 1
-    w.counts[ROWS] = kept
+    progress["rows"] = kept
 
 
-# ---- the lengths (`forecast/lengths/task.py`)
+# ---- output lengths (`forecast/lengths/task.py`)
 
 
 @compiled
-def _forecast(w: RunState, i: int) -> float:
+def _forecast(run: RunState, i: int) -> float:
     """Return the mean of the task's last answers, none longer than the request allows."""
-    task, most = w.asks["task"][i], w.asks["max_tokens"][i]
-    known = min(w.taught[task], w.seen.shape[1])
+    task, most = run.requests["task"][i], run.requests["max_tokens"][i]
+    known = min(run.learned[task], run.lengths.shape[1])
     if known == 0:
-        return float(min(w.prior, most))
+        return float(min(run.prior, most))
     total = 0
     for k in range(known):
-        total += min(w.seen[task, k], most)
+        total += min(run.lengths[task, k], most)
     return float(total / known)
 
 
 @compiled
-def _learn_length(w: RunState, i: int) -> None:
-    task = w.asks["task"][i]
-    w.seen[task, w.taught[task] % w.seen.shape[1]] = w.target[i]
-    w.taught[task] += 1
+def _learn_length(run: RunState, i: int) -> None:
+    task = run.requests["task"][i]
+    run.lengths[task, run.learned[task] % run.lengths.shape[1]] = run.output[i]
+    run.learned[task] += 1
 
 
-# ---- the line (`plan/ordered.py`, `plan/dispatch.py`)
+# ---- the virtual queue (`plan/ordered.py`, `plan/dispatch.py`)
 
 
 @compiled
-def _send(w: RunState, now: float) -> None:
+def _send(run: RunState, now: float) -> None:
     """Send the head of the queue as long as it belongs inside the engine."""
+    progress = run.progress[0]
     while True:
-        heap = _head(w, now)
-        if heap < 0 or not _belongs(w, w.heaps[heap, 0], heap):
+        heap = _head(run, now)
+        if heap < 0 or not _belongs(run, run.heaps[heap, 0], heap):
             return
-        i = _pop(w, heap)
-        w.place[i] = w.counts[INSIDE]
-        w.inside[w.counts[INSIDE]] = i
-        w.counts[INSIDE] += 1
-        _deliver(w, i, now)
+        i = _pop(run, heap)
+        run.place[i] = progress["inside"]
+        run.inside[progress["inside"]] = i
+        progress["inside"] += 1
+        if run.planner.ranked:
+            run.jobs["urgency"][i] = run.requests["key1"][i]
+        _submit(run, i, now)
 
 
 @compiled
-def _head(w: RunState, now: float) -> int:
+def _head(run: RunState, now: float) -> int:
     """Return the heap whose first request is the most urgent of those waiting, -1 = none waits."""
-    if w.line.kind == ATTAINABLE:  # who has become late goes behind all who can still make it
-        while w.counts[HEAP] and w.asks["key1"][w.heaps[0, 0]] < now:
-            _push(w, 1, _pop(w, 0))
+    if run.planner.kind == ATTAINABLE:  # a late request goes behind those that can still meet their SLO
+        while run.heap_sizes[ON_TIME] and run.requests["key1"][run.heaps[ON_TIME, 0]] < now:
+            _push(run, LATE, _pop(run, ON_TIME))
     for heap in range(_HEAPS):
-        if w.counts[HEAP + heap]:
+        if run.heap_sizes[heap]:
             return heap
     return -1
 
 
 @compiled
-def _belongs(w: RunState, i: int, heap: int) -> bool:
-    """Tell whether the first of a heap stands in the line's window, with its KV and theirs before it."""
-    # Rows, not the whole world, go into the loop: each array in a call costs its reference count.
-    ahead, blocks, asks, kind = 0, 0, w.asks, w.line.kind
-    for j in w.inside[: w.counts[INSIDE]]:
-        if kind == ARRIVAL or _inside_first(asks, kind, j, i, heap):
+def _belongs(run: RunState, i: int, heap: int) -> bool:
+    """Tell whether i, the first of a heap, is within the dispatch window and its KV fits."""
+    progress = run.progress[0]
+    # The loop takes the columns, not the whole state: each array in a call costs its reference count.
+    ahead, blocks, requests, kind = 0, 0, run.requests, run.planner.kind
+    for j in run.inside[: progress["inside"]]:
+        if kind == ARRIVAL or _inside_first(requests, kind, j, i, heap):
             ahead += 1
-            blocks += asks["blocks"][j]
-    if ahead >= w.line.window:
+            blocks += requests["blocks"][j]
+    if ahead >= run.planner.window:
         return False
-    return bool(ahead == 0 or blocks + asks["blocks"][i] <= w.line.blocks)
+    return bool(ahead == 0 or blocks + requests["blocks"][i] <= run.planner.blocks)
 
 
 @compiled
-def _inside_first(asks: Rows, kind: int, j: int, i: int, heap: int) -> bool:
+def _inside_first(requests: Rows, kind: int, j: int, i: int, heap: int) -> bool:
     """Tell whether j, which is inside, ranks before i, which waits in `heap`."""
     if kind == ATTAINABLE:
-        best_effort = np.isinf(asks["key1"][j])
-        if best_effort != (heap == 2):
+        best_effort = np.isinf(requests["key1"][j])
+        if best_effort != (heap == BEST_EFFORT):
             return not best_effort
-        if heap == 1:
+        if heap == LATE:
             return True
-    return _before(asks, j, i)
+    return _before(requests, j, i)
 
 
 @compiled
-def _deliver(w: RunState, i: int, now: float) -> None:
-    w.counts[SERIAL] += 1
-    w.jobs["serial"][i] = w.counts[SERIAL]
-    w.jobs["tokens_left"][i] = _forecast(w, i)
-    w.jobs["live"][i] = True
-    w.rows[w.counts[ROWS]] = i
-    w.counts[ROWS] += 1
-    if not w.counts[RUNNING]:
-        _begin(w, now)
+def _submit(run: RunState, i: int, now: float) -> None:
+    progress = run.progress[0]
+    progress["serial"] += 1
+    run.jobs["serial"][i] = progress["serial"]
+    run.jobs["tokens_left"][i] = _forecast(run, i)
+    run.jobs["live"][i] = True
+    run.rows[progress["rows"]] = i
+    progress["rows"] += 1
+    if not progress["running"]:
+        _begin(run, now)
 
 
 @compiled
-def _leave(w: RunState, i: int) -> None:
-    w.counts[INSIDE] -= 1
-    last = w.inside[w.counts[INSIDE]]
-    w.inside[w.place[i]], w.place[last] = last, w.place[i]
+def _leave(run: RunState, i: int) -> None:
+    progress = run.progress[0]
+    progress["inside"] -= 1
+    last = run.inside[progress["inside"]]
+    run.inside[run.place[i]], run.place[last] = last, run.place[i]
 
 
 # ---- heaps
 
 
 @compiled
-def _before(asks: Rows, a: int, b: int) -> bool:
+def _before(requests: Rows, a: int, b: int) -> bool:
     """Tell whether a ranks before b within one class; of equals the first to come."""
-    if asks["key1"][a] != asks["key1"][b]:
-        return bool(asks["key1"][a] < asks["key1"][b])
-    if asks["key2"][a] != asks["key2"][b]:
-        return bool(asks["key2"][a] < asks["key2"][b])
+    if requests["key1"][a] != requests["key1"][b]:
+        return bool(requests["key1"][a] < requests["key1"][b])
+    if requests["key2"][a] != requests["key2"][b]:
+        return bool(requests["key2"][a] < requests["key2"][b])
     return a < b
 
 
 @compiled
-def _push(w: RunState, heap: int, i: int) -> None:
-    asks, rows, at = w.asks, w.heaps[heap], w.counts[HEAP + heap]
-    w.counts[HEAP + heap] += 1
-    while at > 0 and _before(asks, i, rows[(at - 1) // 2]):
+def _push(run: RunState, heap: int, i: int) -> None:
+    requests, rows, at = run.requests, run.heaps[heap], run.heap_sizes[heap]
+    run.heap_sizes[heap] += 1
+    while at > 0 and _before(requests, i, rows[(at - 1) // 2]):
         rows[at] = rows[(at - 1) // 2]
         at = (at - 1) // 2
     rows[at] = i
 
 
 @compiled
-def _pop(w: RunState, heap: int) -> int:
-    asks, rows = w.asks, w.heaps[heap]
-    w.counts[HEAP + heap] -= 1
-    top, size = rows[0], w.counts[HEAP + heap]
+def _pop(run: RunState, heap: int) -> int:
+    requests, rows = run.requests, run.heaps[heap]
+    run.heap_sizes[heap] -= 1
+    top, size = rows[0], run.heap_sizes[heap]
     moved, at = rows[size], 0
     while 2 * at + 1 < size:
         child = 2 * at + 1
-        child += child + 1 < size and _before(asks, rows[child + 1], rows[child])
-        if not _before(asks, rows[child], moved):
+        child += child + 1 < size and _before(requests, rows[child + 1], rows[child])
+        if not _before(requests, rows[child], moved):
             break
         rows[at] = rows[child]
         at = child
@@ -308,32 +350,49 @@ def _pop(w: RunState, heap: int) -> int:
     return int(top)
 
 
-# ---- from a `Simulation` and back
+# ---- from a `Simulation` to its outcome
 
 
-_RANKS: dict[tuple[int, bool], int] = {
-    (by_arrival, False): ARRIVAL, (by_priority, True): PRIORITY, (by_due, True): DUE, (by_attainable_deadline, True): ATTAINABLE,
-}  # fmt: skip
-
-
-def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskLengths) -> RunState | None:
+def initial_state(
+    recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: TaskLengths
+) -> RunState | None:
     """Return the start of a compiled run; None when a part of it is known to Python only."""
-    instance, planner, latency = node.instance, recipe.planner(), OnlineLatency()
-    params = recipe.packer(node.spec(latency)).params
-    kind = _RANKS.get((planner.kind, planner.displaces)) if isinstance(planner, Ordered) else None
-    simple = workload.models == (instance.model,) and not lengths.taught
-    if params is None or kind is None or not isinstance(node.latency, FixedLatency) or not simple:
+    instance, planner, latency = spec.instance, recipe.planner(), OnlineLatency()
+    params = recipe.packer(spec.engine_spec(latency)).params
+    if not isinstance(planner, Ordered) or (planner.kind, planner.displaces) not in _PLANNERS or planner.key:
         return None
-    n, slots, size = len(workload), node.slots, instance.block_size
-    never, none = np.full(n, np.nan), np.zeros(n, np.int64)
+    known = workload.models == (instance.model,) and not lengths.taught
+    if params is None or not isinstance(spec.latency, FixedLatency) or not known:
+        return None
+    n, tasks = len(workload), len(workload.tiers)
+    law_kind, law_params = spec.latency.law
     return RunState(
-        _jobs(workload), _asks(workload, kind), workload.output.copy(), np.zeros((_HEAPS, n), np.int64),
-        none, none.copy(), none.copy(), np.zeros((2, slots), np.int64),
-        np.zeros((len(workload.tiers), lengths.window), np.int64), np.zeros(len(workload.tiers), np.int64),
-        latency.theta, latency.cov, latency.cap, node.latency.law[1], np.array([instance.blocks_total, 0]),
-        np.zeros(HEAP + _HEAPS, np.int64), np.zeros(2), never, never.copy(), node.latency.law[0], lengths.prior,
-        params, Line(kind, instance.window, instance.blocks_total, size),
-        Limits(size, slots, node.budget, instance.max_model_len), latency.forget, latency.surprise,
+        progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload, planner.kind),
+        output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
+        heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
+        rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
+        lengths=np.zeros((tasks, lengths.window), np.int64), learned=np.zeros(tasks, np.int64),
+        theta=latency.theta, cov=latency.cov, cap=latency.cap, law=law_params,
+        balance=np.array([instance.blocks_total, 0]), first=np.full(n, np.nan), end=np.full(n, np.nan),
+        law_kind=law_kind, prior=lengths.prior, packer=params, planner=_planner(planner, instance),
+        limits=Limits(instance.block_size, spec.slots, spec.budget, instance.max_model_len),
+        forget=latency.forget, surprise=latency.surprise,
+    )  # fmt: skip
+
+
+def _planner(planner: Ordered, instance: Instance) -> PlannerParams:
+    return PlannerParams(
+        planner.kind, planner.ranked, instance.window, instance.blocks_total, instance.block_size
+    )
+
+
+def outcome(state: RunState) -> Outcome:
+    """Return what became of the requests of a run that has ended."""
+    progress = state.progress[0]
+    return Outcome(
+        state.first, state.end, np.where(state.jobs["serial"] > 0, 0, -1), state.jobs["evictions"].copy(),
+        int(progress["iterations"]), float(progress["busy"]), int(progress["preempted"]),
+        int(progress["paused"]),
     )  # fmt: skip
 
 
@@ -344,13 +403,12 @@ def _jobs(workload: Workload) -> Rows:
     return jobs
 
 
-def _asks(workload: Workload, kind: int) -> Rows:
-    """Return the planner's columns: its rank, what lengths are forecast from."""
-    asks = np.zeros(len(workload), _ASK)
-    first = np.minimum(workload.ttft, workload.e2e)
-    asks["max_tokens"], asks["task"] = workload.max_tokens, workload.tier
-    asks["key2"] = workload.arrival
-    asks["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(
+def _requests(workload: Workload, kind: int) -> Rows:
+    requests = np.zeros(len(workload), RequestColumns)
+    first = np.where(np.isinf(workload.ttft), workload.e2e, workload.ttft)
+    requests["max_tokens"], requests["task"] = workload.max_tokens, workload.tier
+    requests["key2"] = workload.arrival
+    requests["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(
         kind, workload.arrival + first
     )
-    return asks
+    return requests

@@ -1,7 +1,7 @@
-"""Which machines are simulated? From a line of text, a TOML table or numbers to nodes, or a plain no.
+"""The simulated fleet: from a line of text or a TOML table to `InstanceSpec`s, with errors that name the fix.
 
 `profile[:count][,key=value...]`, such as `opt-13b-a100:2,kv_tokens=40000` or, for instances that may swap
-models, `opt-13b-a100,loads=llama-2-7b-a100,host_gb=64`. In TOML the same keys stand in [[instances]].
+models, `opt-13b-a100,loads=llama-2-7b-a100,host_gb=64`. In TOML the same keys are those of [[instances]].
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ _FORM = "Write profile[:count][,key=value...], such as opt-13b-a100:2,kv_tokens=
 class Spec:
     """`count` equal instances of one latency profile.
 
+    profile: name or file of a latency profile.
     model: the name that requests ask for; None = the last part of the latency profile's model in lower case.
-    kv_tokens: None = as the file says. loads: latency profiles of the models that these instances can load instead
-    of their first, on the same terms. host_gb: host memory in which weights stay warm, in 1e9 bytes.
-    host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = there is none.
+    max_running: batch limit.
+    budget: tokens per iteration.
+    max_model_len: tokens of the longest request.
+    kv_tokens: tokens of KV; None = as the profile says.
+    loads: latency profiles of the models that these instances can load instead of their first.
+    host_gb: host memory in which weights stay warm, in 1e9 bytes.
+    host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = none.
     """
 
     profile: str
@@ -48,7 +53,7 @@ class Spec:
     host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
     host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
 
-    def nodes(self, first: int = 0) -> list[InstanceSpec]:
+    def instances(self, first: int = 0) -> list[InstanceSpec]:
         """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
         file = profiles.load(self.profile)
         others = [profiles.load(name) for name in self.loads]
@@ -58,17 +63,17 @@ class Spec:
                 f"An instance of {self.profile} has one model twice: {', '.join(names)}.",
                 "Let it load each model once, or name its first with model=.",
             )
-        return [self._node(f"e{first + i}", file, names, others) for i in range(self.count)]
+        return [self._instance(f"e{first + i}", file, names, others) for i in range(self.count)]
 
-    def _node(
+    def _instance(
         self, id: str, file: LatencyProfile, names: list[str], others: list[LatencyProfile]
     ) -> InstanceSpec:
-        forms = tuple(
-            self._form(id, other, name, None, ()) for name, other in zip(names[1:], others, strict=True)
+        variants = tuple(
+            self._variant(id, other, name, None, ()) for name, other in zip(names[1:], others, strict=True)
         )
-        return self._form(id, file, names[0], self.kv_tokens, forms)
+        return self._variant(id, file, names[0], self.kv_tokens, variants)
 
-    def _form(
+    def _variant(
         self,
         id: str,
         file: LatencyProfile,
@@ -107,30 +112,30 @@ class Spec:
 
 
 def build(specs: Sequence[Spec]) -> list[InstanceSpec]:
-    """Return the nodes of a whole fleet, named e0, e1, ... in the order of the specs."""
-    nodes: list[InstanceSpec] = []
+    """Return the instances of a whole fleet, named e0, e1, ... in the order of the specs."""
+    instances: list[InstanceSpec] = []
     for spec in specs:
-        nodes += spec.nodes(len(nodes))
-    if not nodes:
+        instances += spec.instances(len(instances))
+    if not instances:
         raise ConfigError("The fleet has no instances.", f"Give at least one. {_FORM}")
-    return nodes
+    return instances
 
 
-def models(nodes: Sequence[InstanceSpec]) -> tuple[str, ...]:
+def models(instances: Sequence[InstanceSpec]) -> tuple[str, ...]:
     """Return the models that a fleet serves or can load, each once, the served ones first."""
-    first = [node.instance.model for node in nodes]
-    return tuple(dict.fromkeys([*first, *(model for node in nodes for model in node.forms())]))
+    first = [spec.instance.model for spec in instances]
+    return tuple(dict.fromkeys([*first, *(model for spec in instances for model in spec.variants())]))
 
 
-def holds(nodes: Sequence[InstanceSpec], workload: Workload) -> Bools:
-    """Tell which requests some instance could hold; True where nobody has the model (another error)."""
-    limits = [max(node.limit(name) for node in nodes) for name in workload.models]
+def holds(instances: Sequence[InstanceSpec], workload: Workload) -> Bools:
+    """Tell which requests some instance could hold; True where no instance has the model (another error)."""
+    limits = [max(spec.limit(name) for spec in instances) for name in workload.models]
     limit = np.array([tokens or np.iinfo(np.int64).max for tokens in limits])[workload.model]
     return np.asarray(workload.prompt + workload.output <= limit, np.bool_)
 
 
 def spec(text: str, **defaults: Any) -> Spec:
-    """Read `profile[:count][,key=value...]`. ConfigError, naming the mend, for anything else."""
+    """Read `profile[:count][,key=value...]`. ConfigError, naming the fix, for anything else."""
     head, *pairs = [part.strip() for part in text.split(",")]
     profile, colon, count = head.rpartition(":") if _counted(head) else (head, "", "")
     data: dict[str, Any] = {**defaults, "profile": profile}
@@ -178,7 +183,7 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
     if problem["type"] == "unexpected_keyword_argument":
         keys = [entry.name for entry in fields(Spec)]
         near = get_close_matches(key, keys, n=1)
-        mend = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
-        return ConfigError(f"An instance has no {key!r} ({where}).", mend)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
+        return ConfigError(f"An instance has no {key!r} ({where}).", hint)
     what = problem["msg"][:1].lower() + problem["msg"][1:]
     return ConfigError(f"{key} in {where}: {what} (it is {problem['input']!r}).", _FORM)

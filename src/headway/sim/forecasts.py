@@ -1,8 +1,7 @@
-"""What if answers' lengths were known, or predicted this well?
+"""SIMULATED forecasts of output lengths, which read the answer's length in the workload.
 
-SIMULATED forecasts, which read the answer that the workload holds: an oracle, and a predictor whose error is
-log-normal, set by the accuracy that a paper reports (EcoServe 2.3: within the padded length for 77.5 % of
-Alpaca's requests). A learned predictor has the same interface.
+An oracle, and a predictor whose error is log-normal, set by the accuracy that a paper reports (EcoServe 2.3:
+within the padded length for 77.5 % of Alpaca's requests). A learned predictor has the same interface.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ _SHARES = 64  # samples of a forecast
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """Every answer's length as it will be. Requests are those of `workload`, by their id."""
+    """The true length of every answer. Requests are those of `workload`, by their id."""
 
     workload: Workload
 
     def forecast(self, request: Request) -> Forecast:
         """Return the answer's tokens as the only sample."""
-        return Forecast(np.array([float(self.workload.output[int(request.id[1:])])]))
+        return Forecast(np.array([float(self.workload.output[self.workload.row_of(request.id)])]))
 
     def learn(self, request: Request, output_tokens: int) -> None:
-        """Do nothing: all is known."""
+        """Do nothing: the lengths are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Noisy:
 
     def forecast(self, request: Request) -> Forecast:
         """Return the distribution of the answer's tokens around the prediction, each at least 1."""
-        i = int(request.id[1:])
+        i = self.workload.row_of(request.id)
         return Forecast(np.maximum(self.workload.output[i] * self.factors[i] * self.spread, 1.0))
 
     def learn(self, request: Request, output_tokens: int) -> None:

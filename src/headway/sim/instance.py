@@ -1,13 +1,13 @@
-"""What is one simulated machine? An engine in virtual time, the models it may load, the memory they wait in.
+"""One simulated instance: an engine in virtual time, the models it can load, the host memory for weights.
 
-A node serves one model at a time. What it loads comes from disk (cold) or from its host memory (warm), which
+An instance serves one model at a time. It loads another from disk (cold) or from host memory (warm), which
 keeps the models loaded before as far as they fit, the least recently used going first (QLM 5).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,13 +20,19 @@ from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
 from headway.ports import LatencyModel, Packer
 from headway.recipes.recipe import Recipe
+from headway.sim.event_queue import Timer
 from headway.sim.workload.traffic import Workload
 from headway.types import Instance, Loadable, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What it takes to load a model: seconds from disk and from host memory, bytes that it fills there."""
+    """The cost of loading a model.
+
+    cold_s: seconds from disk.
+    warm_s: seconds from host memory.
+    bytes: of its weights.
+    """
 
     cold_s: float
     warm_s: float
@@ -35,16 +41,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One simulated instance: what it is, its pace, slots, and tokens per iteration.
+    """What is simulated as one instance.
 
-    copy_seconds: to move one token's KV between device and host. host_tokens: tokens of KV that the host has
-    room for; None = nobody said: blocks are plain, and those that save find room for all they save.
-    others: this node as it is with another model loaded; each of them, and the node itself if it is to come
-    back, needs `load`. host_bytes: host memory for weights.
-    request_overhead: seconds from a request's sending to where the engine can see it (HTTP, tokenisation).
-    token_overhead: from the end of an iteration to the client's eyes (detokenisation, streaming).
-    interruption: by which each request that is sent makes the iteration in progress longer, where those who
-    receive it share the engine's cores.
+    instance: what the controller is told about it.
+    latency: seconds of an iteration.
+    slots: requests that may hold KV.
+    budget: tokens per iteration.
+    copy_seconds: to move one token's KV between device and host.
+    load: cost of loading its model; needed, as in `others`, where models are swapped.
+    others: this instance as it is with another model loaded.
+    host_bytes: host memory for weights.
+    request_overhead: seconds from a request's sending to its submission (HTTP, tokenisation).
+    token_overhead: seconds from the end of an iteration to the client (detokenisation, streaming).
+    interruption: seconds that each request sent adds to the iteration in progress, where gateway and engine
+        share cores.
+    host_tokens: tokens of KV that host memory has room for; None = unlimited, and blocks are plain.
     """
 
     instance: Instance
@@ -62,10 +73,10 @@ class InstanceSpec:
 
     @property
     def delays(self) -> bool:
-        """Tell whether anything lies between clients and this engine."""
+        """Tell whether there is an overhead between clients and this engine."""
         return bool(self.request_overhead or self.token_overhead or self.interruption)
 
-    def spec(self, latency: OnlineLatency) -> EngineSpec:
+    def engine_spec(self, latency: OnlineLatency) -> EngineSpec:
         """Return what packers are told about this instance; every simulated engine keeps reservations."""
         instance = self.instance
         return EngineSpec(
@@ -73,14 +84,14 @@ class InstanceSpec:
             self.host_tokens, two_ended=bool(self.host_tokens), reservations=True, latency=latency,
         )  # fmt: skip
 
-    def forms(self) -> dict[str, InstanceSpec]:
-        """Return this node by the model that it serves, its first one first."""
-        return {form.instance.model: form for form in (self, *self.others)}
+    def variants(self) -> dict[str, InstanceSpec]:
+        """Return this instance by the model that it serves, its first one first."""
+        return {variant.instance.model: variant for variant in (self, *self.others)}
 
     def limit(self, model: str) -> int:
-        """Return the tokens of the longest request of a model that this node can hold; 0 = not its model."""
-        form = self.forms().get(model)
-        return form.instance.limit if form is not None else 0
+        """Return the tokens of the longest request of a model that it can hold; 0 = it cannot load it."""
+        variant = self.variants().get(model)
+        return variant.instance.limit if variant is not None else 0
 
 
 @dataclass(slots=True)
@@ -91,7 +102,7 @@ class HostMemory:
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def keep(self, model: str, bytes: int) -> None:
-        """Hold a model as the latest used. One that is larger than the memory is not held."""
+        """Keep a model as the most recently used one. One that is larger than the memory is not kept."""
         self.held.pop(model, None)
         if bytes > self.size:
             return
@@ -102,7 +113,12 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A request that was taken out of an engine: tokens made, instant of the first, times it lost its KV."""
+    """A request that was taken out of an engine.
+
+    output_tokens: made so far.
+    first: instant of the first of them.
+    evictions: times it lost its KV.
+    """
 
     output_tokens: int
     first: float
@@ -111,82 +127,97 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request on its way into an engine: tokens of its answer, forecast of them, what it had elsewhere."""
+    """A request that was sent to an engine and is not admitted yet.
+
+    output: tokens that its answer will have.
+    tokens_left: the forecast of them.
+    rank: its urgency inside the engine, lower first.
+    preempted: what it had made before it was taken out of another engine.
+    """
 
     request: Request
     output: int
-    left: float
-    before: Preempted | None
+    tokens_left: float
+    rank: float = 0.0
+    preempted: Preempted | None = None
 
 
 class SimulatedInstance:
-    """A node at work. Its driver (`run.py`) says when things begin and end; nothing here knows the time.
+    """An instance at work. The loop (`loop.py`) decides when things begin and end.
 
-    running: the iteration that it is in. stolen: seconds that interruptions have added to it. leaving: the
-    model that it will load as soon as this iteration ends. pending: serial of the end that is expected of
-    each kind; an end with another serial is void. coming: the model that a load or a warm-up brings.
+    variant: the spec with the model that is loaded now.
+    running: the iteration in progress, None = the engine is idle.
+    submissions: requests that were sent and not admitted yet.
+    interruption_s: seconds that interruptions have added to the iteration in progress.
+    leaving: the model that it will load as soon as this iteration ends.
+    timers: the loop's, for the ends of an iteration, a load and a warm-up.
     """
 
-    def __init__(self, node: InstanceSpec, recipe: Recipe) -> None:
-        self.node, self._recipe = node, recipe
-        self.forms = node.forms()
-        self.memory = HostMemory(node.host_bytes)
-        self.pending: dict[str, int] = {}
-        self.coming: dict[str, str] = {}
+    def __init__(self, spec: InstanceSpec, recipe: Recipe) -> None:
+        self.spec, self._recipe = spec, recipe
+        self.variants = spec.variants()
+        self.memory = HostMemory(spec.host_bytes)
+        self.timers: dict[str, Timer] = {}
         self.up, self.leaving = True, ""
-        self.serve(node.instance.model)
+        self.serve(spec.instance.model)
+
+    @property
+    def id(self) -> str:
+        return self.spec.instance.id
 
     def serve(self, model: str) -> None:
-        """Stand there anew with this model loaded and nothing in it."""
-        self.form = self.forms[model]
+        """Start an empty engine with this model."""
+        self.variant = self.variants[model]
         self.leaving, self.loading = "", False
         self._remember(model)
         self._empty()
 
     def _empty(self) -> None:
         self.learned = OnlineLatency()
-        self.engine = engine(self._recipe.packer(self.form.spec(self.learned)), self.form)
-        self.door: list[Submission] = []
+        self.engine = engine(self._recipe.packer(self.variant.engine_spec(self.learned)), self.variant)
+        self.submissions: list[Submission] = []
         self.running: Ran | None = None
-        self.stolen = 0.0
+        self.interruption_s = 0.0
 
     def takes(self, model: str) -> bool:
-        """Tell whether a request of this model may be handed in now."""
-        return self.up and not self.loading and not self.leaving and self.form.instance.model == model
+        """Tell whether a request of this model may be submitted now."""
+        return self.up and not self.loading and not self.leaving and self.variant.instance.model == model
 
     def holds(self, prompt: int, output: int) -> bool:
         """Tell whether a request of this size can be computed here at all."""
-        return prompt + output <= self.form.instance.limit
+        return prompt + output <= self.variant.instance.limit
 
     def instance(self) -> Instance:
-        """Return what the core is told about this node as it is now."""
+        """Return what the controller is told about this instance as it is now."""
         others = tuple(
-            _loadable(form) for model, form in self.forms.items() if model != self.form.instance.model
+            _loadable(spec) for model, spec in self.variants.items() if model != self.variant.instance.model
         )
-        latency, warm = self.form.latency.seconds, tuple(self.memory.held)
-        return replace(self.form.instance, loadable=others, warm=warm, latency=latency)
+        latency, warm = self.variant.latency.seconds, tuple(self.memory.held)
+        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency)
 
     @property
     def busy(self) -> bool:
-        """Tell whether anybody is inside or at the door."""
-        return self.engine.busy or bool(self.door)
+        """Tell whether a request is inside or submitted."""
+        return self.engine.busy or bool(self.submissions)
 
-    def give(self, given: Submission) -> None:
-        """Put a request before the engine's door: it looks there between two iterations, as vLLM does."""
-        self.door.append(given)
+    def submit(self, submission: Submission) -> None:
+        """Queue a request for admission: an engine admits between two iterations, as vLLM does."""
+        self.submissions.append(submission)
 
-    def take_in(self) -> list[tuple[str, int]]:
-        """Let in who is at the door; return their ids and rows."""
-        came = [(given.request.id, self._add(given)) for given in self.door]
-        self.door.clear()
-        return came
+    def admit(self) -> list[tuple[str, int]]:
+        """Add the submitted requests to the engine; return their ids and rows."""
+        added = [(submission.request.id, self._add(submission)) for submission in self.submissions]
+        self.submissions.clear()
+        return added
 
-    def _add(self, given: Submission) -> int:
-        """Return a request's row; one taken out elsewhere goes on after the tokens it has made."""
-        request, left, before = given.request, given.left, given.before
+    def _add(self, submission: Submission) -> int:
+        """Return the request's row; a preempted one goes on after the tokens that it has made."""
+        request, tokens_left, before = submission.request, submission.tokens_left, submission.preempted
+        if before is not None:
+            tokens_left = max(tokens_left - before.output_tokens, 1.0)
         row = self.engine.add(
-            request.id, request.prompt_tokens, given.output, arrival=request.arrival, slo=request.slo,
-            priority=request.priority, left=left if before is None else max(left - before.output_tokens, 1.0),
+            request.id, request.prompt_tokens, submission.output, arrival=request.arrival, slo=request.slo,
+            priority=request.priority, tokens_left=tokens_left, urgency=submission.rank,
         )  # fmt: skip
         if before is not None:
             jobs = self.engine.jobs
@@ -195,100 +226,108 @@ class SimulatedInstance:
                 jobs.first[row] = before.first
         return row
 
+    def rerank(self, ranks: Mapping[str, float]) -> None:
+        """Set the urgency of requests that are inside or submitted; ids of others are ignored."""
+        self.engine.rerank(ranks)
+        self.submissions = [replace(s, rank=ranks.get(s.request.id, s.rank)) for s in self.submissions]
+
     def take_all(self, *, keep: bool) -> dict[str, Preempted]:
-        """Empty the engine. keep: what was made counts on (its KV is lost and recomputed), else nothing."""
-        self.take_in()
+        """Empty the engine.
+
+        keep: output tokens stay, and only their KV is computed again; otherwise all is lost.
+        """
+        self.admit()
         jobs = self.engine.jobs
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
         columns = zip(jobs.output_tokens[rows].tolist(), jobs.first[rows].tolist(),
                       (jobs.evictions[rows] + (jobs.computed[rows] > 0)).tolist(), strict=True)  # fmt: skip
-        taken = [
+        preempted = [
             Preempted(output_tokens if keep else 0, first, evictions)
             for output_tokens, first, evictions in columns
         ]
-        out = dict(zip(jobs.names(rows), taken, strict=True))
+        out = dict(zip(jobs.names(rows), preempted, strict=True))
         self._empty()
         return out
 
     def load_seconds(self, model: str) -> float:
-        """Return the seconds until this node serves a model from now."""
-        load = _load(self.forms[model])
+        """Return the seconds that loading a model takes now."""
+        load = _load(self.variants[model])
         return load.warm_s if model in self.memory.held else load.cold_s
 
     def warm_seconds(self, model: str) -> float:
         """Return the seconds that bring a model's weights from disk into host memory."""
-        load = _load(self.forms[model])
+        load = _load(self.variants[model])
         return 0.0 if model in self.memory.held else max(load.cold_s - load.warm_s, 0.0)
 
     def warm(self, model: str) -> None:
-        """The weights have come into host memory."""
+        """Put a model's weights into host memory."""
         self._remember(model)
 
     def _remember(self, model: str) -> None:
-        load = self.forms[model].load
+        load = self.variants[model].load
         if load is not None:
             self.memory.keep(model, load.bytes)
 
 
-def engine(packer: Packer, node: InstanceSpec) -> SimulatedEngine:
-    """Return the engine of a node: with a host pool where there is one and the packer uses it."""
-    instance, use = node.instance, packer.kv
+def engine(packer: Packer, spec: InstanceSpec) -> SimulatedEngine:
+    """Return the engine of an instance: with a host pool where there is one and the packer uses it."""
+    instance, use = spec.instance, packer.kv
     common: dict[str, Any] = {
-        "blocks": instance.blocks_total, "size": instance.block_size, "slots": node.slots,
-        "budget": node.budget, "max_model_len": instance.max_model_len, "copy_seconds": node.copy_seconds,
+        "blocks": instance.blocks_total, "size": instance.block_size, "slots": spec.slots,
+        "budget": spec.budget, "max_model_len": instance.max_model_len, "copy_seconds": spec.copy_seconds,
     }  # fmt: skip
-    host = node.host_tokens if pools(use, node) else None
+    host = spec.host_tokens if pools(use, spec) else None
     if host is None:
         return SimulatedEngine(packer, **common)
     kind = TwoEndedEngine if use.two_ended else HostPoolEngine
     return kind(packer, host=host, overlap=use.overlaps_copies, **common)
 
 
-def pools(use: KvUse, node: InstanceSpec) -> bool:
-    """Tell whether a packer's saves are held against this node's host pool.
+def pools(use: KvUse, spec: InstanceSpec) -> bool:
+    """Tell whether a packer's saves are held against this instance's host pool.
 
-    Those of a packer that reserves find room for all, as do those on a node that states no limit.
+    Those of a packer that reserves find room for all, as do those on an instance that states no limit.
     """
-    return use.saves and not use.reserves and node.host_tokens is not None
+    return use.saves and not use.reserves and spec.host_tokens is not None
 
 
-def words(recipe: Recipe, node: InstanceSpec) -> str:
-    """Say how a recipe is simulated on a node, where that is not plain blocks and learned lengths."""
-    parts, use = [], recipe.packer(node.spec(OnlineLatency())).kv
+def describe(recipe: Recipe, spec: InstanceSpec) -> str:
+    """Say how a recipe is simulated on an instance, unless with plain blocks and learned lengths."""
+    parts, use = [], recipe.packer(spec.engine_spec(OnlineLatency())).kv
     if use != KvUse():
         kind, room = "two-ended" if use.two_ended else "plain", "unbounded" if use.saves else "no"
-        room = f"{node.host_tokens:,} tokens of" if pools(use, node) else room
+        room = f"{spec.host_tokens:,} tokens of" if pools(use, spec) else room
         parts.append(f"{kind} KV blocks, {room} host room")
     if recipe.lengths != "learned":
         parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
     return ", ".join(parts)
 
 
-def check(nodes: Sequence[InstanceSpec]) -> None:
-    """Refuse nodes that cannot be simulated: none, two of one name, swaps without a load time."""
-    if not nodes:
+def check(instances: Sequence[InstanceSpec]) -> None:
+    """Refuse fleets that cannot be simulated: empty, two ids alike, swaps without load times."""
+    if not instances:
         raise ConfigError("There is no instance to simulate.", "Give at least one.")
-    names = [node.instance.id for node in nodes]
+    names = [spec.instance.id for spec in instances]
     if len(set(names)) < len(names):
         raise ConfigError(f"Two instances have one name: {', '.join(sorted(names))}.", "Rename one.")
-    for node in nodes:
-        for form in node.forms().values() if node.others else ():
-            _load(form)
+    for spec in instances:
+        for variant in spec.variants().values() if spec.others else ():
+            _load(variant)
 
 
-def check_fleet(nodes: Sequence[InstanceSpec], workload: Workload, *, swaps: bool = True) -> None:
-    """Refuse a fleet of which some request can never be served. ConfigError names it and the mend.
+def check_fleet(instances: Sequence[InstanceSpec], workload: Workload, *, swaps: bool = True) -> None:
+    """Refuse a fleet of which some request can never be served. ConfigError names it and the fix.
 
     swaps: the planner swaps models; otherwise what an instance could load and does not serve is of no use.
     """
     longest = workload.prompt + workload.output
     for code in np.unique(workload.model).tolist():
         name, rows = workload.models[code], np.flatnonzero(workload.model == code)
-        able = [node for node in nodes if swaps or node.instance.model == name]
-        limit = max((node.limit(name) for node in able), default=0)
+        able = [spec for spec in instances if swaps or spec.instance.model == name]
+        limit = max((spec.limit(name) for spec in able), default=0)
         if not limit:
-            raise _nobody(nodes, name, rows.size, swaps)
+            raise _unserved(instances, name, rows.size, swaps)
         worst = int(rows[np.argmax(longest[rows])])
         if longest[worst] > limit:
             raise ConfigError(
@@ -297,29 +336,29 @@ def check_fleet(nodes: Sequence[InstanceSpec], workload: Workload, *, swaps: boo
             )
 
 
-def _nobody(nodes: Sequence[InstanceSpec], model: str, requests: int, swaps: bool) -> ConfigError:
+def _unserved(instances: Sequence[InstanceSpec], model: str, requests: int, swaps: bool) -> ConfigError:
     """Return the error for a model that no instance will ever serve."""
-    if not swaps and any(node.limit(model) for node in nodes):
+    if not swaps and any(spec.limit(model) for spec in instances):
         return ConfigError(
             f"{requests} requests ask for {model!r}, which instances can load, but this recipe never swaps.",
             "Use a recipe that swaps models, such as shepherd, or add an instance that serves it.",
         )
-    have = sorted({name for node in nodes for name in node.forms()})
+    have = sorted({name for spec in instances for name in spec.variants()})
     return ConfigError(
         f"{requests} requests ask for the model {model!r}, which no instance serves or can load.",
         f"The fleet has {', '.join(have)}: add an instance of {model!r}, or let one load it.",
     )
 
 
-def _load(form: InstanceSpec) -> Load:
-    if form.load is None:
+def _load(spec: InstanceSpec) -> Load:
+    if spec.load is None:
         raise ConfigError(
-            f"{form.instance.id} may swap models, but nobody knows how long {form.instance.model} loads.",
-            "Give its latency profile load_cold_s and load_warm_s, or let this node serve one model.",
+            f"{spec.instance.id} may swap models, but the load time of {spec.instance.model} is unknown.",
+            "Give its latency profile load_cold_s and load_warm_s, or let this instance serve one model.",
         )
-    return form.load
+    return spec.load
 
 
-def _loadable(form: InstanceSpec) -> Loadable:
-    load = _load(form)
-    return Loadable(form.instance.model, load.cold_s, load.warm_s, form.instance.limit, form.latency.seconds)
+def _loadable(spec: InstanceSpec) -> Loadable:
+    load = _load(spec)
+    return Loadable(spec.instance.model, load.cold_s, load.warm_s, spec.instance.limit, spec.latency.seconds)

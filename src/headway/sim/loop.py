@@ -1,26 +1,24 @@
-"""What happens next in a run? Time moves from event to event.
+"""The readable simulation loop: arrivals in order, and an `EventQueue` for everything that ends later.
 
-Arrivals in order, and a heap of `(time, rank, serial)` for the ends of iterations, loads and plans, so that
-equal inputs give equal runs.
+The loop drives the server's own `Controller` and one `SimulatedInstance` per engine. `compiled_loop.py`
+computes the same outcome for the runs of which it knows every part.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.engines.simulated.engine import Ran
 from headway.errors import ConfigError, HeadwayError
+from headway.sim.event_queue import Callback, EventQueue
 from headway.sim.instance import Preempted, SimulatedInstance, Submission
 from headway.sim.observer import Observer
-from headway.sim.outcome import Outcome
+from headway.sim.outcome import Failure, Outcome
+from headway.sim.workload.traffic import Workload
 from headway.types import (
     Arrived,
     Command,
@@ -30,6 +28,7 @@ from headway.types import (
     InstanceDown,
     InstanceUp,
     Reject,
+    Rerank,
     Returned,
     Send,
     Swap,
@@ -39,73 +38,70 @@ from headway.types import (
     Warmed,
 )
 
-if TYPE_CHECKING:
-    from headway.sim.run import Simulation
-
 CHUNK = 2048  # arrivals between two reports of progress
-_PATIENCE = 3600  # ticks without anything happening, after which what waits will wait for ever
+_PATIENCE = 3600  # ticks without any event after which the queued requests are given up
 
 
 class Loop:
-    """One run's state: the fleet's hosts, the controller, and what is to happen when."""
+    """The state of one run.
 
-    def __init__(self, simulation: Simulation, observer: Observer | None) -> None:
-        self.workload, self.outcome = simulation.workload, Outcome.of(len(simulation.workload))
-        self.observer = observer
-        recipe = simulation.recipe
-        planner = recipe.planner()
-        self.controller = Controller(
-            planner, simulation.lengths, simulation.max_queued, Cluster(pull=planner.pull)
-        )
-        self.hosts = {node.instance.id: SimulatedInstance(node, recipe) for node in simulation.nodes}
-        self._codes = {name: i for i, name in enumerate(self.hosts)}
-        self._plan_seconds, self._tick = simulation.plan_seconds, simulation.tick
-        self._heap: list[tuple[float, int, int, str, str]] = []
-        self._late: dict[int, Callable[[float], None]] = {}  # what overheads delay, by its serial
-        self._serial = itertools.count()
-        self._inbox: deque[Event] = deque()
-        self._taken: dict[str, Preempted] = {}
-        self._coming: list[Command] | None = None  # what the planner has decided and not said yet
-        self._again = False
-        self._running = 0  # iterations under way
-        self._ends = {
-            "iteration": self._iteration_ends, "loaded": self._loaded, "warmed": self._warmed,
-            "down": self._down, "up": self._stands_up, "decided": self._decided,
-            "late": self._happens,
-        }  # fmt: skip
-        for failure in simulation.failures:
-            self._at(failure.at, "down", failure.instance)
+    controller: the server's slow loop.
+    instances: the simulated engines by id.
+    outcome: what became of the requests so far.
+    """
+
+    def __init__(
+        self, workload: Workload, controller: Controller, instances: Sequence[SimulatedInstance], *,
+        plan_seconds: Callable[[int], float], tick: float, failures: Sequence[Failure] = (),
+        observer: Observer | None = None,
+    ) -> None:  # fmt: skip
+        self.workload, self.outcome = workload, Outcome.of(len(workload))
+        self.controller, self.observer = controller, observer
+        self.instances = {instance.id: instance for instance in instances}
+        self._numbers = {name: number for number, name in enumerate(self.instances)}
+        self._plan_seconds, self._tick = plan_seconds, tick
+        self._future = EventQueue()
+        self._inbox: deque[Event] = deque()  # events that the controller has not been told yet
+        self._preempted: dict[str, Preempted] = {}
+        self._planned: list[Command] | None = None  # what the planner, which is still running, will command
+        self._replan = False  # something has happened since the planner began
+        self._running = 0  # iterations in progress
+        for failure in failures:
+            self._future.at(failure.at, partial(self._fail, self.instances[failure.instance]))
             if math.isfinite(failure.seconds):
-                self._at(failure.at + failure.seconds, "up", failure.instance)
+                recover = partial(self._recover, self.instances[failure.instance])
+                self._future.at(failure.at + failure.seconds, recover)
 
-    def go(self, progress: Callable[[int], None] | None, until: float) -> None:
-        for host in self.hosts.values():
-            self._tell(InstanceUp(host.instance()), 0.0)
+    def run(self, progress: Callable[[int], None] | None, until: float) -> Outcome:
+        """Run until every request has ended, at most to the instant `until`."""
+        for instance in self.instances.values():
+            self._notify(InstanceUp(instance.instance()), 0.0)
         arrivals = self.workload.arrival.tolist()
         i, size, now, idle = 0, len(arrivals), 0.0, 0
         while now < until and (i < size or self.controller.requests):
-            coming = min(arrivals[i] if i < size else math.inf, self._heap[0][0] if self._heap else math.inf)
-            if self.controller.queued and not self._running and coming > now + self._tick:
+            arrival = arrivals[i] if i < size else math.inf
+            upcoming = min(arrival, self._future.next_time)
+            if self.controller.queued and not self._running and upcoming > now + self._tick:
                 now, idle = now + self._tick, idle + 1
-                self._wait(now, idle, last=math.isinf(coming))
-            elif self._heap and (i == size or self._heap[0][0] <= arrivals[i]):
-                now, _, serial, kind, name = heapq.heappop(self._heap)
-                self._ends[kind](name, serial, now)
-                idle = 0
+                self._wait(now, idle, last=math.isinf(upcoming))
+            elif self._future and self._future.next_time <= arrival:
+                now, idle = self._future.run_next(), 0
+                self._drain(now)
             else:
-                assert i < size, "requests are under way and nothing moves them"
-                now = arrivals[i]
-                self._tell(Arrived(self.workload.request(i)), now)
+                assert i < size, "requests are in progress and no event is scheduled"
+                now = arrival
+                self._notify(Arrived(self.workload.request(i)), now)
                 i += 1
                 if progress is not None and i % CHUNK == 0:
                     progress(i)
         if progress is not None:
             progress(size)
+        return self.outcome
 
-    # ---- the core
+    # ---- the controller
 
-    def _tell(self, event: Event, now: float) -> None:
-        """Tell the core an event, and all that follows from it at this instant, one after another."""
+    def _notify(self, event: Event, now: float) -> None:
+        """Tell the controller an event, and everything that follows from it at this instant."""
         self._inbox.append(event)
         self._drain(now)
 
@@ -115,217 +111,217 @@ class Loop:
                 self._decide(now)
 
     def _decide(self, now: float) -> None:
-        """Let the planner run, if it is not running; what it says is heard when its time is over."""
-        if self._coming is not None:
-            self._again = True
+        """Start the planner unless it is running; its commands are executed when its time is over."""
+        if self._planned is not None:
+            self._replan = True
             return
-        works = self.controller.queued and self.controller.cluster.instances
-        seconds = self._charge() if works else 0.0
+        plans = self.controller.queued and self.controller.cluster.instances
+        seconds = self._planning_seconds() if plans else 0.0
         commands = self.controller.decide(now)
         if seconds == 0:
-            self._obey(commands, now)
+            self._execute(commands, now)
             return
-        self._coming = commands
+        self._planned = commands
         self.outcome.planning += seconds
-        self._at(now + seconds, "decided")
+        self._future.at(now + seconds, self._plan_ends)
 
-    def _charge(self) -> float:
+    def _planning_seconds(self) -> float:
         seconds = self._plan_seconds(self.controller.queued)
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ConfigError(f"A plan cannot take {seconds} s.", "Let plan_seconds give 0 or more.")
         return seconds
 
-    def _decided(self, _: str, serial: int, now: float) -> None:
-        """What the planner said is done, and it thinks about what has happened meanwhile."""
-        commands, self._coming = self._coming or [], None
-        again, self._again = self._again, False
-        self._obey(commands, now)
-        if again:
+    def _plan_ends(self, now: float) -> None:
+        """Execute the plan; plan again for what has happened since it began."""
+        commands, self._planned = self._planned or [], None
+        replan, self._replan = self._replan, False
+        self._execute(commands, now)
+        if replan:
             self._decide(now)
-        self._drain(now)
 
-    def _obey(self, commands: list[Command], now: float) -> None:
+    def _execute(self, commands: list[Command], now: float) -> None:
         for command in commands:
             match command:
-                case Send():
-                    self._hand_over(command, now)
+                case Send(id, name, rank):
+                    self._send(id, self.instances[name], rank, now)
+                case Rerank(name, ranks):
+                    # It takes the way of a request, so it never overtakes one that was sent before it.
+                    delay = self.instances[name].spec.request_overhead
+                    self._after(delay, now, partial(self._rerank, self.instances[name], ranks))
                 case Swap(name, model):
-                    self._swap(name, model, now)
+                    self._swap(self.instances[name], model, now)
                 case Warm(name, model):
-                    self._at(now + self.hosts[name].warm_seconds(model), "warmed", name, model)
+                    self._warm(self.instances[name], model, now)
                 case Reject(id):
-                    self._taken.pop(id, None)
+                    self._preempted.pop(id, None)
                     self.outcome.shed += 1
 
     def _wait(self, now: float, idle: int, *, last: bool) -> None:
-        """Nothing happens for a while: only time can change what the planner says."""
+        """Let a tick pass: no event is near, so only time can change what the planner commands."""
         if last and idle > _PATIENCE:
             raise HeadwayError(
                 f"{self.controller.queued} requests wait at {now:.0f} s and the planner sends them nowhere.",
                 "Let an instance come back, or use a recipe that swaps models.",
             )
-        self._tell(Tick(), now)
+        self._notify(Tick(), now)
 
-    def _at(self, when: float, kind: str, name: str = "", model: str = "") -> None:
-        serial = next(self._serial)
-        heapq.heappush(self._heap, (when, 0, serial, kind, name))
-        if name:
-            self.hosts[name].pending[kind] = serial
-            if model:
-                self.hosts[name].coming[kind] = model
-
-    def _after(self, delay: float, now: float, happens: Callable[[float], None]) -> None:
-        """Let something happen after an overhead; without one, at once."""
+    def _after(self, delay: float, now: float, callback: Callback) -> None:
+        """Run a callback after an overhead; without one, at once."""
         if delay == 0:
-            happens(now)
-            return
-        serial = next(self._serial)
-        self._late[serial] = happens
-        heapq.heappush(self._heap, (now + delay, 0, serial, "late", ""))
-
-    def _happens(self, _: str, serial: int, now: float) -> None:
-        self._late.pop(serial)(now)
-        self._drain(now)
+            callback(now)
+        else:
+            self._future.at(now + delay, callback)
 
     # ---- iterations
 
-    def _hand_over(self, send: Send, now: float) -> None:
-        host = self.hosts[send.instance]
-        if host.running is not None:
-            host.stolen += host.node.interruption
-        self._after(host.node.request_overhead, now, partial(self._send, send))
+    def _send(self, id: str, instance: SimulatedInstance, rank: float, now: float) -> None:
+        """Hand a request to an instance, which sees it after the request overhead."""
+        if instance.running is not None:
+            instance.interruption_s += instance.spec.interruption
+        self._after(instance.spec.request_overhead, now, partial(self._submit, id, instance, rank))
 
-    def _send(self, send: Send, now: float) -> None:
-        host, request = self.hosts[send.instance], self.controller.requests[send.id]
-        index = int(send.id[1:])
-        output = int(self.workload.output[index])
-        if not host.takes(request.model):  # it died or was told to swap while the planner was thinking
-            self._inbox.append(Returned(send.id))
-            return
-        if not host.holds(request.prompt_tokens, output):
+    def _submit(self, id: str, instance: SimulatedInstance, rank: float, now: float) -> None:
+        request, row = self.controller.requests[id], self.workload.row_of(id)
+        output = int(self.workload.output[row])
+        if not instance.takes(request.model):  # it failed or began to swap while the planner was running
+            self._inbox.append(Returned(id))
+        elif not instance.holds(request.prompt_tokens, output):
             self.outcome.failed += 1
-            self._inbox.append(Failed(send.id, "too_long"))
-            return
-        self.outcome.node[index] = self._codes[send.instance]
-        left = self.controller.lengths.forecast(request).mean
-        if self.observer is not None:
-            self.observer.sent(index, self._codes[send.instance], now)
-        host.give(Submission(request, output, left, self._taken.pop(send.id, None)))
-        if host.running is None:
-            self._begin(send.instance, host, now)
-
-    def _begin(self, name: str, host: SimulatedInstance, now: float) -> None:
-        """Start the next iteration if there is anything to compute, with all who have come by now."""
-        for id, row in host.take_in():
+            self._inbox.append(Failed(id, "too_long"))
+        else:
+            self.outcome.instance[row] = self._numbers[instance.id]
+            tokens_left = self.controller.lengths.forecast(request).mean
             if self.observer is not None:
-                self.observer.entered(int(id[1:]), self._codes[name], row)
-        ran = host.engine.schedule(now)
+                self.observer.sent(row, self._numbers[instance.id], now)
+            instance.submit(Submission(request, output, tokens_left, rank, self._preempted.pop(id, None)))
+            if instance.running is None:
+                self._begin(instance, now)
+
+    def _rerank(self, instance: SimulatedInstance, ranks: Mapping[str, float], now: float) -> None:
+        instance.rerank(ranks)
+
+    def _begin(self, instance: SimulatedInstance, now: float) -> None:
+        """Start the next iteration, with every request submitted by now, if there is work."""
+        for id, row in instance.admit():
+            if self.observer is not None:
+                self.observer.entered(self.workload.row_of(id), self._numbers[instance.id], row)
+        ran = instance.engine.schedule(now)
         if not ran.rows.size:
-            self._note(name, host, ran, 0.0)
+            self._observe(instance, ran, 0.0)
             return
-        batch = host.engine.batch(ran)
-        execution = host.form.latency.seconds(batch)
-        host.learned.learn(batch, execution)
-        seconds = host.engine.seconds(ran, execution)
-        host.running = ran
+        batch = instance.engine.batch(ran)
+        execution = instance.variant.latency.seconds(batch)
+        instance.learned.learn(batch, execution)
+        seconds = instance.engine.seconds(ran, execution)
+        instance.running = ran
         self._running += 1
-        self._note(name, host, ran, seconds)
+        self._observe(instance, ran, seconds)
         self.outcome.iterations += 1
         self.outcome.busy += seconds
         self.outcome.preempted += ran.preempted
         self.outcome.paused += ran.paused.size
-        self._at(now + seconds, "iteration", name)
+        self._set_timer(instance, "iteration", now + seconds, partial(self._end_iteration, instance))
 
-    def _note(self, name: str, host: SimulatedInstance, ran: Ran, seconds: float) -> None:
+    def _observe(self, instance: SimulatedInstance, ran: Ran, seconds: float) -> None:
         if self.observer is not None:
-            self.observer.iteration(self._codes[name], host.engine, ran, seconds, self.controller.queued)
+            number, queued = self._numbers[instance.id], self.controller.queued
+            self.observer.iteration(number, instance.engine, ran, seconds, queued)
 
-    def _iteration_ends(self, name: str, serial: int, now: float) -> None:
-        host = self.hosts[name]
-        if host.running is None or host.pending["iteration"] != serial:
-            return  # the instance died in the middle of it
-        if host.stolen:
-            later, host.stolen = now + host.stolen, 0.0
+    def _end_iteration(self, instance: SimulatedInstance, now: float) -> None:
+        assert instance.running is not None
+        if instance.interruption_s:
+            later, instance.interruption_s = now + instance.interruption_s, 0.0
             self.outcome.busy += later - now
-            self._at(later, "iteration", name)
+            self._set_timer(instance, "iteration", later, partial(self._end_iteration, instance))
             return
-        done = host.engine.complete(host.running, now)
-        host.running = None
+        done = instance.engine.complete(instance.running, now)
+        instance.running = None
         self._running -= 1
-        # An engine does not wait for the gateway: what the ends make room for comes one iteration later.
-        if host.busy and not host.leaving:
-            self._begin(name, host, now)
+        # An engine does not wait for the gateway: what takes the freed room comes one iteration later.
+        if instance.busy and not instance.leaving:
+            self._begin(instance, now)
         for id, first, evictions in zip(done.ids, done.first.tolist(), done.evictions.tolist(), strict=True):
-            index = int(id[1:])
-            assert math.isnan(self.outcome.end[index]), f"{id} is answered twice"
-            late = host.node.token_overhead
-            self.outcome.first[index], self.outcome.end[index] = first + late, now + late
-            self.outcome.evictions[index] = evictions
-            self._after(late, now, partial(self._tell, Finished(id, int(self.workload.output[index]))))
-        if host.leaving:
-            self._leave(name, host, now)
-            self._drain(now)
+            self._end_request(id, first, evictions, instance.spec.token_overhead, now)
+        if instance.leaving:
+            self._unload(instance, now)
+
+    def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
+        row = self.workload.row_of(id)
+        assert math.isnan(self.outcome.end[row]), f"{id} is answered twice"
+        self.outcome.first[row], self.outcome.end[row] = first + overhead, now + overhead
+        self.outcome.evictions[row] = evictions
+        self._after(overhead, now, partial(self._notify, Finished(id, int(self.workload.output[row]))))
 
     # ---- models and failures
 
-    def _swap(self, name: str, model: str, now: float) -> None:
-        """Stop taking work; the iteration under way ends first, for no engine stops in the middle of one."""
-        host = self.hosts[name]
-        host.leaving = model
-        host.pending.pop("warmed", None)  # the load has the disk for itself
-        if host.running is None:
-            self._leave(name, host, now)
+    def _set_timer(self, instance: SimulatedInstance, kind: str, when: float, callback: Callback) -> None:
+        """Schedule the end of an instance's iteration, load or warm-up in place of an earlier one's."""
+        self._cancel(instance, kind)
+        instance.timers[kind] = self._future.at(when, callback)
 
-    def _leave(self, name: str, host: SimulatedInstance, now: float) -> None:
-        """Take back what is not finished, its KV lost, and begin to load."""
-        model, host.leaving, host.loading = host.leaving, "", True
+    def _cancel(self, instance: SimulatedInstance, kind: str) -> None:
+        timer = instance.timers.pop(kind, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _warm(self, instance: SimulatedInstance, model: str, now: float) -> None:
+        end = partial(self._end_warm_up, instance, model)
+        self._set_timer(instance, "warm-up", now + instance.warm_seconds(model), end)
+
+    def _swap(self, instance: SimulatedInstance, model: str, now: float) -> None:
+        """Stop taking work; the iteration in progress ends first, since no engine stops in the middle."""
+        instance.leaving = model
+        self._cancel(instance, "warm-up")  # the load has the disk for itself
+        if instance.running is None:
+            self._unload(instance, now)
+
+    def _unload(self, instance: SimulatedInstance, now: float) -> None:
+        """Take back the unfinished requests, whose KV is lost, and begin to load."""
+        if instance.running is not None:  # what was sent together with the swap began at this instant
+            self._cancel(instance, "iteration")
+            self._running -= 1
+        model, instance.leaving, instance.loading = instance.leaving, "", True
         self.outcome.swaps += 1
-        self._at(now + host.load_seconds(model), "loaded", name, model)
-        self._give_back(host.take_all(keep=True), now)
+        end = partial(self._end_load, instance, model)
+        self._set_timer(instance, "load", now + instance.load_seconds(model), end)
+        self._return(instance.take_all(keep=True), now)
 
-    def _give_back(self, taken: dict[str, Preempted], now: float) -> None:
-        self._taken |= taken
+    def _return(self, preempted: dict[str, Preempted], now: float) -> None:
+        self._preempted |= preempted
         if self.observer is not None:
-            for id in taken:
-                self.observer.returned(int(id[1:]), now)
-        self._inbox.extend(Returned(id, was.output_tokens) for id, was in taken.items())
+            for id in preempted:
+                self.observer.returned(self.workload.row_of(id), now)
+        self._inbox.extend(Returned(id, request.output_tokens) for id, request in preempted.items())
 
-    def _loaded(self, name: str, serial: int, now: float) -> None:
-        host = self.hosts[name]
-        if host.pending.get("loaded") == serial:
-            host.serve(host.coming["loaded"])
-            self._tell(Swapped(host.instance()), now)
+    def _end_load(self, instance: SimulatedInstance, model: str, now: float) -> None:
+        instance.serve(model)
+        self._notify(Swapped(instance.instance()), now)
 
-    def _warmed(self, name: str, serial: int, now: float) -> None:
-        host = self.hosts[name]
-        if host.pending.get("warmed") == serial:
-            host.warm(host.coming["warmed"])
-            self._tell(Warmed(host.instance()), now)
+    def _end_warm_up(self, instance: SimulatedInstance, model: str, now: float) -> None:
+        instance.warm(model)
+        self._notify(Warmed(instance.instance()), now)
 
-    def _down(self, name: str, serial: int, now: float) -> None:
-        """It dies: what it ran comes back and begins anew, a load or a warm-up is void."""
-        host = self.hosts[name]
-        if not host.up:
+    def _fail(self, instance: SimulatedInstance, now: float) -> None:
+        """Kill an instance: its requests come back and begin anew; a load or a warm-up is void."""
+        if not instance.up:
             return
-        for kind in ("iteration", "loaded", "warmed"):
-            host.pending.pop(kind, None)
-        self._running -= host.running is not None
-        taken = host.take_all(keep=False)
-        host.up, host.leaving, host.loading = False, "", False
-        self._coming = self._without(name)
-        self._tell(InstanceDown(name), now)
-        self._give_back(taken, now)
-        self._drain(now)
+        for kind in tuple(instance.timers):
+            self._cancel(instance, kind)
+        self._running -= instance.running is not None
+        preempted = instance.take_all(keep=False)
+        instance.up, instance.leaving, instance.loading = False, "", False
+        self._drop_planned(instance.id)
+        self._notify(InstanceDown(instance.id), now)
+        self._return(preempted, now)
 
-    def _without(self, name: str) -> list[Command] | None:
-        """Return what the planner is about to say, less the swaps of an instance that has died meanwhile."""
-        if self._coming is None:
-            return None
-        return [c for c in self._coming if not (isinstance(c, Swap | Warm) and c.instance == name)]
+    def _drop_planned(self, name: str) -> None:
+        """Drop the swaps and warm-ups planned for an instance that has failed in the meantime."""
+        if self._planned is not None:
+            kept = [c for c in self._planned if not (isinstance(c, Swap | Warm) and c.instance == name)]
+            self._planned = kept
 
-    def _stands_up(self, name: str, serial: int, now: float) -> None:
-        host = self.hosts[name]
-        if not host.up:
-            host.up = True
-            host.serve(host.form.instance.model)
-            self._tell(InstanceUp(host.instance()), now)
+    def _recover(self, instance: SimulatedInstance, now: float) -> None:
+        if not instance.up:
+            instance.up = True
+            instance.serve(instance.variant.instance.model)
+            self._notify(InstanceUp(instance.instance()), now)

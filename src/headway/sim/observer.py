@@ -1,7 +1,6 @@
-"""Who watches a run?
+"""The observer of a simulation, which is called as things happen.
 
-A simulation tells its observer what it does, as it does it; without one that costs nothing. What a run must
-know of itself is in its `Outcome`; what only somebody wants to know is an observer's.
+What every run records is in its `Outcome`; what only some users need is an observer's task.
 """
 
 from __future__ import annotations
@@ -10,24 +9,25 @@ from headway.engines.simulated.engine import Ran, SimulatedEngine
 
 
 class Observer:
-    """What is told of a run. Requests are rows of the workload, instances their number in the fleet.
+    """Base class whose methods do nothing; subclasses override those they need.
 
-    Who subclasses it says only what it wants to know: the rest does nothing.
+    Requests are rows of the workload, instances their number in the fleet.
     """
 
     def sent(self, request: int, instance: int, now: float) -> None:
-        """A request was sent to an instance, and is before its door."""
+        """A request was submitted to an instance, which has not admitted it yet."""
 
     def entered(self, request: int, instance: int, row: int) -> None:
-        """It was let in between two iterations, and is `row` of the jobs there."""
+        """It was admitted between two iterations, and is `row` of the jobs there."""
 
     def returned(self, request: int, now: float) -> None:
-        """A request came out of its instance unfinished."""
+        """A request was taken out of its instance unfinished."""
 
     def iteration(
         self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
     ) -> None:
-        """An iteration was decided: the jobs are as they were before it computes.
+        """An iteration was decided; the jobs are as they were before it computes.
 
-        No rows and 0 seconds: nothing can run from now on. queued: requests in no instance.
+        ran: without rows, and with 0 seconds: the engine idles from now on.
+        queued: requests in no instance.
         """

@@ -1,4 +1,4 @@
-"""What went wrong in a simulation by plan, and what became of its requests?"""
+"""The failures that a simulation is given, and the outcome that it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from headway.types import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An instance dies at an instant and stands there again `seconds` later (inf = never)."""
+    """An instance fails.
+
+    at: the instant.
+    seconds: after which it is up again, inf = never.
+    """
 
     instance: str
     at: float
@@ -21,17 +25,26 @@ class Failure:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of each request of the workload, by its index; instants are NaN for what never came.
+    """What became of the requests of a workload.
 
-    first, end: instants of the first token and of the end. node: index of its (last) instance. evictions: per
-    request. iterations, busy: of all instances together, count and seconds. shed: requests that the planner
-    refused after they had come, failed: those no instance could hold when they got there; both have no end.
-    swaps: models loaded in place of others. planning: virtual seconds that the planner took.
+    Columns, by row of the workload:
+    first, end: instants of the first token and of the end, NaN = never.
+    instance: the index of its (last) instance in the fleet, -1 = it was never sent.
+    evictions: how often it lost its KV.
+
+    Sums over all instances:
+    iterations, busy: how many, and their seconds.
+    preempted: requests that lost their KV because memory was short.
+    paused: requests that kept their KV and computed nothing, summed over iterations.
+    shed: requests that the planner refused after they had arrived.
+    failed: requests that were too long for the instance they were sent to.
+    swaps: models loaded in place of others.
+    planning: virtual seconds that the planner took.
     """
 
     first: Floats
     end: Floats
-    node: Ints
+    instance: Ints
     evictions: Ints
     iterations: int = 0
     busy: float = 0.0
@@ -44,6 +57,6 @@ class Outcome:
 
     @classmethod
     def of(cls, size: int) -> Outcome:
-        """Return the outcome of `size` requests that nothing has happened to."""
+        """Return the outcome of `size` requests before the run."""
         never = np.full(size, np.nan)
         return cls(never, never.copy(), np.full(size, -1), np.zeros(size, np.int64))

@@ -1,7 +1,8 @@
-"""What if? A workload meets a recipe and a fleet in virtual time.
+"""The simulator's entry point: a workload, a recipe and a fleet in virtual time.
 
-The same controller, planner and packers as in the server; only the clients, the network and the GPU are
-replaced. `loop.py` runs it; `compiled_loop.py` does where all parts of it are compiled, with the same outcome.
+Controller, planner and packers are the server's; the clients, the network and the GPU are simulated.
+`loop.py` runs a simulation. Where numba can compile all parts of it, `compiled_loop.py` does, with the same
+outcome.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from headway.core.controller import Controller
 from headway.errors import ConfigError
 from headway.forecast.lengths.padded import SHARE, Padded
 from headway.forecast.lengths.task import TaskLengths
@@ -19,7 +19,7 @@ from headway.ports import Lengths
 from headway.recipes.recipe import Recipe
 from headway.sim import compiled_loop
 from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec, Load, check, check_fleet
+from headway.sim.instance import InstanceSpec, Load, SimulatedInstance, check, check_fleet
 from headway.sim.loop import CHUNK, Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
@@ -29,31 +29,35 @@ __all__ = ["Failure", "InstanceSpec", "Load", "Outcome", "Simulation", "no_time"
 
 
 def no_time(queued: int) -> float:
-    """Planning that costs nothing."""
+    """Return the planning time of a planner that costs nothing."""
     return 0.0
 
 
 @dataclass(slots=True)
 class Simulation:
-    """One run. `lengths` forecasts outputs as in the server (default: learned per task while it runs).
-    A recipe that is meant for padded or an oracle's forecasts gets those.
+    """One run.
 
-    plan_seconds: what the planner takes for that many queued requests, in virtual seconds. What it decides
-    takes effect that much later, on a cluster that may have changed; it does not run twice at once, so what
-    happens meanwhile is noted and decided about afterwards. failures: instances that die. What dies has lost
-    its work: its requests come back and are answered anew.
-    until: instant at which the run ends; what is not answered then never is (NaN).
-    fast: run as one compiled loop when every part of it can (`compiled_loop.py`); the outcome is the same.
+    instances: the fleet.
+    lengths: forecasts output lengths (default: learned per task during the run). A recipe that is meant for
+        padded or an oracle's forecasts gets those.
+    max_queued: requests that may wait in the gateway.
+    plan_seconds: virtual seconds that the planner takes for that many queued requests. Its commands take
+        effect that much later, on a cluster that may have changed. It runs once at a time; events in the
+        meantime are noted, and planned for when it has ended.
+    failures: of instances; a failed instance has lost its work, so its requests run again from the start.
+    tick: seconds after which the planner runs again while requests wait and no iteration is in progress.
+    until: instant at which the run ends; requests without an end by then have NaN.
+    fast: run as one compiled loop where every part of the run can be; the outcome is the same.
     """
 
     recipe: Recipe
-    nodes: Sequence[InstanceSpec]
+    instances: Sequence[InstanceSpec]
     workload: Workload
     lengths: Lengths = field(default_factory=TaskLengths)
     max_queued: int = 1_000_000
     plan_seconds: Callable[[int], float] = no_time
     failures: Sequence[Failure] = ()
-    tick: float = 1.0  # seconds after which the planner is asked again when requests wait and nothing runs
+    tick: float = 1.0
     until: float = math.inf
     fast: bool = True
 
@@ -66,49 +70,50 @@ class Simulation:
     def run(self, progress: Callable[[int], None] | None = None, observer: Observer | None = None) -> Outcome:
         """Run to the end of the last request, or `until`.
 
-        progress is told how many have arrived, observer every iteration (it costs nothing when absent; with
-        it the run is not one compiled loop).
+        progress: is called with the number of requests that have arrived.
+        observer: is called for every iteration; with one the run is not a compiled loop.
 
         Raises ConfigError, before anything runs, for a fleet that can never serve this workload; HeadwayError
         when requests wait that the planner sends nowhere.
         """
-        check(self.nodes)
-        check_fleet(self.nodes, self.workload, swaps=self.recipe.planner().swaps)
+        planner = self.recipe.planner()
+        check(self.instances)
+        check_fleet(self.instances, self.workload, swaps=planner.swaps)
         self._check_failures()
         if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
-        run = Loop(self, observer)
-        run.go(progress, self.until)
-        return run.outcome
+        instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
+        controller = Controller(planner, self.lengths, self.max_queued)
+        loop = Loop(
+            self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
+            failures=self.failures, observer=observer,
+        )  # fmt: skip
+        return loop.run(progress, self.until)
 
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
-        """Run as one compiled loop; None when this run has a part that is known to Python only."""
-        plain = len(self.nodes) == 1 and not self.failures and self.plan_seconds is no_time
+        """Run as one compiled loop; None when a part of this run cannot be compiled."""
+        plain = len(self.instances) == 1 and not self.failures and self.plan_seconds is no_time
         plain = plain and math.isinf(self.until)
-        plain = plain and self.recipe.planner().pull and not self.nodes[0].others and not self.nodes[0].delays
+        one = self.instances[0]
+        plain = plain and self.recipe.planner().pull and not one.others and not one.delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
-        world = compiled_loop.world(self.recipe, self.nodes[0], self.workload, self.lengths)
-        if world is None:
+        state = compiled_loop.initial_state(self.recipe, self.instances[0], self.workload, self.lengths)
+        if state is None:
             return None
         size = len(self.workload)
         for stop in range(min(CHUNK, size), size + CHUNK, CHUNK):
-            compiled_loop.advance(world, min(stop, size))
+            compiled_loop.advance(state, min(stop, size))
             if progress is not None:
                 progress(min(stop, size))
-        node = np.where(world.jobs["serial"] > 0, 0, -1)
-        counts = world.counts
-        return Outcome(
-            world.first, world.end, node, world.jobs["evictions"].copy(), int(counts[compiled_loop.ITERATIONS]),
-            float(world.clock[compiled_loop.BUSY]), int(counts[compiled_loop.PREEMPTED]), int(counts[compiled_loop.PAUSED]),
-        )  # fmt: skip
+        return compiled_loop.outcome(state)
 
     def _check_failures(self) -> None:
-        known = {node.instance.id for node in self.nodes}
+        known = {spec.instance.id for spec in self.instances}
         for failure in self.failures:
             if failure.instance not in known:
                 raise ConfigError(
                     f"No instance {failure.instance!r} can fail.", f"Use one of {', '.join(sorted(known))}."
                 )
             if not (math.isfinite(failure.at) and failure.at >= 0 and failure.seconds >= 0):
-                raise ConfigError(f"{failure} is no failure.", "Give seconds of 0 or more.")
+                raise ConfigError(f"{failure} is impossible.", "Give seconds of 0 or more.")

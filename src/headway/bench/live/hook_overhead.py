@@ -56,10 +56,10 @@ def steady(running: int, name: str, steps: int, seed: int) -> SchedulerOracle:
     clock = SchedulerOracle(scheduler(setup, blocks, _BLOCK, None if name == "stock" else HeadwayScheduler))
     rng = np.random.default_rng(seed)
     for i in range(running):
-        facts: dict[str, Any] = {"headway_id": str(i), "headway_arrival": float(rng.uniform(-1, 0))}
+        metadata: dict[str, Any] = {"headway_id": str(i), "headway_arrival": float(rng.uniform(-1, 0))}
         if i % 2:
-            facts |= {"headway_ttft": 1.0, "headway_tpot": 0.1}
-        clock.add(f"r{i}", _PROMPT, steps + 32, facts=facts)
+            metadata |= {"headway_ttft": 1.0, "headway_tpot": 0.1}
+        clock.add(f"r{i}", _PROMPT, steps + 32, metadata=metadata)
     for _ in range(24):  # prompts are computed, caches are warm
         clock.step(0.02)
     return clock

@@ -23,7 +23,7 @@ from headway.bench.simulate import slo_violations
 from headway.bench.simulate.slo_violations import Kept
 from headway.sim.record import run_folder
 from headway.sim.record.run_folder import Run
-from headway.sim.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Story, Taker
+from headway.sim.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Taker, Timeline
 
 # What a state's seconds are put down to. To lose one's KV costs the wait and the work done again.
 _CAUSE = {state: "lost" if state in ("evicted", "saved", "recompute") else state for state in STATES}
@@ -45,7 +45,7 @@ def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool,
         data: Any = {"simulated": True, "run": str(folder), "recipe": run.header.recipe, "worst": rows}
     else:
         number = slo_violations.find(run, request)
-        story = Reader(run).story(number)
+        story = Reader(run).timeline(number)
         shown, data = render(run, story, whole=whole), describe(run, story) | {"run": str(folder)}
     if as_json:
         print(json.dumps(data, allow_nan=False))
@@ -56,7 +56,7 @@ def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool,
 # ---- the sentence
 
 
-def verdict(run: Run, story: Story) -> str:
+def verdict(run: Run, story: Timeline) -> str:
     """Return one sentence: was it late, by how much, and what most of that time went to."""
     who = f"r{story.request} ({_tier(run, story.request)})"
     kept = slo_violations.of(run, story.request)
@@ -83,7 +83,7 @@ def _pair(kept: Kept) -> str:
     return f"{_s(kept.seen)} where {_s(kept.promised)} were promised"
 
 
-def _window(story: Story, promise: str) -> tuple[float, float]:
+def _window(story: Timeline, promise: str) -> tuple[float, float]:
     """Return between which instants a promise was kept or lost."""
     first = story.first if math.isfinite(story.first) else story.end
     return (
@@ -92,7 +92,7 @@ def _window(story: Story, promise: str) -> tuple[float, float]:
     )
 
 
-def _cause(run: Run, story: Story, start: float, end: float) -> str:
+def _cause(run: Run, story: Timeline, start: float, end: float) -> str:
     """Say what most of the time between two instants went to."""
     causes: Counter[str] = Counter()
     for state, seconds in story.seconds(start, end).items():
@@ -104,7 +104,7 @@ def _cause(run: Run, story: Story, start: float, end: float) -> str:
     return f"for {_s(seconds)} of these {_s(end - start)} {_reason(run, story, cause, spans)}"
 
 
-def _reason(run: Run, story: Story, cause: str, spans: Sequence[Span]) -> str:
+def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str:
     prompt, output = int(run.workload.prompt[story.request]), int(run.workload.output[story.request])
     match cause:
         case "outside":
@@ -189,7 +189,7 @@ def _times(count: int) -> str:
 # ---- for programs
 
 
-def describe(run: Run, story: Story) -> dict[str, Any]:
+def describe(run: Run, story: Timeline) -> dict[str, Any]:
     """Return the story as JSON's types; instants are seconds of simulated time, never NaN or infinite."""
     i, first = story.request, story.first if math.isfinite(story.first) else None
     return {
@@ -228,7 +228,7 @@ def _worst(run: Run, count: int) -> list[dict[str, Any]]:
             "promised": worst.promised,
             "seen": _finite(worst.seen),
             "late": _finite(worst.late),
-            "verdict": verdict(run, reader.story(i)),
+            "verdict": verdict(run, reader.timeline(i)),
         }
         for i in rows
         for worst in slo_violations.of(run, i)[:1]
@@ -238,7 +238,7 @@ def _worst(run: Run, count: int) -> list[dict[str, Any]]:
 # ---- for people
 
 
-def render(run: Run, story: Story, *, whole: bool = False) -> Group:
+def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
     """Return the verdict, the promises, the seconds per state and the timeline, for a terminal."""
     latency = story.end - story.arrival
     work = run.workload
@@ -252,7 +252,7 @@ def render(run: Run, story: Story, *, whole: bool = False) -> Group:
     )  # fmt: skip
 
 
-def _states(run: Run, story: Story) -> Table:
+def _states(run: Run, story: Timeline) -> Table:
     first = story.first if math.isfinite(story.first) else story.end
     total, before = story.seconds(), story.seconds(end=first)
     latency = max(story.end - story.arrival, 1e-12)
@@ -275,7 +275,7 @@ def _states(run: Run, story: Story) -> Table:
     return table
 
 
-def _timeline(run: Run, story: Story, whole: bool) -> Table:
+def _timeline(run: Run, story: Timeline, whole: bool) -> Table:
     spans, hidden = story.spans, 0
     if not whole and len(spans) > _LINES:
         longest = sorted(range(len(spans)), key=lambda i: -spans[i].seconds)[:_LINES]
@@ -293,7 +293,7 @@ def _timeline(run: Run, story: Story, whole: bool) -> Table:
     return table
 
 
-def _bar(story: Story, span: Span) -> str:
+def _bar(story: Timeline, span: Span) -> str:
     """Draw where in the request's life the span lies."""
     length = max(story.end - story.arrival, 1e-12)
     low = int(_BAR * (span.start - story.arrival) / length)

@@ -24,7 +24,7 @@ from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
 from headway.recipes.registry import find
 from headway.sim import fleet as fleets
-from headway.sim.instance import words
+from headway.sim.instance import describe
 from headway.sim.record import run_folder
 from headway.sim.record.recorder import Recorder, Recording
 from headway.sim.record.run_folder import Header, Machine, Run
@@ -51,7 +51,7 @@ class Fleet:
         spec = fleets.Spec(
             self.profile, self.count, model, self.max_running, self.budget, self.max_model_len, self.kv_tokens
         )
-        return spec.nodes()
+        return spec.instances()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,8 @@ def _check(recipes: Sequence[str], nodes: Sequence[InstanceSpec]) -> None:
         unknown = [
             node.instance.id
             for node in nodes
-            if not math.isfinite(node.copy_seconds) and recipe.packer(node.spec(OnlineLatency())).kv.saves
+            if not math.isfinite(node.copy_seconds)
+            and recipe.packer(node.engine_spec(OnlineLatency())).kv.saves
         ]
         if unknown:
             needs = recipe.packer(EngineSpec(1, 1)).kv.saves
@@ -220,7 +221,7 @@ def main(
     workload, longer = question.workload()
     left_out = f"; {longer} requests longer than any instance holds left out" if longer else ""
     nodes = question.fleet.nodes(workload.models[0])
-    told = "".join(f"; {name}: {how}" for name in recipes if (how := words(find(name), nodes[0])))
+    told = "".join(f"; {name}: {how}" for name in recipes if (how := describe(find(name), nodes[0])))
     about = report.About(
         shlex.join(["headway", *sys.argv[1:]]), question.seed, question.about + left_out + told
     )

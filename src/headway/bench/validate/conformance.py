@@ -1,8 +1,8 @@
-"""Does the simulated engine decide as vLLM does? Both are driven with the same work, and every step compared.
+"""Conformance of the simulated engine: driven with the same work as vLLM's scheduler, compared step by step.
 
-vLLM's real `Scheduler` runs in virtual time (`engines/vllm/oracle.py`), with Headway's hook inside or stock;
-the simulated engine stands beside it. Identical means: the same requests in the same order with the same
-tokens, the same preemptions, free blocks and ends. `tests/engine/test_licence.py` uses the same driver.
+vLLM's real `Scheduler` runs in virtual time (`engines/vllm/oracle.py`), with Headway's hook inside or stock.
+Identical means: the same requests in the same order with the same tokens, the same preemptions, free blocks
+and finished requests. `tests/engine/test_licence.py` uses the same driver.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.process.launch import host_pool, two_ended_pool
+from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.two_ended.block_table import TwoEndedTable
 from headway.recipes.registry import find
@@ -46,18 +47,28 @@ _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 _TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
 _STANDSTILL = 200  # steps in a row in which nobody runs although somebody waits
 _COPY = 1e-5  # seconds to move a token's KV to the host
+_URGENCIES = (-math.inf, -1.0, 0.0, 0.5, 2.0, math.inf)
+_RANKED = 0.5  # share of drawn workloads whose requests come with an urgency, which then changes now and then
+_RERANKED = 0.1  # share of their steps before which it does
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request: when, how long, and what it was promised. left: tokens predicted, None = the true ones."""
+    """One request.
+
+    at: instant of its arrival.
+    prompt, output: tokens.
+    tokens_left: predicted output tokens, None = the true number.
+    urgency: `Send.rank`; stock vLLM has none.
+    """
 
     at: float
     prompt: int
     output: int
     slo: Slo
     priority: int
-    left: float | None = None
+    tokens_left: float | None = None
+    urgency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +121,23 @@ def draw(rng: np.random.Generator) -> Case:
     least = _LONGEST // BLOCK
     blocks = int(rng.integers(least, least + running * (long + chatty) // BLOCK + 1))
     budget, seed = int(rng.choice((64, 200, 512, 2048))), int(rng.integers(2**31))
-    return Case(_predicted(tasks, seed), running, budget, blocks, _LONGEST, seed)
+    return Case(_ranked(_predicted(tasks, seed), seed), running, budget, blocks, _LONGEST, seed)
 
 
 def _predicted(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
     """Return tasks whose answers are predicted too long or too short, as predictors do."""
     factors = np.exp(_NOISE * np.random.default_rng(seed).standard_normal(len(tasks)))
     lefts = (float(np.ceil(task.output * factor)) for task, factor in zip(tasks, factors, strict=True))
-    return tuple(replace(task, left=left) for task, left in zip(tasks, lefts, strict=True))
+    return tuple(replace(task, tokens_left=left) for task, left in zip(tasks, lefts, strict=True))
+
+
+def _ranked(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
+    """Return tasks with urgencies, in some of the workloads."""
+    rng = np.random.default_rng((seed, 1))
+    if rng.random() >= _RANKED:
+        return tasks
+    drawn = rng.choice(_URGENCIES, len(tasks)).tolist()
+    return tuple(replace(task, urgency=urgency) for task, urgency in zip(tasks, drawn, strict=True))
 
 
 def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
@@ -185,6 +205,8 @@ class Both:
                 max_model_len=case.max_model_len,
             )  # fmt: skip
         self.todo = sorted(enumerate(case.tasks), key=lambda item: item[1].at)
+        self.urgency = {f"r{i}": 0.0 if host == STOCK else task.urgency for i, task in enumerate(case.tasks)}
+        self.reranks = np.random.default_rng((case.seed, 2)) if any(self.urgency.values()) else None
 
     def steps(self) -> Iterator[str | None]:
         """Yield for each step what differs, None = nothing, until vLLM has finished everything."""
@@ -194,6 +216,7 @@ class Both:
                 yield f"at {self.real.now:.3f}: nobody runs, and only {len(self.real.finished)} have ended"
                 return
             self._arrive()
+            self._rerank()
             seconds = float(rng.uniform(*_STEP))
             difference = self._alone(seconds) if difference else self._step(seconds)
             yield difference
@@ -204,12 +227,26 @@ class Both:
         while self.todo and self.todo[0][1].at <= self.real.now:
             i, task = self.todo.pop(0)
             id = f"r{i}"
-            facts = _facts(id, task)
-            self.real.add(id, task.prompt, task.output, priority=task.priority, facts=facts, arrival=task.at)
+            metadata = _metadata(id, task)
+            self.real.add(
+                id, task.prompt, task.output, priority=task.priority, metadata=metadata, arrival=task.at
+            )
             self.lean.add(
                 id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority,
-                left=task.left,
+                tokens_left=task.tokens_left, urgency=self.urgency[id],
             )  # fmt: skip
+
+    def _rerank(self) -> None:
+        """Now and then give some requests a new urgency; some have not arrived, some have ended."""
+        rng = self.reranks
+        if rng is None or rng.random() >= _RERANKED:
+            return
+        ids = rng.choice(list(self.urgency), 3)
+        ranks = dict(zip(ids.tolist(), rng.choice(_URGENCIES, ids.size).tolist(), strict=True))
+        self.urgency |= ranks
+        self.lean.rerank(ranks)
+        answer = self.real.scheduler.control({"op": "urgency", "values": ranks})
+        assert "error" not in answer, answer
 
     def _step(self, seconds: float) -> str | None:
         now, before = self.real.now, len(self.real.finished)
@@ -264,8 +301,8 @@ def _lost(scheduler: Any, id: str) -> int:
 
 def _account(book: TwoEndedTable) -> tuple[int, ...]:
     """Return what a book adds up to: tokens on the host, dropped and here, blocks shared, and the copies."""
-    orders = book.ops[: book.state["num_ops"]].sum(axis=0)
-    totals = (int(book.state[name]) for name in ("host_tokens", "dropped_tokens", "shared_blocks"))
+    orders = book.ops[: book.state[0]["num_ops"]].sum(axis=0)
+    totals = (int(book.state[0][name]) for name in ("host_tokens", "dropped_tokens", "shared_blocks"))
     return *totals, int(book.num_tokens.sum()), *orders[[0, 2, 3]].tolist()
 
 
@@ -330,12 +367,13 @@ def _config(
     )  # fmt: skip
 
 
-def _facts(id: str, task: Task) -> dict[str, Any]:
+def _metadata(id: str, task: Task) -> dict[str, Any]:
     named = {"ttft": task.slo.ttft, "tpot": task.slo.tpot, "e2e": task.slo.e2e}
     kept = {f"headway_{name}": value for name, value in named.items() if value is not None}
     return {
         "headway_id": id,
         "headway_arrival": task.at,
-        "headway_left": float(task.left or task.output),
+        "headway_tokens_left": float(task.tokens_left or task.output),
+        "headway_urgency": finite(task.urgency),
         **kept,
     }

@@ -7,6 +7,7 @@ identical steps from vLLM's own scheduler; time comes from a pace, which is wher
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,20 +83,30 @@ class SimulatedEngine:
 
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
-        priority: int = 0, left: float | None = None,
+        priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
     ) -> int:  # fmt: skip
-        """Queue a request that will answer with exactly `output` tokens; return its row."""
+        """Queue a request that will answer with exactly `output` tokens; return its row.
+
+        tokens_left: expected output tokens, None = the true number. urgency: `Jobs.urgency`.
+        """
         self._serial += 1
         promise = slo or Slo()
         row = self.jobs.add(
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
-            tokens_left=float(output if left is None else left),
+            tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency,
             ttft=_or_never(promise.ttft), tpot=_or_never(promise.tpot), e2e=_or_never(promise.e2e),
         )  # fmt: skip
         if row >= self.target.size:
             self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])
         self.target[row] = output
         return row
+
+    def rerank(self, ranks: Mapping[str, float]) -> None:
+        """Set `Jobs.urgency` of requests by id; those that are not inside have ended."""
+        row_of = self.jobs.row_of
+        for id, rank in ranks.items():
+            if id in row_of:
+                self.jobs.urgency[row_of[id]] = rank
 
     @property
     def busy(self) -> bool:

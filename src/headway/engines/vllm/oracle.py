@@ -72,7 +72,7 @@ class SchedulerOracle:
             self.scheduler.clock = self.scheduler.timer = lambda: self.now
 
     def add(
-        self, id: str, prompt: int, output: int, *, priority: int = 0, facts: dict[str, Any] | None = None,
+        self, id: str, prompt: int, output: int, *, priority: int = 0, metadata: dict[str, Any] | None = None,
         arrival: float | None = None,
     ) -> None:  # fmt: skip
         """Add a request of `prompt` tokens that answers with exactly `output` tokens.
@@ -82,7 +82,7 @@ class SchedulerOracle:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=facts)
+        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=metadata)
         at = self.now if arrival is None else arrival
         self.scheduler.add_request(
             Request(id, [_TOKEN] * prompt, params, None, arrival_time=at, priority=priority)

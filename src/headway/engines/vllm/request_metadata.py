@@ -1,44 +1,60 @@
-"""What does the engine's scheduler know about a request? What travels with it in `vllm_xargs`.
+"""The metadata of a request, written by the gateway and read by the scheduler inside the engine.
 
-vLLM carries a flat dict from the HTTP body to `SamplingParams.extra_args`. The gateway writes our facts
-there, the hook reads them; one place spells their names.
+vLLM carries `vllm_xargs`, a flat dict, from the HTTP body to `SamplingParams.extra_args`. The names of
+Headway's entries are spelled here only.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from headway.types import Forecast, Request
 
 _PREFIX = "headway_"
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetadata:
-    """Our id, the arrival (instant), the promises (seconds, inf = none) and the expected output tokens."""
+    """What the scheduler learns about one request.
+
+    id: Headway's request id.
+    arrival: instant at which the gateway got the request.
+    ttft, tpot, e2e: SLO in seconds, inf = none.
+    tokens_left: expected output tokens.
+    urgency: `Jobs.urgency` at entry, lower first, 0 = the packer's own order.
+    """
 
     id: str
     arrival: float
     ttft: float = math.inf
     tpot: float = math.inf
     e2e: float = math.inf
-    left: float = 1.0
+    tokens_left: float = 1.0
+    urgency: float = 0.0
 
 
 def write_metadata(request: Request, forecast: Forecast, rank: float = 0.0) -> dict[str, str | float]:
-    """Return the facts of a request as a flat dict for `vllm_xargs`; promises not made are left out."""
+    """Return the metadata as a flat dict for `vllm_xargs`; SLOs that a request does not have are left out.
+
+    rank: `Send.rank`.
+    """
     slo = request.slo
-    facts = {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "left": forecast.mean, "urgency": rank}
-    numbers = {_PREFIX + name: float(value) for name, value in facts.items() if value is not None}
+    values = {
+        "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "tokens_left": forecast.mean,
+        "urgency": finite(rank),
+    }  # fmt: skip
+    numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
     return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival, **numbers}
 
 
 def read_metadata(request: Any) -> RequestMetadata:
-    """Return the facts of a vLLM request; one that came past the gateway is best effort from its arrival.
+    """Return the metadata of a vLLM request; one that bypassed the gateway is best effort from its arrival.
 
-    Values of a wrong type are ignored: a stranger's extra argument must not stop the engine.
+    Values of a wrong type are ignored: a client's own extra argument must not stop the engine.
     """
     params = request.sampling_params
     extra = (params.extra_args if params is not None else None) or {}
@@ -49,8 +65,16 @@ def read_metadata(request: Any) -> RequestMetadata:
         ttft=_number(extra, "ttft", math.inf),
         tpot=_number(extra, "tpot", math.inf),
         e2e=_number(extra, "e2e", math.inf),
-        left=_number(extra, "left", float(limit or 1)),
+        tokens_left=_number(extra, "tokens_left", float(limit or 1)),
+        urgency=_number(extra, "urgency", 0.0),
     )
+
+
+def finite(rank: float) -> float:
+    """Return a rank as JSON can carry it: infinities become the largest floats. ValueError for NaN."""
+    if math.isnan(rank):
+        raise ValueError("a rank is a number")
+    return max(min(float(rank), _LARGEST), -_LARGEST)
 
 
 def _number(extra: dict[str, Any], name: str, default: float) -> float:

@@ -1,8 +1,8 @@
-"""What did every engine do in every iteration, and to whom?
+"""The recorder of a simulation: what every engine did in every iteration, and to which requests.
 
-An optional observer of a run. A request's state seldom changes from one iteration to the next (an answer in
-progress gets its one token a thousand times), so only changes are kept: from them `Recording` gives back
-every iteration with the tokens of each request, at a few rows per request instead of one per token.
+A request's state seldom changes from one iteration to the next (an answer in progress gets one token a
+thousand times), so only changes are kept: a few rows per request instead of one per token. `Recording` has
+every iteration with the tokens of each request.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from headway.sim.observer import Observer
 from headway.types import Bools, Floats, Ints
 
 Log = NDArray[Any]  # a structured array, one field per column
-OUTSIDE = -1  # the instance of a request that is still (or again) ours to order
+OUTSIDE = -1  # the instance of a request that is in the gateway's queue
 _CHUNK = 1 << 14  # rows by which a log grows
 
 
 class State(IntEnum):
     """What a request inside an engine did in an iteration."""
 
-    WAITING = 0  # has not been let in yet
+    WAITING = 0  # not admitted yet
     PREFILL = 1  # computed prompt
     RUNNING = 2  # made a token
     PAUSED = 3  # kept its KV and got no tokens
-    EVICTED = 4  # lost its KV, waits to be let in again
-    SAVED = 5  # its KV is on the host, waits to be let in again
+    EVICTED = 4  # lost its KV, waits to be admitted again
+    SAVED = 5  # its KV is in host memory, waits to be admitted again
     RECOMPUTE = 6  # computed again what it had lost
 
 
@@ -61,11 +61,13 @@ LOGS = {"iterations": ITERATIONS, "changes": CHANGES, "takers": TAKERS, "moves":
 class Recording:
     """A recorded run. Requests are rows of the workload, instances their number in the fleet.
 
-    iterations: one row each, in order of start, instances mixed; one of 0 seconds says that nothing could run
-    from then on. changes: from this iteration of its instance on, until its next change or its end, a request
-    was in `state` and got `tokens` in each iteration. takers: when an iteration took KV from somebody, who
-    gained blocks in it; when it paused or took from somebody, who came in (slot). moves: when a request was
-    sent to an instance (or came back, OUTSIDE), in order.
+    iterations: one row each, in order of start, instances mixed; one of 0 seconds: the engine idles from then
+        on.
+    changes: from this iteration of its instance on, until its next change or its end, a request was in
+        `state` and got `tokens` in each iteration.
+    takers: of an iteration that took KV from a request, the requests that gained blocks; of one that paused a
+        request or took its KV, the requests that were admitted (slot).
+    moves: a request was sent to an instance, or came back (OUTSIDE); in order.
     """
 
     iterations: Log
@@ -75,35 +77,35 @@ class Recording:
 
 
 class Recorder(Observer):
-    """Give one to `Simulation.run`; afterwards `recording()` is the run.
+    """An observer for `Simulation.run`; afterwards `recording()` is the run.
 
-    megabytes bounds what is kept in memory; a run that needs more ends in a ConfigError that says so.
+    megabytes: what it may keep in memory; a run that needs more ends in a ConfigError.
     """
 
     def __init__(self, megabytes: float = 1000.0) -> None:
         if megabytes <= 0:
-            raise ConfigError(f"A recording of {megabytes:g} MB keeps nothing.", "Give more megabytes.")
+            raise ConfigError(f"A recording of {megabytes:g} MB is empty.", "Give more megabytes.")
         self.megabytes = megabytes
-        self._room = int(megabytes * 1e6)
+        self._bytes_left = int(megabytes * 1e6)
         self._logs = {name: _Growing(dtype) for name, dtype in LOGS.items()}
         self._seen: dict[int, _Seen] = {}
 
     def sent(self, request: int, instance: int, now: float) -> None:
-        """Note that a request was sent to an instance."""
+        """Record that a request was sent to an instance."""
         self._log("moves", [(now, request, instance)], now)
 
     def entered(self, request: int, instance: int, row: int) -> None:
-        """Note which row of an instance's jobs a request is from now on."""
+        """Record which row of an instance's jobs a request is from now on."""
         self._seen.setdefault(instance, _Seen()).forget(row, request)
 
     def returned(self, request: int, now: float) -> None:
-        """Note that a request came out of its instance unfinished and is ours again."""
+        """Record that a request came back from its instance unfinished."""
         self._log("moves", [(now, request, OUTSIDE)], now)
 
     def iteration(
         self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
     ) -> None:
-        """Note one iteration right after it was decided: the jobs are as they were before it computes."""
+        """Record an iteration right after it was decided; the jobs are as they were before it computes."""
         seen = self._seen.setdefault(instance, _Seen())
         now = seen.look(engine, ran)
         number = len(self._logs["iterations"])
@@ -115,14 +117,14 @@ class Recorder(Observer):
         seen.keep(now)
 
     def recording(self) -> Recording:
-        """Return what was noted so far."""
+        """Return what was recorded so far."""
         return Recording(**{name: log.array() for name, log in self._logs.items()})
 
     def _log(self, name: str, rows: Sequence[tuple[Any, ...]] | Log, now: float) -> None:
         if not len(rows):
             return
-        self._room -= self._logs[name].add(rows)
-        if self._room < 0:
+        self._bytes_left -= self._logs[name].add(rows)
+        if self._bytes_left < 0:
             raise ConfigError(
                 f"The recording has filled its {self.megabytes:g} MB after {now:.0f} simulated seconds.",
                 "Allow it more with --record-mb, simulate a shorter time, or leave --out away.",
@@ -157,7 +159,7 @@ class _Growing:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was last seen of each row of one engine's jobs; state -1 = nothing yet."""
+    """The last state of each row of one engine's jobs; state -1 = not seen yet."""
 
     request: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     state: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -177,18 +179,20 @@ class _Seen:
         self.request[row], self.state[row] = request, -1
 
     def look(self, engine: SimulatedEngine, ran: Ran) -> _Look:
-        """Return what there is to see of all rows now."""
+        """Return the state of all rows in this iteration."""
         jobs = engine.jobs
         rows = jobs.rows()
-        given = np.zeros(self.request.size, np.int64)
-        given[ran.rows] = ran.tokens
-        tokens, computed, taken = given[rows], jobs.computed[rows], jobs.evictions[rows]
+        scheduled = np.zeros(self.request.size, np.int64)
+        scheduled[ran.rows] = ran.tokens
+        tokens, computed, evictions = scheduled[rows], jobs.computed[rows], jobs.evictions[rows]
         state = np.where(
             jobs.running[rows], _PAUSED,
-            np.where(jobs.saved[rows] > 0, State.SAVED, np.where(taken > 0, State.EVICTED, State.WAITING)),
+            np.where(
+                jobs.saved[rows] > 0, State.SAVED, np.where(evictions > 0, State.EVICTED, State.WAITING)
+            ),
         )  # fmt: skip
         output_tokens = jobs.output_tokens[rows]
-        # What was made elsewhere is computed again, too: an engine may swap its model and give work back.
+        # Tokens made in another engine are computed again, too: a swap of models gives requests back.
         again = (computed < self.reach[rows]) | (
             (output_tokens > 0) & (computed < jobs.prompt[rows] + output_tokens - 1)
         )
@@ -199,14 +203,14 @@ class _Seen:
         resumes = (state == State.RECOMPUTE) & (output_tokens == 0)
         beyond = np.maximum(computed + tokens - self.reach[rows], 0)
         return _Look(
-            rows, self.request[rows], state, tokens, computed + tokens, blocks, taken, self.state[rows],
+            rows, self.request[rows], state, tokens, computed + tokens, blocks, evictions, self.state[rows],
             changed=(state != self.state[rows]) | (tokens != self.tokens[rows]),
-            lost=(taken > self.evictions[rows]) & (self.state[rows] >= 0), gained=blocks - self.blocks[rows],
-            resumed=int(beyond[resumes].sum()),
+            lost=(evictions > self.evictions[rows]) & (self.state[rows] >= 0),
+            gained=blocks - self.blocks[rows], resumed=int(beyond[resumes].sum()),
         )  # fmt: skip
 
     def keep(self, look: _Look) -> None:
-        """Remember a look for the next one."""
+        """Keep a look as the last state."""
         rows = look.rows
         self.state[rows], self.tokens[rows], self.blocks[rows] = look.state, look.tokens, look.blocks
         self.evictions[rows], self.reach[rows] = look.evictions, np.maximum(self.reach[rows], look.reached)
@@ -249,7 +253,7 @@ class _Look:
         )
 
     def moved(self) -> tuple[int, int, int]:
-        """Return how many were let in, lost their KV, and had it saved."""
+        """Return how many were admitted, lost their KV, and had it saved."""
         saved = int(np.count_nonzero(self.lost & (self.state == State.SAVED)))
         return int(np.count_nonzero(self._came)), int(np.count_nonzero(self.lost)) - saved, saved
 
@@ -259,14 +263,14 @@ class _Look:
         return _table(CHANGES, iteration, self.request[new], self.state[new], self.tokens[new])
 
     def takers(self, iteration: int) -> Log:
-        """Return the rows for TAKERS: none when nobody was paused and nothing was taken."""
-        taken, ran = bool(self.lost.any()), _RUNS[self.before]
-        if not taken and not ((self.state == _PAUSED) & ran).any():
+        """Return the rows for TAKERS: none when no request was paused or lost KV."""
+        lost, ran = bool(self.lost.any()), _RUNS[self.before]
+        if not lost and not ((self.state == _PAUSED) & ran).any():
             return np.empty(0, TAKERS)
         slot = (self.tokens > 0) & ~ran
-        gained = np.maximum(self.gained, 0) if taken else np.zeros_like(self.gained)
-        who = slot | (gained > 0)
-        return _table(TAKERS, iteration, self.request[who], gained[who], slot[who])
+        gained = np.maximum(self.gained, 0) if lost else np.zeros_like(self.gained)
+        took = slot | (gained > 0)
+        return _table(TAKERS, iteration, self.request[took], gained[took], slot[took])
 
     @property
     def _came(self) -> Bools:

@@ -1,7 +1,8 @@
-"""Where does a run stay, so that it can be asked later?
+"""Run folders: a recorded simulation on disk.
 
-A run folder: `run.json` says what was simulated, `workload.npz` what was asked, `outcome.npz` what became of
-it, `recording.npz` what every engine did meanwhile. No pickles, so a folder from elsewhere can be opened.
+`run.json` says what was simulated, `workload.npz` holds the requests, `outcome.npz` what became of them and
+`recording.npz` what every engine did in every iteration. Nothing is pickled, so a folder from elsewhere is
+safe to open.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import ConfigError
+from headway.sim.instance import InstanceSpec
+from headway.sim.outcome import Outcome
 from headway.sim.record.recorder import LOGS, Recording
-from headway.sim.run import InstanceSpec, Outcome
 from headway.sim.workload.traffic import Workload
 
 HEADER = "run.json"
-VERSION = 1
+VERSION = 2
 _PARTS = ("workload", "outcome", "recording")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One instance of the fleet, as far as a reader of its run needs it."""
+    """The fields of an instance that a reader of its run needs."""
 
     id: str
     blocks: int
@@ -39,9 +41,9 @@ class Machine:
     budget: int
 
     @classmethod
-    def of(cls, node: InstanceSpec) -> Machine:
-        it = node.instance
-        return cls(it.id, it.blocks_total, it.block_size, it.max_running, node.slots, node.budget)
+    def of(cls, spec: InstanceSpec) -> Machine:
+        it = spec.instance
+        return cls(it.id, it.blocks_total, it.block_size, it.max_running, spec.slots, spec.budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """One recorded run, whole."""
+    """A recorded run."""
 
     header: Header
     workload: Workload
@@ -127,12 +129,12 @@ def _columns(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def _names(column: NDArray[Any]) -> Any:
-    """Return names (tiers, models, tenants) as the tuple they were, columns as they are."""
+    """Return names (`tiers`, `models`, ...) as the tuple they were, columns as they are."""
     return tuple(column.tolist()) if column.dtype.kind == "U" else column
 
 
 def _outcome(columns: Mapping[str, NDArray[Any]]) -> Outcome:
-    """Return the outcome; a single number is one again. A fact that was not kept has its default."""
+    """Return the outcome; a sum that the folder does not have gets its default."""
     values: dict[str, Any] = {
         name: column if column.ndim else column.item() for name, column in columns.items()
     }

@@ -1,8 +1,9 @@
-"""What happened to one request, and because of whom?
+"""The timeline of one request, and the other requests that caused it.
 
-A recording keeps changes of state; a `Reader` turns them into stretches of time. A story covers every moment
-from the arrival to the end exactly once, so its seconds add up to the latency, and it names who was served
-meanwhile: who was sent before it, who computed while it waited, who got what was taken from it.
+A recording keeps changes of state; a `Reader` turns them into spans of time. A timeline covers every moment
+from the arrival to the end exactly once, so its seconds add up to the latency. It names the requests that
+were served in the meantime: those sent before it, those that computed while it waited, those that got what
+was taken from it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ WORKS = tuple(state.name.lower() for state in COMPUTES)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one class of other requests got meanwhile: how many requests, how many tokens.
+    """What one class of other requests got in the meantime.
 
-    outside: requests that were sent and all the tokens they asked for; later: how many of them had come
-    later. Inside: requests that computed in the same engine and the tokens they computed.
+    requests: outside, those that were sent; inside, those that computed in the same engine.
+    tokens: outside, all tokens of these requests; inside, the tokens that they computed.
+    later: how many of them had arrived later.
     """
 
     tier: str
@@ -37,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Taker:
-    """One who got something in the iteration in which it was taken away: blocks of KV, a place to run."""
+    """A request that got KV blocks or a slot in the iteration in which they were taken away."""
 
     request: int
     tier: str
@@ -47,10 +49,12 @@ class Taker:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one state. instance: number in the fleet, -1 outside. takers: of what it lost at start.
+    """A span of time in one state.
 
-    behind: others who were served meanwhile (left out while it makes tokens itself). iteration: the one (of
-    the run) that it begins with, -1 when it begins with none.
+    instance: number in the fleet, -1 outside.
+    iteration: the one (of the run) that it begins with, -1 = none.
+    behind: other requests that were served in the meantime (empty while it makes tokens itself).
+    takers: of what it lost at the start.
     """
 
     state: str
@@ -67,11 +71,11 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class Timeline:
     """One request from its arrival to its end, or to where the run ended without it (finished is False).
 
-    first: instant of the first token, NaN when there was none. crowded: seconds of `running` that went by in
-    iterations which computed prompts as well.
+    first: instant of the first token, NaN when there was none.
+    crowded: seconds of `running` in iterations that computed prompts as well.
     """
 
     request: int
@@ -93,7 +97,7 @@ class Story:
 
 
 class Reader:
-    """Reads stories out of one run. Building it sorts the recording once."""
+    """Reads timelines out of one run. Building it sorts the recording once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -104,23 +108,23 @@ class Reader:
         self.held = _held(record.iterations, record.changes, self.stays, self.local, self.starts)
 
     def iteration(self, number: int) -> Log:
-        """Return request, state and tokens of everybody inside the instance in its iteration (of the run)."""
+        """Return request, state and tokens of all inside the instance in an iteration (of the run)."""
         instance, at = int(self.run.recording.iterations["instance"][number]), int(self.local[number])
         held = self.held
         there = (held["instance"] == instance) & (held["low"] <= at) & (at < held["high"])
         return np.asarray(held[there][["request", "state", "tokens"]])
 
-    def story(self, request: int) -> Story:
+    def timeline(self, request: int) -> Timeline:
         """Return what happened to a request (its row in the workload)."""
         arrival, end = float(self.run.workload.arrival[request]), float(self.run.outcome.end[request])
         finished = bool(np.isfinite(end))
         end = end if finished else max(self.last, arrival)
         spans = tuple(self._explained(request, span) for span in self._spans(request, arrival, end))
         first = float(self.run.outcome.first[request])
-        return Story(request, spans, arrival, first, end, finished, self._crowded(spans))
+        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans))
 
     def _spans(self, request: int, arrival: float, end: float) -> list[Span]:
-        """Return its stretches, each beginning where the one before it ends, equal neighbours as one."""
+        """Return its spans, each beginning where the one before it ends, equal neighbours as one."""
         current = Span(OUT, arrival, arrival, OUTSIDE)
         spans: list[Span] = []
         for turn in [*self._turns(request), Span("", end, end, OUTSIDE)]:
@@ -143,7 +147,7 @@ class Reader:
                 yield Span(_name(row["state"]), start, start, instance, int(number))
 
     def _explained(self, request: int, span: Span) -> Span:
-        """Return the span with those who were served meanwhile and those who took what it lost."""
+        """Return the span with the requests served in the meantime and those that took what it lost."""
         if span.state == _name(State.RUNNING):
             return span
         if span.state == OUT:
@@ -152,7 +156,7 @@ class Reader:
         return replace(span, behind=self._served(request, span), takers=takers)
 
     def _sent(self, request: int, span: Span) -> tuple[Share, ...]:
-        """Return who was sent while it was outside, up to its own turn."""
+        """Return the requests that were sent while it was outside, up to its own turn."""
         moves, own = self.run.recording.moves, self.stays[_rows(self.stays["request"], request)]
         low = int(np.searchsorted(moves["time"], span.start, "left"))
         turn = own["position"][(own["start"] == span.end) & (own["instance"] != OUTSIDE)]
@@ -164,7 +168,7 @@ class Reader:
         return self._shares(request, others, (work.prompt + work.output)[others])
 
     def _served(self, request: int, span: Span) -> tuple[Share, ...]:
-        """Return who else computed in its engine meanwhile, from the iteration on that it came in."""
+        """Return the other requests that computed in its engine, from its submission on."""
         starts, held = self.starts[span.instance], self.held
         low = max(int(np.searchsorted(starts, span.start, "right")) - 1, 0)
         high = int(np.searchsorted(starts, span.end, "left"))
@@ -186,7 +190,7 @@ class Reader:
         return tuple(sorted(shares, key=lambda share: -share.tokens))
 
     def _takers(self, request: int, span: Span) -> tuple[Taker, ...]:
-        """Return who gained in the iteration in which the span begins, those with most blocks first."""
+        """Return the requests that gained in the iteration in which the span begins, most blocks first."""
         takers, work = self.run.recording.takers, self.run.workload
         rows = takers[_rows(takers["iteration"], span.iteration)]
         found = [

@@ -1,8 +1,7 @@
-"""When do requests come?
+"""Arrival processes: sorted float64 arrays of seconds from the start, drawn by an explicit generator.
 
-Arrivals are sorted float64 arrays of seconds from the start, drawn by an explicit generator: the same seed
-gives the same arrivals. Words and meaning are those of `vllm bench serve` (--request-rate,
---burstiness); a recorded trace (`traces.py`) is the same kind of array and is brought to a rate here.
+The same seed gives the same arrivals. Terms and meaning are those of `vllm bench serve` (--request-rate,
+--burstiness). A recorded trace (`traces.py`) is the same kind of array and is rescaled to a rate here.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def spread(times: Floats, rng: np.random.Generator) -> Floats:
     """Spread arrivals that share one recorded instant evenly at random up to the next instant.
 
     For traces with coarse clocks (Mooncake: about 10 requests per 3 s step), which would otherwise be
-    bursts that nobody sent. The last step is taken to be as long as the median one.
+    bursts that did not occur. The last step is taken to be as long as the median one.
     """
     instants, step_of = np.unique(times, return_inverse=True)
     if instants.size < 2:

@@ -1,13 +1,12 @@
-"""How long are the prompts and the answers?
+"""Lengths of prompts and answers: published statistics as quantile tables, drawn without the data itself.
 
-Published length statistics as quantile tables, so that nobody needs the data to draw requests like
-ShareGPT's: between two quantiles the logarithm of the length is interpolated, and prompt and answer are tied
-by a Gaussian copula with the rank correlation (Spearman's rho) that the data has. A file of recorded lengths
-stands in for a table anywhere (`traces.read_lengths`).
+Between two quantiles the logarithm of the length is interpolated. Prompt and answer are tied by a Gaussian
+copula with the rank correlation (Spearman's rho) of the data. A file of recorded lengths may take the place
+of any table (`traces.read_lengths`).
 
-The tables were computed once from the files named in `SOURCES` (all rows unless said; np.quantile, rounded
-to tokens). A copula has no other tie than rho: limits on prompt + answer (2048, 4096 and 8192 tokens in
-ShareGPT, arXiv and multi-round ShareGPT) are not kept, which is the engine's to enforce.
+The tables were computed once from the files named in `SOURCES` (all rows unless said otherwise; np.quantile,
+rounded to tokens). A copula keeps rho only: limits on prompt + answer (2048, 4096 and 8192 tokens in
+ShareGPT, arXiv and multi-round ShareGPT) are not kept; the engine enforces its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""When did requests really come, and how long were they?
+"""Recorded arrivals and lengths, read from files.
 
-Recorded arrivals with their lengths, read from Azure's CSV (timestamp_s, prompt_tokens, output_tokens) and
-Mooncake's JSONL (timestamp_ms, input_length, output_length); lengths alone also from a CSV without times and
-from ShareGPT's JSON as `vllm bench serve` takes it; plain or gzipped. A file that cannot be trusted (missing
-column, negative or NaN value, unsorted times, nothing in it) is refused with its line and the mend.
+Formats, plain or gzipped: Azure's CSV (timestamp_s, prompt_tokens, output_tokens) and Mooncake's JSONL
+(timestamp_ms, input_length, output_length); lengths alone also from a CSV without times and from ShareGPT's
+JSON as `vllm bench serve` takes it. A file with a missing column, a negative or NaN value, unsorted times or
+no rows is refused with an error that names the line and the fix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _MOST_TOKENS = 10**9  # longer than any context: a number of something else
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Columns of equal length: at = seconds from the first request (sorted), and tokens in and out."""
+    """Columns of equal length.
+
+    at: seconds from the first request, sorted.
+    """
 
     at: Floats
     prompt_tokens: Ints
@@ -44,8 +47,9 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Columns of equal length, in tokens, in the file's order. predicted: a predictor's guess of the output.
+    """Columns of equal length, in tokens, in the file's order.
 
+    predicted: a predictor's forecast of the output, None = the file has none.
     about: how many requests of which file, and what was estimated or left out, for reports.
     """
 
@@ -77,7 +81,7 @@ def arrivals(path: str | Path, *, limit: int | None = None) -> Floats:
 def read(path: str | Path, *, limit: int | None = None) -> Trace:
     """Read the first `limit` rows of a trace file, or of `$HEADWAY_DATA/arrivals/NAME.*` for a bare name.
 
-    Raises ConfigError, naming file, line and mend, when the file is missing, damaged, empty or not sorted.
+    Raises ConfigError, naming file, line and fix, when the file is missing, damaged, empty or not sorted.
     """
     _check_limit(limit)
     file = locate(path)
@@ -187,7 +191,7 @@ def _jsonl_rows(text: IO[str], file: Path) -> Iterator[tuple[int, Row]]:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise ConfigError(f"{file} line {line} is not a JSON object.", "Mend or remove that line.")
+            raise ConfigError(f"{file} line {line} is not a JSON object.", "Correct or remove that line.")
         yield line, row
 
 
@@ -218,7 +222,7 @@ def _tokens(row: Row, name: str, file: Path, line: int) -> float:
     number = _number(row, name, file, line)
     if number != int(number) or number > _MOST_TOKENS:
         raise ConfigError(
-            f"{file} line {line} has {name} = {row[name]!r}, which counts no tokens.",
+            f"{file} line {line} has {name} = {row[name]!r}, which is no number of tokens.",
             f"Give a whole number of at most {_MOST_TOKENS:,}.",
         )
     return number
@@ -277,7 +281,7 @@ def _json(file: Path) -> list[Any]:
 
 
 def _turns(entry: Any, file: Path, number: int) -> tuple[str, str] | None:
-    """Return (prompt, answer) of conversation `number`, None when nobody answered."""
+    """Return (prompt, answer) of conversation `number`, None when it has no answer."""
     try:
         texts = [turn["value"] for turn in entry["conversations"][:2]]
     except (KeyError, TypeError):
@@ -285,7 +289,7 @@ def _turns(entry: Any, file: Path, number: int) -> tuple[str, str] | None:
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(
             f"{file} conversation {number} has no conversations: [{{from, value}}, ...].",
-            "Mend or remove that entry.",
+            "Correct or remove that entry.",
         )
     return (texts[0], texts[1]) if len(texts) == 2 else None
 

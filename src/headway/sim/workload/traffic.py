@@ -1,8 +1,8 @@
-"""What are the simulated engines asked?
+"""The requests of a simulation: one numpy column per field, so that 100,000 requests cost no Python loop.
 
-A `Workload` is one numpy column per fact, so that 100,000 requests cost no Python loop. `make` deals arrivals
-(`arrivals.py`, whose functions stand here too, or a recorded trace) out to classes of traffic and draws their
-lengths (`lengths.py`) with a seeded generator: the same seed, the same columns.
+`make` distributes arrivals (from `arrivals.py`, whose functions are exported here too, or from a recorded
+trace) over classes of traffic and draws their lengths (`lengths.py`) with a seeded generator: the same seed
+gives the same columns.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,38 @@ from headway.errors import ConfigError
 from headway.sim.workload import lengths as sizes
 from headway.sim.workload.arrivals import burst, diurnal, gamma, poisson, positive, recorded, rescale, spread
 from headway.sim.workload.traces import Lengths, Trace
-from headway.types import Bools, Floats, Ints, Request, Slo
+from headway.types import Bools, Floats, Ints, Request, Slo, Stage
 
 __all__ = [
     "Trace", "TrafficClass", "Workload", "burst", "concat", "diurnal", "gamma", "make", "poisson", "recorded",
     "rescale", "single", "spread",
 ]  # fmt: skip
 
-_CODES = {"tier": "tiers", "model": "models", "tenant": "tenants"}  # column of codes -> its names
+_STAGE = {"app": "apps", "run": "runs", "unit": "units"}
+_CODES = {"tier": "tiers", "model": "models", "tenant": "tenants"} | _STAGE  # column of codes -> its names
 _TOKENS = ("prompt", "output", "max_tokens")
-_PROMISES = ("ttft", "tpot", "e2e")
+_TARGETS = ("ttft", "tpot", "e2e")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def _no_codes() -> Ints:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
 class Workload:
     """The requests of one run as read-only columns of equal length n; row i is request i.
 
-    arrival: seconds from the start, 0 or more. prompt, output, max_tokens: tokens, 1 or more; output is what
-    the answer will have (the simulated engine's secret), max_tokens what the user allows (output or more).
-    ttft, tpot, e2e: promised seconds from arrival, inf = none. priority: lower is more urgent. tier, model,
-    tenant: codes, the indices of their names in tiers, models, tenants. Raises ConfigError, naming the first
-    bad request, for columns that are not such.
+    Raises ConfigError, naming the first bad request, for columns that do not keep to this.
+
+    arrival: seconds from the start, 0 or more.
+    prompt: tokens, 1 or more.
+    output: tokens that the answer will have, 1 or more; only the simulated engine reads them.
+    max_tokens: tokens that the user allows, `output` or more.
+    ttft, tpot, e2e: SLO targets in seconds, inf = none.
+    priority: lower is more urgent.
+    tier, model, tenant: codes, the indices of their names in `tiers`, `models` and `tenants`.
+    app, run, unit: codes of the request's `Stage`; the run "" = the request belongs to no application.
+    ids: the requests' ids, () = "r0", "r1", ...
     """
 
     arrival: Floats
@@ -58,15 +70,27 @@ class Workload:
     tiers: tuple[str, ...] = ("default",)
     models: tuple[str, ...] = ("default",)
     tenants: tuple[str, ...] = ("default",)
+    app: Ints = field(default_factory=_no_codes)
+    run: Ints = field(default_factory=_no_codes)
+    unit: Ints = field(default_factory=_no_codes)
+    apps: tuple[str, ...] = ("",)
+    runs: tuple[str, ...] = ("",)
+    units: tuple[str, ...] = ("",)
+    ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        n = len(self.arrival)
         for name in _COLUMNS:
-            object.__setattr__(self, name, _column(name, getattr(self, name), len(self.arrival)))
+            values = getattr(self, name)
+            given = name not in _STAGE or len(values)
+            object.__setattr__(self, name, _column(name, values if given else np.zeros(n, np.int64), n))
+        object.__setattr__(self, "ids", tuple(self.ids))
+        _check_ids(self.ids, n)
         _refuse_times(self.arrival)
         for name in _TOKENS:
             _refuse(getattr(self, name) < 1, name, getattr(self, name), "1 token or more")
         _refuse(self.max_tokens < self.output, "max_tokens", self.max_tokens, "at least its output")
-        for name in _PROMISES:
+        for name in _TARGETS:
             _refuse(~(getattr(self, name) > 0), name, getattr(self, name), "seconds above 0, or inf for none")
         for name, table in _CODES.items():
             codes, known = getattr(self, name), len(getattr(self, table))
@@ -75,25 +99,39 @@ class Workload:
     def __len__(self) -> int:
         return int(self.arrival.size)
 
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {id: row for row, id in enumerate(self.ids or map(_default_id, range(len(self))))}
+
+    def row_of(self, id: str) -> int:
+        """Return the row of a request. KeyError for an id that is not in this workload."""
+        return self._rows[id]
+
     def request(self, i: int) -> Request:
-        """Return row i as the slow loop's noun, with id "r{i}" and the tier as its task."""
+        """Return row i as the controller gets it, with the tier as its task."""
         i = range(len(self))[i]
         return Request(
-            id=f"r{i}",
+            id=self.ids[i] if self.ids else _default_id(i),
             model=self.models[self.model[i]],
             prompt_tokens=int(self.prompt[i]),
             max_tokens=int(self.max_tokens[i]),
             arrival=float(self.arrival[i]),
-            slo=Slo(*(_promised(getattr(self, name)[i]) for name in _PROMISES)),
+            slo=Slo(*(_target(getattr(self, name)[i]) for name in _TARGETS)),
             priority=int(self.priority[i]),
             tenant=self.tenants[self.tenant[i]],
             task=self.tiers[self.tier[i]],
             tier=self.tiers[self.tier[i]],
+            stage=self._stage(i),
         )
 
+    def _stage(self, i: int) -> Stage | None:
+        run = self.runs[self.run[i]]
+        return Stage(self.apps[self.app[i]], run, self.units[self.unit[i]]) if run else None
+
     def take(self, rows: Ints | Bools | slice) -> Workload:
-        """Return these rows in this order (indices, a mask or a slice), numbered anew from 0."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
+        """Return these rows in this order (indices, a mask or a slice); default ids count from 0 again."""
+        ids = tuple(self.ids[i] for i in np.arange(len(self))[rows].tolist()) if self.ids else ()
+        return replace(self, ids=ids, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     def between(self, start: float, end: float) -> Workload:
         """Return the requests that arrive in [start, end) seconds; their times stay."""
@@ -104,18 +142,23 @@ class Workload:
         return self.take(np.argsort(self.arrival, kind="stable"))
 
 
-_COLUMNS = tuple(entry.name for entry in fields(Workload) if entry.name not in _CODES.values())
-_REALS = {"arrival", *_PROMISES}
+_COLUMNS = tuple(entry.name for entry in fields(Workload) if entry.name not in {*_CODES.values(), "ids"})
+_REALS = {"arrival", *_TARGETS}
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficClass:
-    """One class of traffic: its share of the requests (relative to the others'), promise and lengths.
+    """One class of traffic. Two classes may have one name (a tier on two models).
 
-    lengths: a name or file as `lengths.draw` takes, lengths read before, or None = as the trace recorded
-    them. slo_scale multiplies the promised seconds. max_tokens cuts answers; None = the longest one drawn
-    for the class, which tells nobody how long one answer will be. tenants are equally likely. Two classes
-    may have one name (a tier on two models). Raises ConfigError for impossible values.
+    Raises ConfigError for impossible values.
+
+    share: of the requests, relative to the other classes' shares.
+    lengths: a name or a file as `lengths.draw` takes, lengths read before, or None = as the trace has them.
+    slo_scale: factor of the SLO's targets.
+    max_tokens: cuts answers; None = the longest answer drawn for the class, which reveals no answer's length.
+    tenants: equally likely.
+    requests_per_run: above 1, the requests are the units of application runs of the app `name`.
+    concurrent_runs: runs that take their requests in turn; the next ones begin when these are complete.
     """
 
     name: str
@@ -127,6 +170,8 @@ class TrafficClass:
     slo_scale: float = 1.0
     max_tokens: int | None = None
     tenants: tuple[str, ...] = ("default",)
+    requests_per_run: int = 1
+    concurrent_runs: int = 8
 
     def __post_init__(self) -> None:
         positive(f"share of class {self.name}", self.share)
@@ -135,10 +180,12 @@ class TrafficClass:
             raise ConfigError(f"Class {self.name} has max_tokens {self.max_tokens}.", "Give 1 or more.")
         if not self.tenants:
             raise ConfigError(f"Class {self.name} has no tenants.", "Give at least one name.")
+        if self.requests_per_run < 1 or self.concurrent_runs < 1:
+            raise ConfigError(f"Class {self.name} has runs of no requests.", "Give 1 or more of both.")
 
 
 def make(classes: Sequence[TrafficClass], arrivals: Floats | Trace, rng: np.random.Generator) -> Workload:
-    """Deal arrivals (sorted seconds, or a trace) out to the classes by their shares; same seed, same columns.
+    """Distribute arrivals (sorted seconds, or a trace) over the classes; the same seed, the same columns.
 
     Each request's class is drawn on its own. Raises ConfigError for no classes, unsorted arrivals, a class
     without lengths where no trace records them, or lengths that cannot be used.
@@ -151,6 +198,9 @@ def make(classes: Sequence[TrafficClass], arrivals: Floats | Trace, rng: np.rand
     which = rng.choice(len(classes), times.size, p=shares / shares.sum())
     rows = [np.flatnonzero(which == number) for number in range(len(classes))]
     parts = [_part(traffic, times, trace, mine, rng) for traffic, mine in zip(classes, rows, strict=True)]
+    parts = [
+        _with_runs(part, traffic, i) for i, (part, traffic) in enumerate(zip(parts, classes, strict=True))
+    ]
     # Back into the order of arrival: of requests at one instant none is first because of its class.
     return concat(*parts).take(np.argsort(np.concatenate(rows)))
 
@@ -167,12 +217,12 @@ def single(
     tenant: str = "default",
     max_tokens: Ints | int | None = None,
 ) -> Workload:
-    """Return a workload of one class from its columns; a number stands for all rows.
+    """Return a workload of one class from its columns; a number applies to all rows.
 
     max_tokens None = exactly the output. Raises ConfigError as `Workload`.
     """
-    n, promised = len(arrival), slo or Slo()
-    seconds = {name: np.full(n, _or_never(getattr(promised, name))) for name in _PROMISES}
+    n, targets = len(arrival), slo or Slo()
+    seconds = {name: np.full(n, _or_never(getattr(targets, name))) for name in _TARGETS}
     allowed = output if max_tokens is None else max_tokens
     tokens = {"prompt": prompt, "output": output, "max_tokens": allowed}
     codes = {name: np.zeros(n, np.int64) for name in _CODES}
@@ -192,7 +242,11 @@ def concat(*parts: Workload) -> Workload:
         for table in _CODES.values()
     }
     columns = {name: np.concatenate([_recoded(part, name, names) for part in parts]) for name in _COLUMNS}
-    return _built(columns, names)
+    if not any(part.ids for part in parts):
+        return _built(columns, names)
+    return replace(
+        _built(columns, names), ids=tuple(part.request(i).id for part in parts for i in range(len(part)))
+    )
 
 
 def _part(
@@ -215,6 +269,22 @@ def _part(
     return replace(part, tenant=rng.integers(0, len(tenants), rows.size), tenants=tenants)
 
 
+def _with_runs(part: Workload, traffic: TrafficClass, number: int) -> Workload:
+    """Return the requests of class `number` as the units of application runs, if the class has any.
+
+    Open-loop traffic: a unit arrives when the class's next request does, whether or not the one before it
+    has ended.
+    """
+    units, together = traffic.requests_per_run, traffic.concurrent_runs
+    if units == 1 or not len(part):
+        return part
+    round_, place = np.divmod(np.arange(len(part)), units * together)
+    run, unit = round_ * together + place % together, place // together
+    names = tuple(f"{number}.{i}" for i in range(int(run.max()) + 1))
+    steps = tuple(f"step{i}" for i in range(units))
+    return replace(part, run=run, unit=unit, apps=(traffic.name,), runs=names, units=steps)
+
+
 def _drawn(
     traffic: TrafficClass, trace: Trace | None, rows: Ints, rng: np.random.Generator
 ) -> tuple[Ints, Ints]:
@@ -232,7 +302,7 @@ def _drawn(
 
 
 def _scaled(slo: Slo, scale: float) -> Slo:
-    limits = (getattr(slo, name) for name in _PROMISES)
+    limits = (getattr(slo, name) for name in _TARGETS)
     return Slo(*(None if limit is None else limit * scale for limit in limits))
 
 
@@ -244,7 +314,16 @@ def _or_never(seconds: float | None) -> float:
     return math.inf if seconds is None else seconds
 
 
-def _promised(seconds: float) -> float | None:
+def _default_id(row: int) -> str:
+    return f"r{row}"
+
+
+def _check_ids(ids: tuple[str, ...], n: int) -> None:
+    if ids and (len(ids) != n or len(set(ids)) != n):
+        raise ConfigError(f"{n} requests have {len(set(ids))} different ids.", "Give each an id of its own.")
+
+
+def _target(seconds: float) -> float | None:
     return None if math.isinf(seconds) else float(seconds)
 
 
@@ -270,7 +349,8 @@ def _recoded(part: Workload, name: str, names: dict[str, tuple[str, ...]]) -> ND
     if name not in _CODES:
         return column
     table = _CODES[name]
-    code = np.array([names[table].index(word) for word in getattr(part, table)], np.int64)
+    position = {word: code for code, word in enumerate(names[table])}
+    code = np.array([position[word] for word in getattr(part, table)], np.int64)
     return np.asarray(code[column])
 
 

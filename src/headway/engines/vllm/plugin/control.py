@@ -1,16 +1,17 @@
-"""How do messages reach a scheduler that is running?
+"""Control messages for a running scheduler, over HTTP.
 
 vLLM's API server calls methods of the engine core between two iterations ("utility calls"). This module adds
-one such method, and the HTTP route `POST /headway/control` that reaches it:
+one such method to the engine core and the HTTP route `POST /headway/control` that calls it:
 
-    {"op": "state", "log": 20}                 what runs, waits, is held; free blocks; the last 20 steps:
-                                               [instant, tokens by id, paused, evicted, row of the diary]
-    {"op": "state", "iterations": 20,          the last 20 rows of the diary (diary.py): shapes and times of
-     "requests": 20}                           iterations; when requests entered, began to answer, ended
-    {"op": "urgency", "values": {id: number}}  lower goes first, before the recipe's own rank; 0 = normal
+    {"op": "state", "log": 20}                 the state: running, waiting and held requests, free blocks, and the
+                                               last 20 steps: [instant, tokens by id, paused, evicted, log row]
+    {"op": "state", "iterations": 20,          the state with the last 20 rows of the iteration log
+     "requests": 20}                           (`iteration_log.py`)
+    {"op": "urgency", "values": {id: number}}  set `Jobs.urgency`: lower goes first, before the recipe's own rank;
+                                               0 = the recipe's rank alone
     {"op": "pause" | "resume", "ids": [...]}   hold requests back, keeping their KV, and let them go on
 
-Ids are Headway's. Every message is answered with the state.
+Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests.
 """
 
 from __future__ import annotations
@@ -19,6 +20,37 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+
+_PENDING = 4096  # urgencies kept for requests that have not arrived
+
+
+class PendingUrgency:
+    """Urgencies set before their requests arrived, which were on their way over HTTP; bounded, oldest go first.
+
+    An entry stays until its request leaves: with `n` > 1 several engine requests have one id.
+    """
+
+    def __init__(self, kept: int = _PENDING) -> None:
+        self._kept = kept
+        self._values: dict[str, float] = {}  # oldest first
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._values
+
+    def keep(self, id: str, urgency: float) -> None:
+        """Keep the urgency of a request that has not arrived."""
+        self.drop(id)
+        self._values[id] = urgency
+        if len(self._values) > self._kept:
+            del self._values[next(iter(self._values))]
+
+    def of(self, id: str, default: float) -> float:
+        """Return the urgency that a request enters with; default: what its metadata say."""
+        return self._values.get(id, default)
+
+    def drop(self, id: str) -> None:
+        """Forget a request."""
+        self._values.pop(id, None)
 
 
 def install() -> None:

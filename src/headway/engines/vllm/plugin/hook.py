@@ -20,10 +20,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from headway.core.engine_spec import check
+from headway.engines.vllm.plugin.control import PendingUrgency, install
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, kv_policy_of, spec_of
 from headway.engines.vllm.plugin.scheduler_stats import Counting, Recorder
-from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
+from headway.engines.vllm.request_metadata import RequestMetadata, finite, read_metadata
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
@@ -63,6 +64,7 @@ class HeadwayMixin:
         self.counters: dict[str, float] = dict.fromkeys(names, 0) | {"step_seconds": 0.0}
         self.log: deque[tuple[float, dict[str, int], list[str], list[str], Row]] = deque(maxlen=_LOG)
         self.diary = IterationLog()
+        self.pending = PendingUrgency()
         self._caps: dict[str, int] = {}
         self._ours: dict[str, str] = {}  # the engine's id -> Headway's (several to one when n > 1)
         self._blocks = stock.kv_cache_manager.block_pool
@@ -74,8 +76,6 @@ class HeadwayMixin:
         self._ran: list[str] = []
         self._began = 0.0
         self.holding: KvPolicy = kv_policy_of(self)
-        from headway.engines.vllm.plugin.control import install
-
         install()
         self._compile()
 
@@ -132,20 +132,21 @@ class HeadwayMixin:
 
     # ---- the table
 
-    def _enter(self, request: Any, facts: RequestMetadata) -> None:
+    def _enter(self, request: Any, metadata: RequestMetadata) -> None:
         self._serial += 1
         self.jobs.add(
             request.request_id,
-            arrival=facts.arrival,
-            ttft=facts.ttft,
-            tpot=facts.tpot,
-            e2e=facts.e2e,
-            tokens_left=facts.left,
+            arrival=metadata.arrival,
+            ttft=metadata.ttft,
+            tpot=metadata.tpot,
+            e2e=metadata.e2e,
+            tokens_left=metadata.tokens_left,
             prompt=request.num_prompt_tokens,
             priority=request.priority,
+            urgency=self.pending.of(metadata.id, metadata.urgency),
             serial=self._serial,
         )
-        self._ours[request.request_id] = facts.id
+        self._ours[request.request_id] = metadata.id
         self.diary.enter(request.request_id, self.clock())
 
     def _refresh(self, now: float) -> None:
@@ -173,7 +174,7 @@ class HeadwayMixin:
             self.diary.leave(id, self._ours[id], float(self.jobs.first[self.jobs.row_of[id]]), now)
             self.holding.leave(self.jobs.row_of[id])
         self.jobs.remove(id)
-        self._ours.pop(id, None)
+        self.pending.drop(self._ours.pop(id, ""))
 
     def _ledger(self) -> KvBudget:
         free = self._blocks.get_num_free_blocks()
@@ -274,7 +275,7 @@ class HeadwayMixin:
         """Carry out a control message and return the scheduler's state (`control.py` lists the messages)."""
         match message.get("op"):
             case "urgency":
-                self._set("urgency", {k: float(v) for k, v in message["values"].items()})
+                self._rank({id: finite(float(rank)) for id, rank in message["values"].items()})
             case "pause":
                 self._set("held", dict.fromkeys(message["ids"], True))
             case "resume":
@@ -283,15 +284,24 @@ class HeadwayMixin:
                 pass
             case other:
                 return {"error": f"unknown op {other!r}; use state, urgency, pause or resume"}
-        return self._state(int(message.get("log", 0))) | self._diary(message)
+        return self._state(message) | self._diary(message)
+
+    def _rank(self, values: dict[str, float]) -> None:
+        """Set the urgency of requests, also of those that have not arrived."""
+        self._set("urgency", values)
+        known = set(self._ours.values())
+        for id, urgency in values.items():
+            if id not in known or id in self.pending:
+                self.pending.keep(id, urgency)
 
     def _set(self, column: str, values: dict[str, Any]) -> None:
         for engine_id, ours in self._ours.items():
             if ours in values:
                 getattr(self.jobs, column)[self.jobs.row_of[engine_id]] = values[ours]
 
-    def _state(self, log: int) -> dict[str, Any]:
-        rows = self.jobs.rows()
+    def _state(self, message: dict[str, Any]) -> dict[str, Any]:
+        log = int(message.get("log", 0))
+        rows = self.jobs.rows() if message.get("jobs", True) else ()
         return {
             "recipe": self.recipe.name,
             "running": len(self.running),

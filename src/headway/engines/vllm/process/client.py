@@ -19,6 +19,7 @@ import aiohttp
 
 from headway.config import Engine
 from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
+from headway.engines.vllm.request_metadata import finite
 from headway.errors import EngineError
 from headway.types import Event, Instance, InstanceDown, InstanceUp
 
@@ -213,8 +214,13 @@ class VllmEngine:
         )
 
     async def rerank(self, ranks: Mapping[str, float]) -> None:
-        """Set `Jobs.urgency` of requests inside."""
-        await self.control({"op": "urgency", "values": dict(ranks)})
+        """Set `Jobs.urgency` of requests inside (`types.Rerank`); an engine that is gone has none.
+
+        A request that is still on its way to the engine enters with its new urgency.
+        """
+        values = {id: finite(rank) for id, rank in ranks.items()}
+        with suppress(EngineGone):
+            await self.control({"op": "urgency", "values": values, "jobs": False})
 
     async def metrics(self) -> str:
         """Return the instance's own Prometheus page, empty when it is not there."""

@@ -14,7 +14,7 @@ from headway.sim.record.recorder import OUTSIDE, Recorder
 from headway.sim.record.run_folder import Header, Machine, Run
 from headway.sim.record.timeline import OUT, Reader
 from headway.sim.run import Failure, Outcome, Simulation
-from tests.sim.recorded import ALL, Spy, fleet, mixed, record
+from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 
 @given(st.sampled_from(sorted(ALL)), st.integers(0, 10_000), st.integers(1, 2), st.integers(128, 600))
@@ -23,7 +23,7 @@ def test_the_seconds_of_every_request_add_up(recipe: str, seed: int, count: int,
     run = record(recipe, seed, count, blocks, duration=4.0)
     reader = Reader(run)
     for request in range(len(run.workload)):
-        story = reader.story(request)
+        story = reader.timeline(request)
         assert story.finished
         latency = float(run.outcome.end[request] - run.workload.arrival[request])
         assert math.fsum(story.seconds().values()) == pytest.approx(latency, abs=1e-9)
@@ -46,7 +46,7 @@ def test_who_computed_meanwhile_is_who_the_engine_says() -> None:
     reader, lines, checked = Reader(run), run.recording.iterations, 0
     tiers = np.array(run.workload.tiers)[run.workload.tier]
     for request in range(0, len(run.workload), 3):
-        for span in reader.story(request).spans:
+        for span in reader.timeline(request).spans:
             if span.state in (OUT, "running"):
                 assert span.state == OUT or not span.behind
                 continue
@@ -69,7 +69,7 @@ def test_who_was_sent_before_it() -> None:
     place = {int(row["request"]): number for number, row in enumerate(moves)}
     overtaken = 0
     for request in range(len(work)):
-        span = reader.story(request).spans[0]
+        span = reader.timeline(request).spans[0]
         if span.state != OUT:
             assert moves["time"][place[request]] == work.arrival[request]
             continue
@@ -85,7 +85,7 @@ def test_who_took_the_memory_gained_it() -> None:
     run = record("edf", 5, blocks=150)
     reader, found = Reader(run), 0
     for request in np.flatnonzero(run.outcome.evictions).tolist():
-        lost = [span for span in reader.story(request).spans if span.state in ("evicted", "saved")]
+        lost = [span for span in reader.timeline(request).spans if span.state in ("evicted", "saved")]
         assert len(lost) == run.outcome.evictions[request]
         for span in lost:
             assert request not in {taker.request for taker in span.takers}
@@ -97,26 +97,26 @@ def test_a_request_that_never_ended() -> None:
     run = record("vllm", 1)
     cut = Outcome(*(column.copy() for column in (run.outcome.first, run.outcome.end)), *_rest(run.outcome))
     cut.end[:] = cut.first[:] = np.nan
-    story = Reader(replace(run, outcome=cut)).story(3)
+    story = Reader(replace(run, outcome=cut)).timeline(3)
     assert not story.finished
     assert sum(story.seconds().values()) == pytest.approx(story.end - story.arrival)
 
 
 def _rest(outcome: Outcome) -> tuple[object, ...]:
-    return (outcome.node, outcome.evictions)
+    return (outcome.instance, outcome.evictions)
 
 
 def test_a_request_that_came_back_and_went_elsewhere() -> None:
     """Pulled from one instance and sent to another: outside again in between."""
     run = record("vllm", 6, 2)
     request = int(np.argmax(run.outcome.end - run.outcome.first))
-    other = 1 - int(run.outcome.node[request])
+    other = 1 - int(run.outcome.instance[request])
     end = float(run.outcome.end[request])
     moves = np.array([(end + 1, request, OUTSIDE), (end + 3, request, other)], run.recording.moves.dtype)
     moves = np.concatenate([run.recording.moves, moves])
     run.outcome.end[request] = end + 4
     moves = moves[np.argsort(moves["time"], kind="stable")]
-    story = Reader(Run(run.header, run.workload, run.outcome, replace(run.recording, moves=moves))).story(
+    story = Reader(Run(run.header, run.workload, run.outcome, replace(run.recording, moves=moves))).timeline(
         request
     )
     *_, back, again = story.spans
@@ -139,7 +139,7 @@ def test_a_failure_sends_requests_back_and_their_seconds_still_add_up() -> None:
     header = Header("edf", tuple(map(Machine.of, nodes)), 3, "", "")
     reader, back = Reader(Run(header, workload, outcome, recorder.recording())), 0
     for request in range(len(workload)):
-        story = reader.story(request)
+        story = reader.timeline(request)
         latency = float(outcome.end[request] - workload.arrival[request])
         assert math.fsum(story.seconds().values()) == pytest.approx(latency, abs=1e-9)
         states = [span.state for span in story.spans]

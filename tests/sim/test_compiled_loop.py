@@ -1,0 +1,93 @@
+"""The compiled loop gives the outcome of the readable one, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.forecast.latency import profiles
+from headway.plan.ordered import Ordered, by_attainable_deadline, by_due
+from headway.recipes.registry import RECIPES
+from headway.sim import compiled_loop
+from headway.sim.instance import InstanceSpec
+from headway.sim.outcome import Outcome
+from headway.sim.run import Simulation
+from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.types import Instance, Slo
+
+RULED = ["vllm", "priority", "edf", "slack"]
+PROFILES = ["opt-13b-a100", "llama-2-7b-h100", "smollm2-135m-cpu2"]  # bros, roofline, bros
+
+
+def traffic(rate: float, count: int, seed: int) -> Workload:
+    rng = np.random.default_rng(seed)
+    classes = (
+        TrafficClass("chat", 0.5, Slo(ttft=0.4, tpot=0.2), 0, "alpaca"),
+        TrafficClass("report", 0.2, Slo(e2e=8.0), 3, "alpaca", max_tokens=90),
+        TrafficClass("batch", 0.3, Slo(), 10, "alpaca"),
+    )
+    workload = make(classes, poisson(rate, count / rate, rng), rng)
+    workload = workload.take(np.flatnonzero(workload.prompt + workload.output <= 600))
+    return replace(workload, models=("m",), model=np.zeros(len(workload), np.int64))
+
+
+def instance_spec(latency: str, running: int, blocks: int, budget: int) -> InstanceSpec:
+    instance = Instance("e0", "m", running, blocks, 16, 600)
+    return InstanceSpec(instance, profiles.load(latency).latency(), 2 * running, max(budget, running))
+
+
+def same(compiled: Outcome, readable: Outcome) -> None:
+    for name in ("first", "end", "instance", "evictions"):
+        np.testing.assert_array_equal(getattr(compiled, name), getattr(readable, name), err_msg=name)
+    assert compiled.iterations == readable.iterations
+    assert compiled.preempted == readable.preempted
+    assert compiled.paused == readable.paused
+    assert compiled.busy == pytest.approx(readable.busy, rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe", RULED)
+@given(
+    st.sampled_from(PROFILES), st.integers(1, 40), st.integers(40, 400), st.integers(16, 700),
+    st.floats(0.5, 60), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_same_outcome(
+    recipe: str, latency: str, running: int, blocks: int, budget: int, rate: float, seed: int
+) -> None:
+    workload, one = traffic(rate, 60, seed), instance_spec(latency, running, blocks, budget)
+    readable = Simulation(RECIPES[recipe], [one], workload, fast=False).run()
+    same(Simulation(RECIPES[recipe], [one], workload).run(), readable)
+
+
+@pytest.mark.parametrize("kind", [by_due, by_attainable_deadline])
+def test_same_outcome_with_ranks_that_travel(kind: int) -> None:
+    """The planner orders by deadline, the packer by priority: only the rank makes the engine do as told."""
+    recipe = replace(RECIPES["priority"], planner=lambda: Ordered(kind, ranked=True))
+    unranked = replace(recipe, planner=lambda: Ordered(kind))
+    workload, one = traffic(40.0, 200, 3), instance_spec("opt-13b-a100", 8, 120, 256)
+    compiled = Simulation(recipe, [one], workload).run()
+    assert (compiled.end != Simulation(unranked, [one], workload).run().end).any()
+    same(compiled, Simulation(recipe, [one], workload, fast=False).run())
+
+
+@pytest.mark.parametrize("recipe", RULED)
+def test_the_common_recipes_are_compiled(recipe: str) -> None:
+    workload = traffic(5.0, 20, 0)
+    simulation = Simulation(RECIPES[recipe], [instance_spec("opt-13b-a100", 8, 400, 256)], workload)
+    assert (
+        compiled_loop.initial_state(RECIPES[recipe], simulation.instances[0], workload, simulation.lengths)
+        is not None
+    )
+
+
+def test_progress_tells_all_arrivals() -> None:
+    told: list[int] = []
+    workload = traffic(200.0, 5000, 1)
+    Simulation(RECIPES["vllm"], [instance_spec("llama-2-7b-h100", 64, 4000, 512)], workload).run(told.append)
+    assert told == sorted(told)
+    assert told[-1] == len(workload)
+    assert len(told) > 1
