@@ -1,4 +1,4 @@
-"""Work that nobody waits for: accepted with an id, run once, kept over restarts, given up on request."""
+"""Background requests: accepted with an id, run once, kept over restarts, cancelled on request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headway.config import Broker, Sqlite
 from headway.engines.vllm.process.launch import free_port
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
-from tests.serve.test_ends import fakes
+from tests.serve.test_request_ends import fakes
 
-DEAD = f"http://127.0.0.1:{free_port()}"  # nobody listens there
+DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 RESPONSE = {"id", "object", "status", "created_at", "background", "error"}
 
 
@@ -52,7 +52,7 @@ def test_it_is_completed(gateway: Gateway, path: str) -> None:
     assert "completed already" in cancelled.json()["error"]["message"]
 
 
-def test_it_may_be_slow_and_have_promises(gateway: Gateway, fake: Fake) -> None:
+def test_it_may_be_slow_and_have_an_slo(gateway: Gateway, fake: Fake) -> None:
     id = begin(gateway, ttlt_slo_ms=60_000, **fakes(hold="slow"))
     assert look(gateway, id)["status"] == "queued"
     fake.release("slow")
@@ -115,6 +115,18 @@ def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
         assert fake.last()["asked"] == asked + 4
 
 
+def test_another_gateway_takes_over_what_a_stopping_one_gives_back(fake: Fake, tmp_path: Path) -> None:
+    broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
+    asked = fake.last()["asked"]
+    with serving(configuration(tmp_path, fake.url, broker=broker)) as other:
+        with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
+            id = begin(gateway)
+            assert look(other, id)["status"] == "queued", "every gateway on the file knows it"
+            assert other.controller.requests == {}, "its owner holds it"
+        assert finished(other, id)["status"] == "completed"
+    assert fake.last()["asked"] == asked + 1
+
+
 def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None:
     broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
@@ -127,7 +139,7 @@ def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None
         assert gateway.controller.queued == 0
 
 
-def test_a_crash_is_the_end_of_what_somebody_waited_for(fake: Fake, tmp_path: Path) -> None:
+def test_a_crash_ends_foreground_requests(fake: Fake, tmp_path: Path) -> None:
     """What a killed gateway leaves in the queue: open requests, whose clients are gone."""
     broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:

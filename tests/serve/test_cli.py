@@ -1,4 +1,4 @@
-"""`headway serve` as a person types it: what is wrong and the hint, and nothing left behind at the end."""
+"""`headway serve` on the command line: errors with hints, and no process left behind at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from tests.serve.gateway import WEB, Fake, until
 
-DEAD = f"http://127.0.0.1:{free_port()}"  # nobody listens there
+DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
 
 def headway(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:

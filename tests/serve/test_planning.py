@@ -33,7 +33,7 @@ from headway.types import (
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
 from tests.serve.test_background import begin, finished
-from tests.serve.test_ends import hanging
+from tests.serve.test_request_ends import hanging
 
 THINKING = "tests.serve.test_planning:RECIPE"
 SLEEPING = "headway.bench.live.planning_overhead:SLEEPING"

@@ -1,4 +1,4 @@
-"""What is refused, and with which words? Everything in OpenAI's shape, before memory is spent on it."""
+"""Refusals come in OpenAI's shape, before memory is spent on the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client makes up from our own schema: no 500, and every error in OpenAI's shape."""
+"""Calls generated from the gateway's own schema: no 500, and every error in OpenAI's shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is it well? Health, readiness, metrics of both sides, models, and the way to a running scheduler."""
+"""Health, readiness, metrics of gateway and engines, models, and control of a running scheduler."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.launch import free_port
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
-from tests.serve.test_ends import fakes
+from tests.serve.test_request_ends import fakes
 
-DEAD = f"http://127.0.0.1:{free_port()}"  # nobody listens there
+DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
 
 def families(gateway: Gateway) -> dict[str, list[tuple[str, dict[str, str], float]]]:

@@ -70,7 +70,7 @@ class Metrics:
         self._judge(request, request.slo.met(ttft, tpot, e2e))
 
     def failed(self, request: Request, outcome: str) -> None:
-        """Count a request without a complete response; one whose client left does not count against the SLO."""
+        """Count a request without a complete response; a client that left does not count against the SLO."""
         self._ends.labels(request.model, request.tier, outcome).inc()
         if outcome != "cancelled":
             self._judge(request, False)

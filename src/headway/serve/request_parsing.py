@@ -182,7 +182,7 @@ def interpret(
     upstream = {key: value for key, value in raw.items() if key not in _OURS}
     upstream["priority"] = request.priority
     if stream:
-        # Headway always counts tokens by the usage event; a client that did not ask must not get it per chunk.
+        # Headway counts tokens by the usage event; a client that did not ask must not get it per chunk.
         upstream["stream_options"] = {**(options if wants_usage else {}), "include_usage": True}
     return ParsedRequest(request, kind, upstream, stream, background, wants_usage)
 

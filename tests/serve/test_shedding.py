@@ -1,4 +1,4 @@
-"""What a planner sheds after it was accepted has its end: 429 with the reason, or a failed job."""
+"""A request that a planner rejects after it was accepted ends with 429 and the reason, or as a failed job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
-from tests.serve.test_ends import fakes
+from tests.serve.test_request_ends import fakes
 
 
 def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve, fake: Fake) -> None:
@@ -15,7 +15,9 @@ def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve, f
         window = core.cluster.instances["e0"].window
         slow = [pool.submit(gateway.post, gateway.chat(**fakes(hold="shed"))) for _ in range(window)]
         until(lambda: len(core.requests) == window and core.queued == 0)
-        waits = pool.submit(gateway.post, gateway.chat(service_tier="chat"))  # promised, so never shed
+        waits = pool.submit(
+            gateway.post, gateway.chat(service_tier="chat")
+        )  # it has an SLO, so it is never shed
         until(lambda: core.queued == 1)
         refused = gateway.post(gateway.chat(service_tier="batch"))
         assert refused.status_code == 429

@@ -1,4 +1,4 @@
-"""The bytes of a stream: the same whatever pieces they come in, and only what was asked for."""
+"""Streaming passes the same bytes on whatever chunks they come in, and usage only when it was asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def token(text: str) -> bytes:
 
 
 USAGE = event(choices=[], usage={"completion_tokens": 2, "prompt_tokens": 9})
-# Texts that look like what the relay looks for.
+# Texts that look like what the reader looks for.
 TRICKS = ["a", 'x"choices":[]y', "[DONE]", "data: [DONE]\n\n", '\n\ndata: {"error": 1}\n\n', "é世"]
 
 

@@ -1,4 +1,4 @@
-"""What answers taught outlives the process, and a bad file is no worse than none."""
+"""The predictor's history outlives the process, and a bad file is ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.serve.lengths.service import PredictorService, open_lengths
 from headway.serve.metrics import Metrics
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
-from tests.serve.test_foresight import LONG, PADDED, PLAINLY, RECIPE, SHORT, chat, left
+from tests.serve.test_length_service import LONG, PADDED, PLAINLY, RECIPE, SHORT, chat, left
 
 TASKS = ("chat", "bätch", "a" * 300)
 

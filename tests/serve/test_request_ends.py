@@ -1,4 +1,4 @@
-"""How does a request end? Whatever happens to client, engine or queue: once, and the queue says how."""
+"""Every request ends once, whatever happens to client, engine or broker, and the broker says how."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.serve.request_path import RequestPath
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, Fake, Gateway, until
 
-DEAD = f"http://127.0.0.1:{free_port()}"  # nobody listens there
+DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
 
 def fakes(**how: Any) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_an_engine_that_dies_before_the_first_byte(serve: Serve, mortal: Fake) -
 def test_requests_for_an_engine_that_is_gone_wait_for_it(serve: Serve, mortal: Fake) -> None:
     with serve(mortal.url) as gateway, ThreadPoolExecutor(1) as pool:
         mortal.stop()
-        asked = pool.submit(gateway.post, gateway.chat())  # nobody has noticed yet that it is gone
+        asked = pool.submit(gateway.post, gateway.chat())  # the gateway has not noticed yet that it is gone
         until(lambda: gateway.controller.queued == 1)
         mortal.start()
         assert asked.result().status_code == 200

@@ -1,4 +1,4 @@
-"""How long will it be? The predictor behind the door: taught by answers, read beside the event loop."""
+"""The length predictor in the gateway: it learns from answers and reads prompts beside the event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
 
 PADDED = replace(find("slack"), name="padded", lengths="padded")
-RECIPE = "tests.serve.test_foresight:PADDED"
+RECIPE = "tests.serve.test_length_service:PADDED"
 PLAINLY = Predictor(embedding="none", share=0.8)
 SHORT, LONG = "Yes or no?", "Tell the whole story of the sea, of ships and of those who sailed them. " * 4
 
@@ -47,7 +47,7 @@ def left(gateway: Gateway, fake: Fake, text: str) -> float:
 
 def test_answers_teach_it_and_the_engine_is_told_the_padded_length(serve: Serve, fake: Fake) -> None:
     with serve(recipe=RECIPE, predictor=PLAINLY) as gateway:
-        assert left(gateway, fake, LONG) == 256, "the prior: nobody has answered yet"
+        assert left(gateway, fake, LONG) == 256, "the prior: no answer is known yet"
         for i in range(35):
             chat(gateway, SHORT + "!" * (i % 3), 4 + i % 3)
             chat(gateway, LONG + "So" * (i % 3), 290 + i % 20)

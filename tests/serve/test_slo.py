@@ -1,4 +1,4 @@
-"""What was promised, and who asked? Headers, body and classes become facts that the scheduler reads."""
+"""SLO, priority and tenant: headers, body and classes become metadata that the scheduler reads."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def ask(gateway: Gateway, fake: Fake) -> Any:
     return send
 
 
-def facts(body: dict[str, Any]) -> RequestMetadata:
-    """Read the body's facts as the scheduler does."""
+def metadata(body: dict[str, Any]) -> RequestMetadata:
+    """Read the body's metadata as the scheduler does."""
     params = SimpleNamespace(extra_args=body["vllm_xargs"], max_tokens=body["max_tokens"])
     return read_metadata(SimpleNamespace(sampling_params=params, request_id="vllm's", arrival_time=-1.0))
 
 
-def promises(body: dict[str, Any]) -> dict[str, float]:
-    """Return the promises that the engine was told, in milliseconds."""
+def slo_targets(body: dict[str, Any]) -> dict[str, float]:
+    """Return the SLO that the engine was told, in milliseconds."""
     extra = body["vllm_xargs"]
     return {
         name: round(extra[f"headway_{name}"] * 1000, 6)
@@ -44,7 +44,7 @@ def promises(body: dict[str, Any]) -> dict[str, float]:
 
 
 def test_every_request_has_its_facts(ask: Any, gateway: Gateway) -> None:
-    told = facts(ask({"x-slo-ttft-ms": "1200"}, vllm_xargs={"headway_ttft": 9, "mine": 1}))
+    told = metadata(ask({"x-slo-ttft-ms": "1200"}, vllm_xargs={"headway_ttft": 9, "mine": 1}))
     assert told.id == list(gateway.jobs())[-1]
     assert told.ttft == 1.2, "a client cannot pass facts off as ours"
     assert told.tpot == told.e2e == float("inf")
@@ -74,7 +74,7 @@ def test_every_request_has_its_facts(ask: Any, gateway: Gateway) -> None:
     ],
 )  # fmt: skip
 def test_headers_before_body_before_class(ask: Any, headers: Any, fields: Any, expected: Any) -> None:
-    assert promises(ask(headers, **fields)) == expected
+    assert slo_targets(ask(headers, **fields)) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_a_class_of_one_s_own_and_the_default_class(serve: Serve, fake: Fake) ->
     classes = CLASSES | {"gold": Tier(ttft_ms=10.0, priority=-5), "default": Tier(e2e_ms=SLOW)}
     with serve(classes=classes) as gateway:
         gateway.post(gateway.chat(service_tier="gold"))
-        assert promises(fake.last()["body"]) == {"ttft": 10}
+        assert slo_targets(fake.last()["body"]) == {"ttft": 10}
         assert fake.last()["body"]["priority"] == -5
         gateway.post(gateway.chat())
-        assert promises(fake.last()["body"]) == {"e2e": SLOW}
+        assert slo_targets(fake.last()["body"]) == {"e2e": SLOW}
         assert gateway.metric('headway_slo_attainment{class="default",model="smollm2"}') == 1.0
         assert gateway.metric('headway_slo_owed_total{class="gold",model="smollm2"}') == 1.0
 
@@ -185,8 +185,8 @@ def test_keys_and_tenants(serve: Serve) -> None:
         accepted = gateway.post(gateway.chat(background=True), headers=alpha).json()
         path = f"/v1/responses/{accepted['id']}"
         assert gateway.get(path, headers=alpha).status_code == 200
-        other, nobody = gateway.get(path, headers=beta), gateway.get("/v1/responses/hw-0", headers=beta)
-        assert other.status_code == nobody.status_code == 404
+        other, unknown = gateway.get(path, headers=beta), gateway.get("/v1/responses/hw-0", headers=beta)
+        assert other.status_code == unknown.status_code == 404
         assert gateway.post(None, f"{path}/cancel", headers=beta).status_code == 404
         with gateway.client(api_key="sk-beta-4567") as client:
             assert client.models.list().data[0].id == "smollm2"
