@@ -1,10 +1,13 @@
-# Two commands: `make serve` and `make test`. Both install what they need into .venv first.
+# `make serve`, `make test`, `make test-fast`: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: install serve test lint bench clean
+# What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
+SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
+
+.PHONY: install serve test test-fast lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -23,6 +26,10 @@ serve: install
 test: install
 	$(BIN)/headway model fetch
 	$(BIN)/pytest $(ARGS)
+
+# Decisions only: no engine, no server. Compiled code is cached, so the first run takes minutes longer.
+test-fast: install
+	$(BIN)/pytest -m "not (engine or server or slow)" $(addprefix --ignore=,$(SLOW_FOLDERS)) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check src tests tools

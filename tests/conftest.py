@@ -1,41 +1,73 @@
-"""No test is timed, and none leaves a process behind, which would starve every test after it."""
+"""Markers and time limits by folder, and a check that no test module leaves a process behind."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also tells those whose parent has died
-SECONDS = 20.0  # within which what was told to end has ended
+ROOT = Path(__file__).parent
+MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
+SECONDS = 60.0  # within which processes that were told to end have ended
 OURS_TO_KEEP = ("resource_tracker", "forkserver")  # Python's own, one per test process
+
+# Markers by path under tests/; what has none is the fast tier (`make test-fast`).
+MARKERS = {
+    "engine": ("engine",),
+    "e2e": ("engine", "server"),
+    "serve": ("server",),
+    "bench": ("slow",),
+    "broker/test_crash.py": ("slow",),
+    "sim/test_fast.py": ("slow",),
+    "sim/test_planning.py": ("slow",),
+    "sim/test_recorder.py": ("slow",),
+    "sim/test_run.py": ("slow",),
+    "sim/test_story.py": ("slow",),
+    "test_model.py": ("slow",),
+}
+assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
+# Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
+TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
 # A machine may stall for seconds in any example.
 settings.register_profile("headway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headway")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test the markers and the time limit of its file and folder."""
+    for item in items:
+        path = item.path.relative_to(ROOT)
+        for key in (path.parts[0], path.as_posix()):
+            for name in MARKERS.get(key, ()):
+                item.add_marker(name)
+        if path.parts[0] in TIMEOUTS:
+            item.add_marker(pytest.mark.timeout(TIMEOUTS[path.parts[0]]))
+
+
 @pytest.fixture(scope="session", autouse=True)
-def marked() -> None:
+def environment_mark() -> None:
     os.environ[MARK] = str(os.getpid())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nobody_left(marked: None, request: pytest.FixtureRequest) -> Iterator[None]:
+def no_process_left(environment_mark: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a module that leaves processes behind, which would slow down every later test, and end them."""
     yield
     deadline = time.monotonic() + SECONDS
     while (left := _descendants()) and time.monotonic() < deadline:
         time.sleep(0.2)
     if not left:
         return
-    words = [f"{process.pid}: {name}" for process, name in left]
+    found = [f"{process.pid}: {name}" for process, name in left]
     for process, _ in left:
         process.kill()
-    pytest.fail(f"{request.module.__name__} left processes: " + "; ".join(words))
+    pytest.fail(f"{request.module.__name__} left processes: " + "; ".join(found))
 
 
 def _descendants() -> list[tuple[psutil.Process, str]]:

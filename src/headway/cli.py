@@ -35,7 +35,7 @@ ConfigFile = Annotated[
 
 
 def main() -> None:
-    """Run the command line; a HeadwayError is printed with its mend and ends with status 2."""
+    """Run the command line; a HeadwayError is printed with its hint and ends with status 2."""
     from headway.bench.cli import bench_app
 
     app.add_typer(bench_app, name="bench")
@@ -44,7 +44,7 @@ def main() -> None:
     except HeadwayError as error:
         console = Console(stderr=True)
         console.print(f"[red]error:[/] {escape(error.message)}", highlight=False)
-        console.print(f"[green]mend:[/]  {escape(error.fix)}", highlight=False)
+        console.print(f"[green]hint:[/]  {escape(error.hint)}", highlight=False)
         sys.exit(2)
 
 

@@ -78,18 +78,34 @@ class Engine:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Broker:
-    """Where promises are kept: sqlite survives a crash, memory does not."""
+class Sqlite:
+    """The sqlite broker's own settings.
 
-    kind: Literal["sqlite", "memory"] = "sqlite"
-    path: str | None = None  # None: queue.sqlite in the user's state directory
+    path: the database file, which gateways on one machine may share; unset, queue.sqlite in the user's state
+    directory. synchronous: "full" survives loss of power, "normal" only the death of the process.
+    """
+
+    path: str | None = None
     synchronous: Literal["full", "normal"] = "full"
-    keep_hours: Positive = 24.0
 
     @property
     def file(self) -> Path:
-        """Return where the queue is on disk."""
+        """Return where the database is on disk."""
         return Path(self.path or state_dir() / "queue.sqlite")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Broker:
+    """Where accepted requests are stored; settings of one kind are in a table of that name.
+
+    kind: "sqlite" survives crashes, "memory" does not and has no settings. keep_hours: how long a finished
+    request can be fetched. lease_seconds: after a gateway's death, others take over its work this much later.
+    """
+
+    kind: Literal["sqlite", "memory"] = "sqlite"
+    keep_hours: Positive = 24.0
+    lease_seconds: Positive = 30.0
+    sqlite: Sqlite = field(default_factory=Sqlite)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -158,13 +174,13 @@ class Config:
         given = self.predictor.history
         if given == "none" or (given is None and self.broker.kind == "memory"):
             return None
-        return Path(given).expanduser() if given else self.broker.file.with_suffix(".lengths.npz")
+        return Path(given).expanduser() if given else self.broker.sqlite.file.with_suffix(".lengths.npz")
 
 
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
-    "server": Server, "engines": Engine, "broker": Broker, "predictor": Predictor, "classes": Tier,
-    "keys": Key,
+    "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
+    "classes": Tier, "keys": Key,
 }  # fmt: skip
 _UNKNOWN = "unexpected_keyword_argument"
 
@@ -246,7 +262,8 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
 
 def _mend(names: list[str]) -> str:
     """Say what to do about a key that its table does not have: a near name, else the table that has it."""
-    key, table = names[-1], Config if len(names) == 1 else _TABLES[names[0]]
+    *place, key = names
+    table = _TABLES.get(".".join(place), _TABLES[place[0]]) if place else Config
     near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
     if near:
         return f"Did you mean {near[0]!r}?"

@@ -1,4 +1,4 @@
-"""How does Headway say that something is wrong? With what happened and how to mend it, in one place."""
+"""Headway's errors: what is wrong, and a hint what to do about it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from typing import Any
 
 
 class HeadwayError(Exception):
-    """An error a person can act on.
+    """An error that the user can act on.
 
-    ``message`` says what is wrong, ``fix`` what to do about it. The command line prints both and exits
-    with 2; the gateway answers ``status`` with OpenAI's error shape (`body`).
+    The command line prints message and hint and exits with 2; the gateway answers `status` with `body`.
+
+    message: what is wrong.
+    hint: what to do about it.
+    param: the setting or request field that is wrong.
+    code, kind: `code` and `type` of OpenAI's error object.
+    headers: of the HTTP response.
     """
 
     status = 400
@@ -18,7 +23,7 @@ class HeadwayError(Exception):
     def __init__(
         self,
         message: str,
-        fix: str,
+        hint: str,
         *,
         param: str | None = None,
         code: str | None = None,
@@ -26,14 +31,14 @@ class HeadwayError(Exception):
         kind: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(f"{message} {fix}")
-        self.message, self.fix, self.param, self.code = message, fix, param, code
+        super().__init__(f"{message} {hint}")
+        self.message, self.hint, self.param, self.code = message, hint, param, code
         self.status = status or self.status
         self.kind = kind or self.kind
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """Return the error as OpenAI's API words it: ``{"error": {message, type, param, code}}``."""
+        """Return the error in OpenAI's shape: ``{"error": {message, type, param, code}}``."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
@@ -42,11 +47,11 @@ class ConfigError(HeadwayError):
 
 
 class RequestError(HeadwayError):
-    """A request that the door refuses: the client can mend it."""
+    """A request that the gateway refuses; the client can correct it."""
 
 
 class EngineError(HeadwayError):
-    """An engine that did not start, died, or answered nonsense."""
+    """An engine that did not start, died, or sent an invalid response."""
 
     status = 502
     kind = "server_error"

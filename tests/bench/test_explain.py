@@ -19,7 +19,7 @@ from headway.errors import ConfigError
 from headway.sim.record import run_folder
 from headway.sim.record.run_folder import Run
 from headway.sim.record.timeline import Reader
-from tests.sim.recorded import record
+from tests.helpers.recorded import record
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_an_unknown_request_is_answered_with_near_ones(late: Run, wrong: str) ->
     with pytest.raises(ConfigError) as caught:
         slo_violations.find(late, wrong)
     assert f"r0 to r{len(late.workload) - 1}" in caught.value.message
-    near = re.findall(r"r\d+", caught.value.fix)
+    near = re.findall(r"r\d+", caught.value.hint)
     assert near == list(dict.fromkeys(near))
     assert all(slo_violations.find(late, one) < len(late.workload) for one in near)
 
@@ -184,7 +184,7 @@ def test_the_commands_errors(folder: Path) -> None:
     assert isinstance(both.exception, ConfigError)
     beside = run.invoke(app, ["explain", str(folder.parent / "efd"), "3"])
     assert isinstance(beside.exception, ConfigError)
-    assert str(folder) in beside.exception.fix
+    assert str(folder) in beside.exception.hint
 
 
 @pytest.mark.parametrize(

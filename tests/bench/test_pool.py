@@ -32,7 +32,7 @@ def test_enough_for_one_request_is_enough(length: int, size: int) -> None:
     if fewest > 1:
         with pytest.raises(ConfigError, match=f"hold one request of {length}") as error:
             kv_sizing.check(replace(engine, blocks=fewest - 1))
-        assert str(fewest) in error.value.fix
+        assert str(fewest) in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""What may go wrong without breaking a promise? kill -9, a full disk, a damaged file, callers that give up.
+"""What may fail without breaking a guarantee: kill -9, a full disk, a damaged file, callers that give up.
 
-For kill -9 a process puts and closes jobs and prints each call after it returned; it is killed at a random
-moment and the file must hold what was printed. SIGKILL loses nothing that the kernel holds, so this shows
-that no promise is made before its COMMIT; that COMMIT syncs is SQLite's part.
+For kill -9, gateway processes put and end jobs on one file and print each call after it returned. One of them
+is killed at a random moment, and the file must hold what was printed. SIGKILL loses nothing that the
+kernel holds, so this shows that no call returns before its COMMIT; that COMMIT syncs is SQLite's part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,19 +22,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.broker.stores import FAR, take_ids
 
 from headway.broker import SqliteBroker
 from headway.broker import sqlite as module
 from headway.broker.port import Job
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import HeadwayError
 
 
 def job(id: str = "a", **more: Any) -> Job:
     return Job(id, "tenant", "/v1/completions", b"body", "{}", **{"arrival": 1.0, **more})
 
 
-async def owed(broker: SqliteBroker) -> list[str]:
-    return [job.id async for job in broker.open()]
+async def open_ids(broker: SqliteBroker) -> list[str]:
+    """Return the open jobs, by arrival; they are taken by a gateway that comes after all leases."""
+    other = SqliteBroker(broker.path, f"after {broker.owner}")
+    await other.renew(2 * FAR)
+    ids = await take_ids(other, now=FAR, limit=10_000)
+    await other.close()
+    await broker.renew(FAR)
+    return ids
+
+
+async def connect(path: str, **more: str) -> SqliteBroker:
+    broker = SqliteBroker(path, "A", **more)
+    await broker.renew(FAR)
+    return broker
 
 
 @pytest.fixture
@@ -43,7 +57,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 async def durable(path: str) -> AsyncIterator[SqliteBroker]:
-    broker = SqliteBroker(path)
+    broker = await connect(path)
     yield broker
     await broker.close()
 
@@ -53,18 +67,19 @@ async def durable(path: str) -> AsyncIterator[SqliteBroker]:
 
 PUTTERS = 8
 
-# Every third job is left open; the others close as done or failed after their put returned.
+# Every third job is left open; the others end as done or failed after their put returned. The lease of the
+# gateway ends at the instant 10.
 CHILD = """
 import asyncio, itertools, os, sys
 from headway.broker import SqliteBroker
 from headway.broker.port import Job
 
-path, round, putters = sys.argv[1], sys.argv[2], int(sys.argv[3])
+path, owner, putters = sys.argv[1], sys.argv[2], int(sys.argv[3])
 say = lambda *words: os.write(1, (" ".join(words) + "\\n").encode())
 
 async def put(broker, putter):
     for i in itertools.count():
-        id = f"{round}-{putter}-{i}"
+        id = f"{owner}-{putter}-{i}"
         await broker.put(Job(id, "t", "/v1/completions", b"body" * 200, "{}", float(i)))
         say("open", id)
         if i % 3 == 0:
@@ -75,7 +90,8 @@ async def put(broker, putter):
             say("failed", id)
 
 async def main():
-    broker = SqliteBroker(path)
+    broker = SqliteBroker(path, owner)
+    await broker.renew(10.0)
     await asyncio.gather(*(put(broker, putter) for putter in range(putters)))
 
 asyncio.run(main())
@@ -83,10 +99,10 @@ asyncio.run(main())
 
 
 @contextmanager
-def killed(path: Path, said: Path, round: int) -> Iterator[None]:
+def killed(path: Path, said: Path, owner: str) -> Iterator[None]:
     """Run the child while the block runs, then kill it; what it printed is in `said`."""
     with said.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-c", CHILD, path, str(round), str(PUTTERS)], stdout=out)
+        child = subprocess.Popen([sys.executable, "-c", CHILD, path, owner, str(PUTTERS)], stdout=out)
         try:
             while not said.stat().st_size:
                 assert child.poll() is None, "the child died by itself"
@@ -104,23 +120,25 @@ def states(said: Path) -> dict[str, str]:
     return {id: state for state, id in (line.split() for line in lines)}
 
 
-async def audit(path: Path, printed: dict[str, str]) -> None:
-    """Check the file against what was printed, then close all that is open, once."""
-    broker = SqliteBroker(str(path))
+async def audit(path: Path, owner: str, printed: dict[str, str]) -> None:
+    """Check the file against what the killed gateway printed, then take its open jobs over and end them."""
+    broker = SqliteBroker(str(path), f"after {owner}")
     try:
-        owed = {job.id: job async for job in broker.open()}
+        await broker.renew(20.0)
+        assert await broker.take(9.9, 1) == [], "the dead gateway's lease is in force"
+        taken = {job.id: job for job in await broker.take(10.0, 100_000)}
         ahead = 0  # calls that were committed but whose caller was killed before it printed
         for id, state in printed.items():
             job = await broker.get(id)
-            assert job is not None, f"{id} was promised and is lost"
-            assert (job.id in owed) == (job.state == "open")
+            assert job is not None, f"{id} was accepted and is lost"
+            assert (job.id in taken) == (job.state == "open")
             assert job.body == (b"body" * 200 if job.state == "open" else b"")
             assert job.result == (id.encode() if job.state == "done" else None)
             assert state in (job.state, "open"), f"{id} was {state} and is {job.state}"
             ahead += job.state != state
-        assert ahead + len(owed.keys() - printed) <= PUTTERS
-        closed = await asyncio.gather(*(broker.done(id, b"again", 9.0) for id in [*printed, *owed]))
-        assert sum(closed) == len(owed), "a job was closed twice, or an open one was not closed"
+        assert ahead + len(taken.keys() - printed) <= PUTTERS
+        ended = await asyncio.gather(*(broker.done(id, b"again", 9.0) for id in {*printed, *taken}))
+        assert sum(ended) == len(taken), "a job ended twice, or an open one did not end"
     finally:
         await broker.close()
 
@@ -129,33 +147,68 @@ def test_what_was_printed_survives_kill_9(tmp_path: Path) -> None:
     path, rng = tmp_path / "jobs.db", random.Random()
     for round in range(4):  # on the same file, so that each round starts with the last one's wreck
         said, wait = tmp_path / f"said-{round}", rng.uniform(0, 0.25)
-        with killed(path, said, round):
+        with killed(path, said, f"g{round}"):
             time.sleep(wait)
         printed = states(said)
         assert printed, f"nothing was put in {wait} s"
-        asyncio.run(audit(path, printed))
+        asyncio.run(audit(path, f"g{round}", printed))
 
 
-def test_a_killed_gateway_leaves_no_lock(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    with killed(path, tmp_path / "said", 0), pytest.raises(ConfigError, match="served by another gateway"):
-        SqliteBroker(str(path))
-    asyncio.run(SqliteBroker(str(path)).close())
+def test_a_gateway_is_killed_beside_one_that_goes_on(tmp_path: Path) -> None:
+    """Two processes write one file; the death of one neither stops the other nor touches what it holds."""
+    path, first, second = tmp_path / "jobs.db", tmp_path / "first", tmp_path / "second"
+    with killed(path, second, "living"):
+        with killed(path, first, "killed"):
+            time.sleep(0.2)
+        size = second.stat().st_size
+        deadline = time.monotonic() + 60
+        while second.stat().st_size < size + 2000:
+            assert time.monotonic() < deadline, "the other gateway stands still"
+            time.sleep(0.01)
+        taken = asyncio.run(take_over(path, "killed"))
+    assert {id for id, state in states(first).items() if state == "open"} - taken <= set(), "one is lost"
+    asyncio.run(unharmed(path, states(second)))
+
+
+async def take_over(path: Path, dead: str) -> set[str]:
+    """End the dead gateway's lease, take its jobs and end them, while another gateway writes."""
+    broker = SqliteBroker(str(path), "third")
+    await broker.renew(20.0)
+    await broker._write(lambda db: db.execute("UPDATE leases SET until = 5 WHERE owner = ?", [dead]))
+    seen: Counter[str] = Counter()
+    while jobs := await broker.take(5.0, 7):
+        for job in jobs:
+            assert job.id.startswith(dead), "a living gateway's job was taken"
+            seen[job.id] += 1
+            assert await broker.done(job.id, b"third", 6.0)
+    await broker.close()
+    assert set(seen.values()) <= {1}
+    return set(seen)
+
+
+async def unharmed(path: Path, printed: dict[str, str]) -> None:
+    broker = SqliteBroker(str(path), "reader")
+    for id, state in printed.items():
+        job = await broker.get(id)
+        assert job is not None
+        assert job.owner == "living"
+        assert state in (job.state, "open")
+    await broker.close()
 
 
 # ---- restarts, full disks, damage, callers that give up
 
 
 async def test_a_reopened_file_is_the_same(path: str) -> None:
-    broker = SqliteBroker(path)
+    broker = await connect(path)
     await asyncio.gather(*(broker.put(job(id)) for id in "abc"))
     await broker.attempt("a")
     await broker.done("b", b"r", 2.0)
     before = [await broker.get(id) for id in "abc"]
     await broker.close()
-    broker = SqliteBroker(path)
+    broker = await connect(path)
     assert [await broker.get(id) for id in "abc"] == before
-    assert await owed(broker) == ["a", "c"]
+    assert await open_ids(broker) == ["a", "c"]
     await broker.close()
 
 
@@ -164,43 +217,44 @@ async def test_calls_that_come_together_share_commits(durable: SqliteBroker) -> 
     durable._db.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
     await asyncio.gather(*(durable.put(job(str(i))) for i in range(module.GROUP)))
     assert 1 <= len(commits) < module.GROUP / 4
-    assert len(await owed(durable)) == module.GROUP
+    assert len(await open_ids(durable)) == module.GROUP
 
 
 async def test_close_carries_out_what_was_asked(path: str) -> None:
-    broker, count = SqliteBroker(path), 2 * module.GROUP + 7  # the end is asked for behind half a group
+    broker, count = await connect(path), 2 * module.GROUP + 7  # the end is asked for behind half a group
     puts = [asyncio.create_task(broker.put(job(str(i)))) for i in range(count)]
     await asyncio.sleep(0)
     await asyncio.gather(broker.close(), *puts)
-    broker = SqliteBroker(path)
-    assert len(await owed(broker)) == count
+    broker = await connect(path)
+    assert len(await open_ids(broker)) == count
     await broker.close()
 
 
 async def test_a_closed_broker_says_so(path: str) -> None:
-    broker = SqliteBroker(path)
+    broker = await connect(path)
     await broker.close()
     await broker.close()
-    for late in (broker.put(job()), broker.get("a"), owed(broker)):
+    for late in (broker.put(job()), broker.get("a"), broker.take(1.0, 1)):
         with pytest.raises(HeadwayError, match="it is closed") as error:
             await late
         assert error.value.status == 503
 
 
-async def test_a_cancelled_caller_holds_up_nobody(durable: SqliteBroker) -> None:
+async def test_a_cancelled_caller_delays_no_other(durable: SqliteBroker) -> None:
     tasks = [asyncio.create_task(durable.put(job(str(i)))) for i in range(10)]
     await asyncio.sleep(0)
     tasks[3].cancel()
     assert [type(end) for end in await asyncio.gather(*tasks, return_exceptions=True)].count(type(None)) == 9
     # Calls keep their order, so a caller who gives up can close what may have been stored.
     assert await durable.fail("3", "cancelled", 1.0) in (True, False)
-    assert "3" not in await owed(durable)
+    assert "3" not in await open_ids(durable)
 
 
-def test_callers_of_a_dead_loop_hold_up_nobody(path: str) -> None:
-    broker = SqliteBroker(path)
+def test_callers_of_a_dead_loop_delay_no_other(path: str) -> None:
+    broker = SqliteBroker(path, "A")
 
     async def leave() -> None:
+        await broker.renew(FAR)
         tasks = [asyncio.create_task(broker.put(job(str(i)))) for i in range(50)]
         await asyncio.sleep(0)
         for task in tasks:
@@ -234,9 +288,10 @@ async def test_a_full_disk_is_told_and_survived(durable: SqliteBroker) -> None:
             *(durable.put(replace(large, id=id)) for id in "abc"), return_exceptions=True
         )
         assert [error.status for error in refused if isinstance(error, HeadwayError)] == [503] * 3
-        assert await owed(durable) == ["before"]
+        assert await durable.get("a") is None
+        assert await durable.get("before") == replace(job("before"), owner="A")
     await asyncio.gather(*(durable.put(replace(large, id=id)) for id in "abc"))
-    assert await owed(durable) == ["before", "a", "b", "c"]
+    assert await open_ids(durable) == ["before", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("bad", [job("x", arrival=float("nan")), job("\ud800")])
@@ -245,7 +300,7 @@ async def test_a_value_that_cannot_be_stored_hurts_its_caller_only(durable: Sqli
     ends = await asyncio.gather(*puts, return_exceptions=True)
     assert isinstance(ends[1], HeadwayError)
     assert (ends[0], ends[1].status, ends[2]) == (None, 400, None)
-    assert await owed(durable) == ["a", "b"]
+    assert await open_ids(durable) == ["a", "b"]
 
 
 async def test_a_damaged_file_is_told_and_its_repair_noticed(durable: SqliteBroker) -> None:
@@ -257,12 +312,12 @@ async def test_a_damaged_file_is_told_and_its_repair_noticed(durable: SqliteBrok
         assert error.value.status == 503
     durable._db.execute("ALTER TABLE lost RENAME TO jobs")
     await durable.put(job("b"))
-    assert await owed(durable) == ["a", "b"]
+    assert await open_ids(durable) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("mode", "level"), [("full", 2), ("normal", 1)])
 async def test_the_write_ahead_log_is_synced_as_asked(path: str, mode: str, level: int) -> None:
-    broker = SqliteBroker(path, synchronous=mode)
+    broker = await connect(path, synchronous=mode)
     assert broker._db.execute("PRAGMA synchronous").fetchone() == (level,)
     assert broker._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     await broker.close()

@@ -1,4 +1,4 @@
-"""What compiling brings with it must not disturb vLLM, which shares the process."""
+"""Compiled functions: their cache, and that numba does not disturb vLLM in the same process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.types import Floats
 ROOT = Path(headway.__file__).parent
 
 
-def test_machine_code_is_kept_by_the_version_of_what_it_is_made_from() -> None:
+def test_the_cache_folder_depends_on_the_version_of_all_callees() -> None:
     """A caller's file may stay the same while what it calls changes: the folder must not."""
     folder = Path(seconds_of._cache._cache_path)  # type: ignore[attr-defined]
     digest = sha256(b"".join(path.read_bytes() for path in _sources())).hexdigest()[:16]
@@ -36,13 +36,13 @@ def test_all_that_the_largest_compiled_loop_loads_is_part_of_its_version() -> No
     assert str(ROOT / "serve" / "app.py") not in known
 
 
-def test_llvmlite_makes_up_no_attributes() -> None:
-    """vLLM calls vars() on whatever says it has a `__dict__`."""
+def test_llvmlite_has_no_fake_dict() -> None:
+    """vLLM calls vars() on every object that claims a `__dict__`."""
     assert not hasattr(ffi.lib, "__dict__")
     assert callable(ffi.lib.LLVMPY_GetVersionInfo)
 
 
-def test_a_compiled_function_says_what_its_python_says() -> None:
+def test_a_compiled_function_returns_what_its_python_source_does() -> None:
     def total(values: Floats) -> float:
         out = 0.0
         for value in values:

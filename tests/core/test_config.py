@@ -1,4 +1,4 @@
-"""A wrong configuration is refused with what is wrong and the mend; a right one says what it means."""
+"""Configuration: a wrong file is refused with the error and a hint; a right one gives these values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 
-from headway.config import Broker, Config, Engine, Key, Predictor, Server, Tier, load, parse, show, write
+from headway.config import (
+    Broker,
+    Config,
+    Engine,
+    Key,
+    Predictor,
+    Server,
+    Sqlite,
+    Tier,
+    load,
+    parse,
+    show,
+    write,
+)
 from headway.errors import ConfigError
 from headway.recipes.registry import RECIPES, find
 from headway.types import Slo
@@ -49,9 +62,12 @@ start_timeout_s = 60
 
 [broker]
 kind = "memory"
+keep_hours = 0.5
+lease_seconds = 9
+
+[broker.sqlite]
 path = "/tmp/q.sqlite"
 synchronous = "normal"
-keep_hours = 0.5
 
 [predictor]
 embedding = "none"
@@ -72,11 +88,11 @@ tenant = "alice"
 
 
 def refused(data: dict[str, Any]) -> str:
-    """Return what the refusal says; its traceback too must not quote an API key."""
+    """Return the error's text; neither it nor its traceback may quote an API key."""
     with pytest.raises(ConfigError) as caught:
         parse(data, "headway.toml")
     assert SECRET not in "".join(traceback.format_exception(caught.value))
-    assert caught.value.fix
+    assert caught.value.hint
     return str(caught.value)
 
 
@@ -101,7 +117,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             start_timeout_s=60.0,
         ),
     )  # fmt: skip
-    assert config.broker == Broker("memory", "/tmp/q.sqlite", "normal", 0.5)
+    assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3)
     assert config.keys == (Key(SECRET, "alice"),)
@@ -110,7 +126,12 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
 def test_the_example_above_names_every_field_there_is() -> None:
     data = tomllib.loads(EVERY_FIELD)
     tables = {Server: data["server"], Engine: data["engines"][0], Broker: data["broker"], Config: data}
-    tables |= {Predictor: data["predictor"], Tier: data["classes"]["gold"], Key: data["keys"][0]}
+    tables |= {
+        Sqlite: data["broker"]["sqlite"],
+        Predictor: data["predictor"],
+        Tier: data["classes"]["gold"],
+        Key: data["keys"][0],
+    }
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__
 
@@ -121,24 +142,27 @@ def test_classes_are_added_to_the_built_in_ones_and_replace_them_by_name() -> No
     assert classes["chat"] == Tier(ttft_ms=500.0)
 
 
-def test_a_class_promises_seconds() -> None:
+def test_a_class_has_its_slo_in_seconds() -> None:
     assert Tier(ttft_ms=300.0, tpot_ms=50.0).slo == Slo(ttft=0.3, tpot=0.05)
     assert Tier().slo == Slo()
 
 
-def test_the_name_at_the_door_is_the_served_name_or_the_last_part_of_the_model() -> None:
+def test_the_model_name_is_the_served_name_or_the_last_part_of_the_path() -> None:
     assert Engine(model="org/some-model/").name == "some-model"
     assert Engine(model="org/some-model", served_name="x").name == "x"
 
 
 @pytest.mark.parametrize(
-    ("data", "key", "mend"),
+    ("data", "key", "hint"),
     [
         ({"enginse": []}, "'enginse'", "Did you mean 'engines'?"),
         ({"server": {"prot": 1}}, "'server.prot'", "Did you mean 'port'?"),
         ({"engines": [{}, {"max_runing": 1}]}, "'engines.1.max_runing'", "Did you mean 'max_running'?"),
         ({"classes": {"x": {"ttft": 1}}}, "'classes.x.ttft'", "Did you mean 'ttft_ms'?"),
         ({"broker": {"king": "sqlite"}}, "'broker.king'", "Did you mean 'kind'?"),
+        ({"broker": {"sqlite": {"pat": "q"}}}, "'broker.sqlite.pat'", "Did you mean 'path'?"),
+        ({"broker": {"path": "q"}}, "'broker.path'", "It belongs in 'broker.sqlite'."),
+        ({"broker": {"synchronous": "full"}}, "'broker.synchronous'", "It belongs in 'broker.sqlite'."),
         ({"keys": [{"key": SECRET, "tenent": "a"}]}, "'keys.0.tene****'", "Did you mean 'tenant'?"),
         ({"engines": [{"recipe": "edf"}]}, "'engines.0.recipe'", "at the top of the file"),
         ({"server": {"max_running": 4}}, "'server.max_running'", "It belongs in 'engines'."),
@@ -146,11 +170,11 @@ def test_the_name_at_the_door_is_the_served_name_or_the_last_part_of_the_model()
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
-    data: dict[str, Any], key: str, mend: str
+    data: dict[str, Any], key: str, hint: str
 ) -> None:
     said = refused(data)
     assert f"Unknown key {key} in headway.toml" in said
-    assert mend in said
+    assert hint in said
 
 
 @pytest.mark.parametrize(
@@ -173,6 +197,9 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
         ({"engines": [{"start_timeout_s": 0}]}, "engines.0.start_timeout_s", "0"),
         ({"engines": [{"cores": 1}]}, "engines.0.cores", "1"),
         ({"broker": {"kind": "kafka"}}, "broker.kind", "'kafka'"),
+        ({"broker": {"lease_seconds": 0}}, "broker.lease_seconds", "0"),
+        ({"broker": {"sqlite": {"synchronous": "off"}}}, "broker.sqlite.synchronous", "'off'"),
+        ({"broker": {"sqlite": 3}}, "broker.sqlite", "3"),
         ({"broker": {"keep_hours": float("inf")}}, "broker.keep_hours", "inf"),
         ({"broker": {"keep_hours": float("nan")}}, "broker.keep_hours", "nan"),
         ({"classes": {"x": {"ttft_ms": -5}}}, "classes.x.ttft_ms", "-5"),
@@ -259,7 +286,7 @@ def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
     text = show(config)
     assert SECRET[:4] not in text
     with pytest.raises(ConfigError, match=r"keys\.0\.key"):
-        parse(tomllib.loads(text))  # a mask must not become a key that everybody knows
+        parse(tomllib.loads(text))  # a mask must not become a working key
     filled = parse(tomllib.loads(text.replace("****", SECRET)))
     assert filled == config
 
@@ -267,18 +294,18 @@ def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
 # ---- recipes are named in the configuration
 
 
-@pytest.mark.parametrize(("name", "mend"), [("slak", "Did you mean 'slack'?"), ("zzz", "Use one of vllm,")])
-def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, mend: str) -> None:
+@pytest.mark.parametrize(("name", "hint"), [("slak", "Did you mean 'slack'?"), ("zzz", "Use one of vllm,")])
+def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find(name)
     assert f"There is no recipe {name!r}." in str(caught.value)
-    assert mend in str(caught.value)
+    assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "name", ["no.such.module:x", "headway.recipes.registry:nothing", "headway.recipes.registry:find", ":x"]
 )
-def test_a_recipe_from_outside_that_is_none_is_refused(name: str) -> None:
+def test_an_outside_attribute_that_is_not_a_recipe_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded|must be a headway"):
         find(name)
 
@@ -287,7 +314,7 @@ def test_a_recipe_from_outside_is_found_by_module_and_attribute() -> None:
     assert find("tests.core.test_config:MINE") is MINE
 
 
-def test_every_recipe_stands_under_its_name() -> None:
+def test_every_recipe_is_registered_under_its_name() -> None:
     for name, recipe in RECIPES.items():
         assert find(name) is recipe
         assert recipe.name == name

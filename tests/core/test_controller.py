@@ -1,4 +1,4 @@
-"""Whatever happens, every accepted request is in exactly one place and gets its turn."""
+"""Controller: every accepted request is in exactly one place and is sent in its turn, whatever happens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from headway.core.ranks import ATTAINABLE, DUE, PRIORITY
 from headway.recipes.baselines import ROUTERS
-from headway.recipes.registry import RECIPES
+from headway.recipes.registry import RECIPES, find
 from headway.types import Failed, Finished, InstanceUp, Request, Returned, Send, Slo, Started, Tick
 from tests.core.world import FLEET, World, controller
 from tests.plan.reference import Reference
 
 PROGRAMS = st.lists(st.integers(0, 2**34 - 1), min_size=5, max_size=80)
 EXAMPLES = settings(max_examples=100)
-every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, *ROUTERS])
+# The queue of bros is the engine's own: nothing waits outside.
+PULLING = [name for name in [*RECIPES, *ROUTERS] if find(name).planner().pull]
+every_recipe = pytest.mark.parametrize("recipe", PULLING)
 # A router binds requests to one instance, shepherd waits for whole batches: others may idle meanwhile.
 BINDING = ("round-robin", "least-loaded", "shepherd")
-# Recipes whose queue overtakes what is inside, and by which rank; shepherd breaks off whole batches.
-DISPLACES = {"priority": PRIORITY, "edf": DUE, "slack": ATTAINABLE, "bros": DUE}
-pulling_recipes = pytest.mark.parametrize(
-    "recipe", [name for name in [*RECIPES, *ROUTERS] if name not in BINDING]
-)
+# Recipes whose queue overtakes what is inside, and by which rank. Shepherd breaks off whole batches.
+DISPLACES = {"priority": PRIORITY, "edf": DUE, "slack": ATTAINABLE}
+pulling_recipes = pytest.mark.parametrize("recipe", [name for name in PULLING if name not in BINDING])
 
 
 def request(id: str, *, model: str = "m0", prompt: int = 10, arrival: float = 0.0, **more: object) -> Request:
@@ -44,7 +44,7 @@ def world(recipe: str, *up: str) -> World:
 def test_every_accepted_request_is_queued_or_inside_exactly_one_instance(
     recipe: str, program: list[int]
 ) -> None:
-    """`World.tell` refuses a second sending, one to a dead or wrong instance, and one of an ended request."""
+    """`World.tell` fails on a second send, one to a dead or wrong instance, and one of an ended request."""
     around = world(recipe)
     for choice in program:
         around.act(choice)
@@ -67,7 +67,7 @@ def test_every_request_gets_its_turn(recipe: str, program: list[int]) -> None:
     for name in set(FLEET) - set(around.up):
         around.start(name)
     for _ in range(len(around.requests)):
-        assert around.inside, "requests wait and no engine has any"
+        assert around.inside, "requests wait although every engine is empty"
         id = next(iter(around.inside))
         around.end(id, Finished(id, 10))
     assert not around.requests
@@ -76,7 +76,7 @@ def test_every_request_gets_its_turn(recipe: str, program: list[int]) -> None:
 @pulling_recipes
 @EXAMPLES
 @given(program=PROGRAMS)
-def test_no_instance_idles_while_work_for_it_waits(recipe: str, program: list[int]) -> None:
+def test_no_instance_idles_while_requests_for_it_wait(recipe: str, program: list[int]) -> None:
     around = world(recipe)
     for choice in program:
         around.act(choice)
@@ -98,7 +98,7 @@ def test_without_displacing_no_instance_holds_more_than_its_window(program: list
 @EXAMPLES
 @given(program=PROGRAMS)
 def test_first_come_first_served_never_overtakes(program: list[int]) -> None:
-    """By arrival, and between equal arrivals by the order of coming."""
+    """By arrival; equal arrivals in the order in which the controller saw them."""
     around = world("vllm")
 
     def nobody_is_overtaken(sends: list[Send]) -> None:
@@ -112,7 +112,7 @@ def test_first_come_first_served_never_overtakes(program: list[int]) -> None:
         around.act(choice)
 
 
-@pytest.mark.parametrize("recipe", [name for name in [*RECIPES, *ROUTERS] if name != "shepherd"])
+@pytest.mark.parametrize("recipe", [name for name in PULLING if name != "shepherd"])
 @EXAMPLES
 @given(program=PROGRAMS)
 def test_a_request_is_sent_beyond_the_window_only_to_displace(recipe: str, program: list[int]) -> None:
@@ -177,7 +177,7 @@ def test_instances_share_the_load_by_their_size(recipe: str) -> None:
 
 
 @pulling_recipes
-def test_half_a_load_is_spread_and_not_piled(recipe: str) -> None:
+def test_half_a_load_is_spread_over_the_instances(recipe: str) -> None:
     around = world(recipe, "e0", "e1")
     for i in range(3):
         around.arrive(request(f"r{i}", arrival=float(i)))
@@ -186,7 +186,7 @@ def test_half_a_load_is_spread_and_not_piled(recipe: str) -> None:
 
 @pulling_recipes
 def test_no_more_is_sent_than_the_kv_memory_holds(recipe: str) -> None:
-    """A prompt that waits with us can still go elsewhere; one that waits inside cannot."""
+    """A queued prompt can still go to another instance; one inside an engine cannot."""
     around = world(recipe, "e0")  # 60 blocks of 16 tokens
     for i in range(3):
         around.arrive(request(f"r{i}", prompt=300, arrival=float(i)))  # and 100 expected: 25 blocks each
@@ -196,7 +196,7 @@ def test_no_more_is_sent_than_the_kv_memory_holds(recipe: str) -> None:
 
 
 @every_recipe
-def test_what_seems_too_large_may_still_try_alone(recipe: str) -> None:
+def test_a_request_that_seems_too_large_is_still_sent_alone(recipe: str) -> None:
     around = world(recipe, "e0")
     around.arrive(request("huge", prompt=5000))
     assert around.inside == {"huge": "e0"}
@@ -210,13 +210,13 @@ def test_a_more_urgent_arrival_is_sent_to_a_full_engine(recipe: str) -> None:
     assert around.arrive(urgent) == [Send("alarm", "e2")]
 
 
-def test_first_come_first_served_sends_nobody_to_a_full_engine() -> None:
+def test_first_come_first_served_sends_nothing_to_a_full_engine() -> None:
     around = world("vllm", "e2")
     around.arrive(request("bulk", model="m1", priority=5))
     assert around.arrive(request("alarm", model="m1", arrival=1.0, priority=-1)) == []
 
 
-def test_events_about_strangers_and_ended_requests_change_nothing() -> None:
+def test_events_about_unknown_and_ended_requests_change_nothing() -> None:
     around = world("vllm", "e0")
     around.arrive(request("r"))
     around.end("r", Finished("r", 10))
@@ -226,14 +226,14 @@ def test_events_about_strangers_and_ended_requests_change_nothing() -> None:
     assert not around.core.requests
 
 
-def test_a_request_returned_while_it_is_ours_is_counted_once() -> None:
+def test_a_request_returned_while_it_is_queued_is_counted_once() -> None:
     around = world("vllm")
     around.arrive(request("r"))
     around.tell(Returned("r"))
     assert around.core.queued == 1
 
 
-def test_an_answer_teaches_the_length_of_its_task() -> None:
+def test_a_finished_request_updates_the_length_forecast_of_its_task() -> None:
     around = world("vllm", "e0")
     around.arrive(request("r", task="sum"))
     around.end("r", Finished("r", 7))
@@ -243,7 +243,7 @@ def test_an_answer_teaches_the_length_of_its_task() -> None:
     assert around.core.lengths.forecast(request("q", task="sum")).mean == 7
 
 
-# ---- the door
+# ---- admission
 
 
 def full(max_queued: int) -> World:
@@ -254,7 +254,7 @@ def full(max_queued: int) -> World:
     return around
 
 
-def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+def test_a_full_queue_rejects_with_retry_after() -> None:
     refusal = full(3).core.admit(request("r"), 1000.0)
     assert refusal is not None
     assert (refusal.id, refusal.reason) == ("r", "queue_full")
@@ -304,7 +304,7 @@ def test_retry_after_follows_the_rate_at_which_answers_end() -> None:
     assert refusal.retry_after == pytest.approx(10.0, rel=0.2)
 
 
-def test_an_instance_that_comes_up_again_replaces_its_former_self() -> None:
+def test_an_instance_that_comes_up_again_replaces_the_old_one() -> None:
     around = world("vllm", "e1")
     larger = replace(FLEET["e1"], max_running=9)
     around.tell(InstanceUp(larger))

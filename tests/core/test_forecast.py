@@ -1,4 +1,4 @@
-"""Forecasts follow what was seen: lengths per task, iteration time by its additive law."""
+"""Online forecasts: output lengths per task, iteration latency as an additive law."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_only_the_last_answers_count() -> None:
     assert lengths.forecast(request()).samples.tolist() == [1, 2, 3]
 
 
-def test_an_empty_answer_teaches_nothing() -> None:
+def test_an_empty_answer_is_not_learned() -> None:
     lengths = TaskLengths()
     lengths.learn(request(), 0)
     assert lengths.forecast(request()).mean == 256
@@ -52,7 +52,7 @@ def test_a_forecast_is_sorted_within_limits_and_the_last_answers(
 ) -> None:
     lengths = TaskLengths(window)
     for output_tokens in answers:
-        lengths.forecast(request())  # asking in between changes nothing
+        lengths.forecast(request())  # a forecast in between changes nothing
         lengths.learn(request(), output_tokens)
     seen = [output_tokens for output_tokens in answers if output_tokens][-window:] or [256]
     assert lengths.forecast(request(max_tokens=limit)).samples.tolist() == sorted(
@@ -69,7 +69,7 @@ MACHINES = pytest.mark.parametrize("law", [LAW, GPU, 10 * LAW, GPU / 20], ids=["
 
 
 def shapes(rng: np.random.Generator, n: int) -> list[Batch]:
-    """Batches as serving makes them: decodes of some context, a prompt chunk in every third."""
+    """Return batches as in serving: decodes with context, a prompt chunk in every third."""
     out = []
     for _ in range(n):
         decodes = int(rng.integers(1, 33))
@@ -86,7 +86,7 @@ def seconds(batch: Batch, law: Floats = LAW) -> float:
 
 
 def worst(latency: OnlineLatency, law: Floats = LAW, seed: int = 99) -> float:
-    """Largest relative error over batches never seen."""
+    """Return the largest relative error over unseen batches."""
     return max(
         abs(latency.seconds(batch) / seconds(batch, law) - 1)
         for batch in shapes(np.random.default_rng(seed), 300)
@@ -101,17 +101,17 @@ def taught(n: int, *, noise: float = 0.05, seed: int = 0, law: Floats = LAW) -> 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_pace_learns_an_additive_law_within_5_per_cent(seed: int) -> None:
-    assert worst(OnlineLatency()) > 0.5  # the prior is another machine
+def test_the_latency_model_learns_an_additive_law_within_5_per_cent(seed: int) -> None:
+    assert worst(OnlineLatency()) > 0.5  # the prior is for another machine
     assert worst(taught(1000, seed=seed)) < 0.05
 
 
-def test_the_pace_learns_exactly_without_noise() -> None:
+def test_the_latency_model_learns_exactly_without_noise() -> None:
     assert worst(taught(2000, noise=0.0)) < 0.001
 
 
 @MACHINES
-def test_the_pace_learns_machines_unlike_its_prior(law: Floats) -> None:
+def test_the_latency_model_learns_machines_unlike_its_prior(law: Floats) -> None:
     assert worst(taught(1000, law=law), law) < 0.05
 
 
@@ -135,7 +135,7 @@ def test_rare_hangs_move_the_forecast_no_more_than_their_share() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
-def test_the_pace_recovers_when_the_machine_changes_its_speed(factor: float) -> None:
+def test_the_latency_model_recovers_when_the_machine_changes_its_speed(factor: float) -> None:
     latency, rng = taught(3000), np.random.default_rng(2)
     for batch in shapes(rng, 1500):
         latency.learn(batch, factor * seconds(batch) * rng.lognormal(0, 0.05))
@@ -145,7 +145,7 @@ def test_the_pace_recovers_when_the_machine_changes_its_speed(factor: float) -> 
 @MACHINES
 @pytest.mark.parametrize("batch", [Batch(256, 102_400, 0), Batch(1, 10, 0), Batch(16, 4800, 512, 131_072)])
 def test_equal_batches_for_long_are_forecast_right_from_the_first_start(law: Floats, batch: Batch) -> None:
-    """One shape says nothing of five coefficients: their sum must be right, and none may run away."""
+    """One shape does not determine five coefficients: their sum must be right, and none may diverge."""
     latency, rng = OnlineLatency(), np.random.default_rng(3)
     for _ in range(3000):
         latency.learn(batch, seconds(batch, law) * rng.lognormal(0, 0.05))
@@ -185,7 +185,7 @@ def test_no_measurement_makes_a_forecast_negative_or_larger_for_less_work(
     assert 1e-4 <= alone[0] <= alone[1]
 
 
-def test_a_prompt_alone_takes_what_a_batch_of_it_takes() -> None:
+def test_prefill_seconds_equal_those_of_a_batch_of_one_prompt() -> None:
     latency = taught(500)
     alone = latency.prefill_seconds(np.array([600.0]))[0]
     assert alone == pytest.approx(latency.seconds(Batch(0, 0, 600, 600 * 600 // 2)))

@@ -1,7 +1,7 @@
-"""Have decisions changed? One workload through controller and packer, every decision compared with the last.
+"""Golden decision logs: one workload through controller and packers, compared with the committed log.
 
-A change of policy shows as a diff of `golden/<recipe>.jsonl`, to be read and committed with it:
-`HEADWAY_GOLDEN=write pytest tests/core/test_golden.py` writes them anew.
+A change of policy shows as a diff of `golden/<recipe>.jsonl`, which is reviewed and committed with it:
+`HEADWAY_GOLDEN=write pytest tests/core/test_golden.py` rewrites the logs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import pytest
 
 from headway.core.controller import Controller
 from headway.core.engine_spec import EngineSpec
+from headway.engines.simulated.engine import SimulatedEngine
 from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.registry import RECIPES
 from headway.types import Arrived, Event, Finished, Instance, InstanceUp, Request, Send, Slo, Started
-from tests.core.toy import Ran, Task, ToyEngine
+from tests.helpers.stepping import MAX_MODEL_LEN, Iteration, Stepper, Task
 
 GOLDEN = Path(__file__).parent / "golden"
 BUDGET = 256
-# e1 has no slots for pausing: whoever is displaced there is evicted.
+# e1 has no slots for paused requests: one that is displaced there is evicted.
 FLEET = {
     "e0": (Instance("e0", "m", 4, 60, 16, 1024), 6),
     "e1": (Instance("e1", "m", 2, 44, 16, 1024, lead=1), 2),
 }
-# task, promises, priority, prompt from..to, answer from..to, share
+# task, SLO, priority, prompt tokens from..to, output tokens from..to, share
 MIX = (
     ("chat", Slo(ttft=0.8, tpot=0.1), 0, (20, 260), (5, 30), 0.4),
     ("code", Slo(ttft=0.3, e2e=1.0), 0, (100, 400), (2, 8), 0.2),
@@ -43,23 +44,23 @@ MIX = (
 
 
 def workload(n: int = 60, seed: int = 7) -> list[tuple[Request, int]]:
-    """Requests with the length of their answers; only `Random.random`, which is the same everywhere."""
+    """Return requests and output lengths; `Random.random` gives the same stream in every Python version."""
     rng, now, out = Random(seed), 0.0, []
     for i in range(n):
         now = round(now - 0.035 * math.log(1 - rng.random()) * (3 if i % 20 < 8 else 0.5), 4)
         pick, shares = rng.random(), accumulate(share for *_, share in MIX)
-        task, slo, priority, prompts, answers, _ = MIX[sum(pick >= share for share in shares)]
-        prompt, target = (low + int(rng.random() * (high - low)) for low, high in (prompts, answers))
-        out.append((Request(f"r{i}", "m", prompt, 64, now, slo, priority, task=task), target))
+        task, slo, priority, prompts, outputs, _ = MIX[sum(pick >= share for share in shares)]
+        prompt, output = (low + int(rng.random() * (high - low)) for low, high in (prompts, outputs))
+        out.append((Request(f"r{i}", "m", prompt, 64, now, slo, priority, task=task), output))
     return out
 
 
 @dataclass(slots=True)
-class Host:
-    """Controller and toy engines on one virtual clock. An engine's answers reach the core when they end."""
+class Replay:
+    """Controller and simulated engines on one virtual clock; the core sees tokens when an iteration ends."""
 
     core: Controller
-    engines: dict[str, ToyEngine]
+    engines: dict[str, Stepper]
     targets: dict[str, int]
     heap: list[tuple[float, int, Any]] = field(default_factory=list)
     serial: count[int] = field(default_factory=count)
@@ -74,35 +75,34 @@ class Host:
             now, _, what = self.heap[0]
             heapq.heappop(self.heap)
             if isinstance(what, str):
-                self._ready(what, now)
+                self._iterate(what, now)
             else:
-                self._tell(what, now)
+                self._deliver(what, now)
         return self.log
 
-    def _ready(self, name: str, now: float) -> None:
-        """An engine begins its next iteration, or rests."""
+    def _iterate(self, name: str, now: float) -> None:
+        """Start an engine's next iteration if it has work."""
         engine = self.engines[name]
-        if not len(engine.jobs):
+        if not engine.engine.busy:
             self.busy.discard(name)
             return
         engine.now = now
         ran = engine.step()
-        self._note(t=round(now, 4), e=name, run=ran.tokens, pause=ran.paused, evict=ran.evicted)
+        self._record(t=round(now, 4), e=name, run=ran.tokens, pause=ran.paused, evict=ran.evicted)
         self._ends(engine, ran)
         self.at(engine.now, name)
 
-    def _ends(self, engine: ToyEngine, ran: Ran) -> None:
-        for id in ran.tokens:
-            if id in engine.jobs and engine.jobs.output_tokens[engine.jobs.row_of[id]] == 1:
-                self.at(engine.now, Started(id))
+    def _ends(self, engine: Stepper, ran: Iteration) -> None:
+        for id in ran.first:
+            self.at(engine.now, Started(id))
         for id in ran.finished:
             self.at(engine.now, Finished(id, self.targets[id]))
 
-    def _tell(self, event: Event, now: float) -> None:
+    def _deliver(self, event: Event, now: float) -> None:
         commands = self.core.on(event, now)
         sends = [(c.id, c.instance) for c in commands if isinstance(c, Send)]
         name = event.id if isinstance(event, Finished) else ""
-        self._note(t=round(now, 4), end=name, send=[list(send) for send in sends])
+        self._record(t=round(now, 4), end=name, send=[list(send) for send in sends])
         for id, instance in sends:
             self._receive(self.core.requests[id], instance, now)
 
@@ -117,8 +117,8 @@ class Host:
             self.busy.add(instance)
             self.at(now, instance)
 
-    def _note(self, **facts: Any) -> None:
-        line = {key: value for key, value in facts.items() if value or key == "t"}
+    def _record(self, **fields: Any) -> None:
+        line = {key: value for key, value in fields.items() if value or key == "t"}
         if len(line) > 1:
             self.log.append(json.dumps(line, separators=(",", ":")))
 
@@ -126,21 +126,24 @@ class Host:
 def decisions(recipe: str) -> list[str]:
     """Run the workload to its end and return one JSON line per decision."""
     policy, latency = RECIPES[recipe], OnlineLatency()
-    engines = {
-        name: ToyEngine(
-            policy.packer(EngineSpec(instance.max_running, BUDGET, instance.block_size, latency=latency)), blocks=instance.blocks_total,
-            size=instance.block_size, slots=slots, budget=BUDGET, latency=latency,
-        )
-        for name, (instance, slots) in FLEET.items()
-    }  # fmt: skip
+    engines = {}
+    for name, (instance, slots) in FLEET.items():
+        spec = EngineSpec(instance.max_running, BUDGET, instance.block_size, latency=latency)
+        engine = SimulatedEngine(
+            policy.packer(spec), blocks=instance.blocks_total, size=instance.block_size, slots=slots,
+            budget=BUDGET, max_model_len=MAX_MODEL_LEN,
+        )  # fmt: skip
+        engines[name] = Stepper(engine, latency)
     requests = workload()
-    host = Host(Controller(policy.planner(), TaskLengths(prior=32)), engines, {r.id: n for r, n in requests})
+    replay = Replay(
+        Controller(policy.planner(), TaskLengths(prior=32)), engines, {r.id: n for r, n in requests}
+    )
     for instance, _ in FLEET.values():
-        host.at(0.0, InstanceUp(instance))
+        replay.at(0.0, InstanceUp(instance))
     for request, _ in requests:
-        host.at(request.arrival, Arrived(request))
-    log = host.run()
-    assert not host.core.requests, "somebody was never answered"
+        replay.at(request.arrival, Arrived(request))
+    log = replay.run()
+    assert not replay.core.requests, "a request never finished"
     return log
 
 
@@ -166,8 +169,8 @@ def test_recipes_decide_differently() -> None:
     assert len({tuple(decisions(recipe)) for recipe in RECIPES}) == len(RECIPES)
 
 
-def test_the_workload_meets_pauses_evictions_and_a_queue() -> None:
-    """What the logs do not contain they cannot guard."""
+def test_the_workload_has_pauses_evictions_and_a_queue() -> None:
+    """The logs guard only what they contain."""
     for recipe in ("priority", "edf", "slack"):
         log = [json.loads(line) for line in decisions(recipe)]
         assert any("pause" in line for line in log), recipe

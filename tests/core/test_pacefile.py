@@ -1,4 +1,4 @@
-"""Forms find the law that made the data; latency profiles keep it, refuse what is wrong and say the mend."""
+"""Latency laws are fitted back from their own data; latency profiles store them and refuse bad files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def measured(law: LatencyLaw, batches: list[Batch]) -> Floats:
 
 
 @pytest.mark.parametrize("law", FITTED, ids=lambda law: law.NAME)
-def test_a_form_finds_the_law_that_made_the_data(law: LatencyLaw) -> None:
+def test_a_fit_finds_the_law_that_made_the_data(law: LatencyLaw) -> None:
     batches = WHOLE if isinstance(law, SloAware) else GRID
     found, off = fit(law.NAME, batches, measured(law, batches))
     assert off["all"].mean < 1e-3
@@ -96,7 +96,7 @@ def test_a_part_without_data_is_zero_and_its_kind_has_no_error() -> None:
 
 
 @pytest.mark.parametrize("seconds", [[], [1.0, 2.0], [0.0], [float("nan")]])
-def test_a_fit_refuses_what_is_no_measurement(seconds: list[float]) -> None:
+def test_a_fit_refuses_invalid_measurements(seconds: list[float]) -> None:
     with pytest.raises(ValueError, match="one duration above 0"):
         fit("additive", [Batch(1, 1, 0)] if seconds else [], np.array(seconds))
 
@@ -113,7 +113,7 @@ def test_nonnegative_least_squares_is_optimal(seed: int, columns: int) -> None:
     assert np.abs(slope * x).max() <= 1e-7
 
 
-def test_columns_that_say_the_same_or_nothing_do_no_harm() -> None:
+def test_equal_and_zero_columns_do_no_harm() -> None:
     one = np.ones((5, 1))
     assert nonnegative(np.hstack([one, one, 0 * one]), 3 * np.ones(5)).sum() == pytest.approx(3)
 
@@ -143,7 +143,7 @@ def test_overheads_are_kept_and_left_out_of_files_that_do_not_know_them(tmp_path
     assert load(tmp_path / "known.json") == known
 
 
-def test_the_pace_does_not_learn() -> None:
+def test_a_profile_s_latency_model_does_not_learn() -> None:
     latency, batch = FixedLatency(ADDITIVE), Batch(8, 4000, 0)
     before = latency.seconds(batch)
     assert before == pytest.approx(0.01 + 8 * 5e-4 + 4000 * 1.4e-6)
@@ -151,14 +151,14 @@ def test_the_pace_does_not_learn() -> None:
     assert latency.seconds(batch) == before
 
 
-def test_the_pace_of_prompts_is_that_of_their_batches() -> None:
+def test_prefill_latency_is_that_of_the_batch() -> None:
     for law in FITTED:
         latency = FixedLatency(law)
         alone = latency.prefill_seconds(np.array([16.0, 600.0]))
         assert alone == pytest.approx([latency.seconds(Batch(0, 0, n, n * n // 2)) for n in (16, 600)])
 
 
-def test_an_iteration_is_never_without_time() -> None:
+def test_an_iteration_never_takes_zero_seconds() -> None:
     assert FixedLatency(Additive(0, 0, 0, 0, 0)).seconds(Batch(1, 1, 0)) == 1e-4
 
 
@@ -209,7 +209,7 @@ def coefficient(table: str, value: object) -> dict[str, Any]:
         (having(source=[]), "no table 'source'"),
     ],
 )
-def test_a_bad_file_says_what_is_wrong_and_the_mend(data: Any, says: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_with_the_error_and_a_hint(data: Any, says: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=says) as caught:
@@ -218,20 +218,20 @@ def test_a_bad_file_says_what_is_wrong_and_the_mend(data: Any, says: str, tmp_pa
 
 
 @pytest.mark.parametrize("content", [b"", b"base = 1", b"\xff\xfe", b"{"])
-def test_what_is_not_json_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_invalid_json_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(ConfigError, match="is not JSON"):
         load(tmp_path / "bad.json")
 
 
-def test_a_name_that_is_nearly_right_is_suggested() -> None:
+def test_the_nearest_name_is_suggested() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean opt-13b-a100\?"):
         load("opt-13b-a10")
     with pytest.raises(ConfigError, match="Built in are"):
         load("/nowhere/at/all.json")
 
 
-def test_a_folder_is_no_pace_file(tmp_path: Path) -> None:
+def test_a_folder_is_refused_as_a_latency_profile(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
 
@@ -270,7 +270,7 @@ def test_the_files_are_those_that_the_script_makes() -> None:
 
 
 @pytest.mark.parametrize(("name", "batch", "low", "high"), PLAUSIBLE)
-def test_a_built_in_pace_is_plausible(name: str, batch: Batch, low: float, high: float) -> None:
+def test_a_built_in_profile_is_plausible(name: str, batch: Batch, low: float, high: float) -> None:
     file = load(name)
     assert low < file.latency().seconds(batch) < high
     assert low < FixedLatency(file.additive).seconds(batch) < high
@@ -285,7 +285,7 @@ def test_more_work_never_takes_less_time(file: LatencyProfile) -> None:
             assert times == sorted(times), column
 
 
-def test_a_file_is_complete_and_says_where_it_is_from(file: LatencyProfile) -> None:
+def test_a_profile_is_complete_and_names_its_sources(file: LatencyProfile) -> None:
     coefficients = file.coefficients()
     assert coefficients.dtype == np.float64
     assert coefficients.shape == (5,)
@@ -299,7 +299,7 @@ def test_a_file_is_complete_and_says_where_it_is_from(file: LatencyProfile) -> N
     assert file.errors[file.form.NAME]["all"].mean < 0.10
 
 
-def test_what_was_modelled_says_so() -> None:
+def test_modelled_numbers_are_labelled() -> None:
     for name in names():
         made_up = name.startswith(("llama", "yi"))
         assert made_up == ("MODELLED" in load(name).source["coefficients"]), name

@@ -126,12 +126,12 @@ def test_lines_are_sorted_by_their_rule(place: Cluster, name: str) -> None:
             assert keys == sorted(keys)
 
 
-def test_equal_arrivals_keep_the_order_of_coming_even_in_reused_rows() -> None:
+def test_equal_arrivals_keep_their_order_even_in_reused_rows() -> None:
     place = cluster()
     for id in ("a", "b", "c"):
         add(place, id)
     place.backlog.remove("a")
-    add(place, "d", serial=3)  # stands in a's row
+    add(place, "d", serial=3)  # reuses a's row
     assert line(place, Ordered(ARRIVAL)) == ["b", "c", "d"]
 
 
@@ -152,7 +152,7 @@ def test_deadlines_come_first_and_best_effort_last_by_arrival() -> None:
     assert line(place, Ordered(DUE)) == ["late", "soon", "free1", "free2"]
 
 
-def test_hope_puts_the_late_behind_those_that_can_be_met_and_before_best_effort() -> None:
+def test_attainable_deadlines_go_before_late_requests_and_those_before_best_effort() -> None:
     place = cluster()
     add(place, "free", arrival=NOW - 99)
     add(place, "late", due=NOW - 1)
@@ -161,8 +161,8 @@ def test_hope_puts_the_late_behind_those_that_can_be_met_and_before_best_effort(
     assert line(place, Ordered(ATTAINABLE)) == ["soon", "later", "late", "free"]
 
 
-def test_hope_does_not_demote_what_runs_already() -> None:
-    """After its first token `due` is past for every request; that does not make it late."""
+def test_running_requests_are_not_demoted_as_late() -> None:
+    """After its first token every request's `due` is past; that does not make it late."""
     place = cluster()
     add(place, "runs", due=NOW - 1, at="e0")
     add(place, "soon", due=NOW + 1)
@@ -206,7 +206,7 @@ def test_what_was_inside_a_dead_instance_stands_in_no_line() -> None:
 
 
 def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones() -> None:
-    """Else it would starve: memory is freed for it only by letting nobody pass."""
+    """It would starve otherwise: blocks become free for it only while no other request overtakes it."""
     place = cluster(Instance("e0", "m0", 4, 10, 16, 2048))
     add(place, "runs", at="e0", arrival=NOW - 9, tokens=64.0)
     add(place, "large", arrival=NOW - 1, tokens=128.0)

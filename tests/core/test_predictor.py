@@ -1,4 +1,4 @@
-"""The length predictor: what it learns, how it is bounded, and what padding pays."""
+"""The length predictor: what it learns, its bounds, and the padding that costs least."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def asked(predictor: Predictor, looks: Traits, task: str = "default") -> list[Fo
 # ---- features
 
 
-def test_traits_are_sizes_and_marks_then_the_meaning() -> None:
+def test_features_are_sizes_and_marks_then_the_embedding() -> None:
     look = np.expm1(features("Why? def f(): return 12\nNow.", 7, np.ones(3, np.float32)))
     np.testing.assert_allclose(look[:PLAIN], [7, 28, 1, 1, 2, 2, 6, 1], rtol=1e-5)
     assert look.shape == (PLAIN + 3,)
 
 
 @given(st.text(max_size=300), st.integers(0, 10**6))
-def test_traits_of_any_text_are_finite(text: str, tokens: int) -> None:
+def test_features_of_any_text_are_finite(text: str, tokens: int) -> None:
     look = features(text, tokens)
     assert look.shape == (PLAIN,)
     assert np.isfinite(look).all()
@@ -65,7 +65,7 @@ def test_traits_of_any_text_are_finite(text: str, tokens: int) -> None:
 # ---- the model
 
 
-def test_it_knows_lengths_that_follow_from_prompts_twice_as_well_as_the_task() -> None:
+def test_its_error_is_half_of_the_task_mean_s_where_prompts_decide_the_length() -> None:
     looks, output_tokens = world(700)
     predictor = taught(looks[:500], output_tokens[:500], Predictor())
     expected = np.array([forecast.mean for forecast in asked(predictor, looks[500:])])
@@ -84,7 +84,7 @@ def test_its_quantiles_hold_on_prompts_that_it_has_not_seen(share: float) -> Non
     assert np.mean(output_tokens[500:] <= length) == pytest.approx(share, abs=0.06)
 
 
-def test_what_says_nothing_about_lengths_is_not_believed() -> None:
+def test_uninformative_features_are_ignored() -> None:
     """Lengths independent of prompts: the error stays near that of the mean, which nothing can beat."""
     rng = np.random.default_rng(2)
     looks, _ = world(600)
@@ -136,7 +136,7 @@ def test_fitting_is_deterministic_and_leaves_the_history_as_it_was() -> None:
 # ---- the predictor
 
 
-def test_until_it_is_taught_the_task_answers() -> None:
+def test_before_the_first_fit_it_uses_the_task_s_lengths() -> None:
     predictor, tasks = Predictor(least=10), TaskLengths()
     looks, output_tokens = world(10)
     for i in range(10):
@@ -165,7 +165,7 @@ def test_a_request_keeps_its_first_forecast_through_a_new_model() -> None:
     assert asked(predictor, looks[:1])[0].mean != first.mean
 
 
-def test_no_forecast_is_longer_than_what_was_asked_for() -> None:
+def test_no_forecast_exceeds_max_tokens() -> None:
     looks, output_tokens = world(100)
     predictor = taught(looks, output_tokens, Predictor())
     predictor.tell("rx", looks[0])
@@ -186,7 +186,7 @@ def test_its_memory_is_bounded() -> None:
     assert len(predictor._open) <= 8
 
 
-def test_empty_answers_teach_nothing_and_end_the_request() -> None:
+def test_empty_answers_are_not_learned_and_end_the_request() -> None:
     predictor = taught(*world(64), Predictor())
     predictor.tell("rx", world(1)[0][0])
     predictor.learn(ask("x"), 0)
@@ -226,7 +226,7 @@ def test_the_share_found_is_the_newsvendors_critical_ratio(ratio: float, seed: i
 
 
 @pytest.mark.parametrize(("factor", "above"), [(1.5, True), (0.6, False)])
-def test_forecasts_that_are_off_are_made_up_for(factor: float, above: bool) -> None:
+def test_padding_compensates_for_biased_forecasts(factor: float, above: bool) -> None:
     """Answers `factor` times as long as forecast: more padding when that is more, less when it is less."""
     rng = np.random.default_rng(3)
     spot = PaddingTuner()

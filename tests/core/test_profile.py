@@ -1,4 +1,4 @@
-"""Profiles: scenes an engine can play, laws found again in what it did, and what lies between iterations."""
+"""Latency measurement: scenarios that fit the engine, laws fitted back, overheads between iterations."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def rows(count: int, rng: np.random.Generator, law: Stepped | Additive = LAW, no
 
 
 @given(st.integers(1, 64), st.integers(64, 60_000), st.integers(64, 4096), st.booleans(), st.integers(0, 99))
-def test_every_scene_fits_the_engine(running: int, kv: int, longest: int, quick: bool, seed: int) -> None:
+def test_every_scenario_fits_the_engine(running: int, kv: int, longest: int, quick: bool, seed: int) -> None:
     limits = Limits(running, kv, longest)
     for scene in design(limits, np.random.default_rng(seed), quick=quick):
         assert len(scene.answers) <= running
         assert all(p >= 1 and p + out <= longest for p, out in scene.answers)
         assert all(1 <= p <= min(longest, kv) - PROMPT_OUTPUT for p in scene.prompts)
         held = sum(p + out for p, out in scene.answers)
-        assert held <= max(kv - longest, 0), "beside the answers a prompt of any length fits"
+        assert held <= max(kv - longest, 0), "a prompt of any length fits beside the decodes"
 
 
 def test_the_grid_has_every_batch_size_and_the_seed_decides_the_order() -> None:
@@ -89,7 +89,7 @@ def test_the_law_of_the_engine_is_found_and_the_sum_is_right() -> None:
     assert law.base == pytest.approx(LAW.base, rel=0.1)
 
 
-def test_what_scatters_is_met_in_the_mean_whatever_scatters_more() -> None:
+def test_noisy_iterations_are_fitted_in_the_mean() -> None:
     """Answers alone scatter, prompts do not: each kind must come out right on its own."""
     rng = np.random.default_rng(0)
     output_tokens = rows(600, rng)
@@ -101,7 +101,7 @@ def test_what_scatters_is_met_in_the_mean_whatever_scatters_more() -> None:
     assert abs(bias(law, [row for row in output_tokens if row[5]])) < 0.015
 
 
-def test_a_stretch_in_which_the_machine_was_disturbed_is_left_out() -> None:
+def test_a_disturbed_period_is_left_out() -> None:
     output_tokens = rows(300, np.random.default_rng(0), noise=0.05)
     clean = fit_all(Samples.of(output_tokens))
     for row in output_tokens[400:500]:
@@ -115,7 +115,7 @@ def test_a_stretch_in_which_the_machine_was_disturbed_is_left_out() -> None:
     assert disturbed(noisy.forms["stepped"], output_tokens[:400]) == 0.0
 
 
-def test_single_slow_iterations_are_the_engine_s_own() -> None:
+def test_single_slow_iterations_are_kept() -> None:
     rng = np.random.default_rng(0)
     output_tokens = rows(300, rng, noise=0.05)
     for i in rng.integers(0, len(output_tokens), 60):

@@ -1,4 +1,4 @@
-"""Slots, KV blocks and tokens go to the most urgent first, and the account is always right."""
+"""Allocation: slots, KV blocks and tokens go to the most urgent first, and never exceed what there is."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_tokens_stay_within_the_budget_and_within_what_is_missing(moment: Moment
     tokens = granted(step)
     assert tokens.sum() <= moment.budget
     assert (tokens <= missing(moment.jobs, step.order)).all()
-    assert (tokens >= ~moment.jobs.running[step.order]).all(), "somebody is admitted for no token"
+    assert (tokens >= ~moment.jobs.running[step.order]).all(), "a row is admitted without tokens"
 
 
 @EXAMPLES
@@ -93,7 +93,7 @@ def test_what_runs_fits_into_free_and_evicted_blocks(moment: Moment) -> None:
 
 @EXAMPLES
 @given(moments())
-def test_who_is_admitted_finds_room_for_its_whole_prompt(moment: Moment) -> None:
+def test_an_admitted_row_has_blocks_for_its_whole_prompt(moment: Moment) -> None:
     step, jobs = arranged(moment), moment.jobs
     tokens = granted(step)
     free = moment.ledger.free + int(jobs.blocks[step.evict].sum())
@@ -113,12 +113,12 @@ def test_slots_suffice_for_running_paused_held_and_admitted(moment: Moment) -> N
 
 @EXAMPLES
 @given(moments())
-def test_nobody_is_displaced_for_a_less_urgent_newcomer(moment: Moment) -> None:
-    """Not even when memory is short: then running rows that need no more of it may go on, newcomers not."""
+def test_no_row_is_displaced_by_a_less_urgent_newcomer(moment: Moment) -> None:
+    """Not even when memory is short: running rows that need no more blocks continue, newcomers wait."""
     step, jobs = arranged(moment), moment.jobs
     newcomers = set(step.order[~jobs.running[step.order]].tolist())
     if not jobs.running[step.order].any() and len(newcomers) == 1:
-        return  # nobody who runs could make room: the alternative is an idle engine
+        return  # no running row could free blocks: the alternative is an idle engine
     for row in displaced(moment, step):
         assert not newcomers & set(behind(moment, row))
 
@@ -157,8 +157,8 @@ def test_an_evicted_row_could_not_have_been_kept_by_evicting_less_urgent_ones(mo
 
 @EXAMPLES
 @given(moments())
-def test_something_runs_if_anybody_could_in_free_memory(moment: Moment) -> None:
-    """Held rows may have taken so much that nobody can; who can go on or come in without it does."""
+def test_something_runs_if_any_row_fits_in_free_memory(moment: Moment) -> None:
+    """Held rows may have taken so much that no row fits; any row that fits the rest runs."""
     step, jobs, ledger = arranged(moment), moment.jobs, moment.ledger
     want = np.minimum(missing(jobs, moment.ranked), moment.budget)
     grows = ledger.blocks_for(jobs.computed[moment.ranked] + want) - jobs.blocks[moment.ranked]
@@ -170,8 +170,8 @@ def test_something_runs_if_anybody_could_in_free_memory(moment: Moment) -> None:
 
 @EXAMPLES
 @given(moments())
-def test_an_answer_in_progress_pauses_only_for_lack_of_places_tokens_or_memory(moment: Moment) -> None:
-    """A place is not kept free for a prompt that gets no tokens in this step."""
+def test_a_decode_pauses_only_for_lack_of_slots_tokens_or_memory(moment: Moment) -> None:
+    """No slot is kept free for a prompt that gets no tokens in this step."""
     step, jobs = arranged(moment), moment.jobs
     tokens = granted(step)
     for row in displaced(moment, step):
@@ -200,7 +200,7 @@ def test_decodes_get_one_token_each_before_prompts_get_the_rest(moment: Moment, 
     assert tokens.sum() == min(want.sum(), budget)
     prompts, wants = tokens[~decodes], want[~decodes]
     for i in np.flatnonzero(prompts < wants):
-        assert not prompts[i + 1 :].any(), "a later prompt got tokens before an earlier one was served"
+        assert not prompts[i + 1 :].any(), "a later prompt got tokens before an earlier one had all of its"
 
 
 PACKERS: dict[str, Callable[[Moment], Packer]] = {

@@ -1,4 +1,4 @@
-"""The nouns: a table behaves like a dict of rows, and promises mean what they say."""
+"""Types of the decision core: tables behave like a dict of rows; SLOs, forecasts and instances."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sample(Table):
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Any program of adds and removes leaves the table equal to a dict."""
+    """Any sequence of adds and removes leaves the table equal to a dict."""
 
     keys = Bundle("keys")
 
@@ -63,7 +63,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(key=keys, count=COUNT)
     def write(self, key: str, count: int) -> None:
-        """A column is no copy: what is written there is what the row holds."""
+        """A column is a view: writing to it changes the row."""
         self.table.count[self.rows[key]] = count
         weight, _, flag = self.model[key]
         self.model[key] = (weight, count, flag)
@@ -108,7 +108,7 @@ def test_names_come_in_the_order_of_the_rows_asked_for() -> None:
     assert table.names([c, a, b]) == ["c", "b"]
 
 
-def test_a_key_twice_and_an_unknown_column_are_our_own_mistakes() -> None:
+def test_a_duplicate_key_and_an_unknown_column_raise() -> None:
     table = Sample()
     table.add("a")
     with pytest.raises(AssertionError, match="row a exists"):
@@ -133,7 +133,7 @@ def test_a_table_can_be_copied_and_pickled() -> None:
 
 @pytest.mark.parametrize("name", ["ttft", "tpot", "e2e"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_a_promise_is_a_positive_number_of_seconds(name: str, value: float) -> None:
+def test_an_slo_target_is_a_positive_number_of_seconds(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds, not {value}"):
         Slo(**{name: value})
 
@@ -148,7 +148,7 @@ def test_a_promise_is_a_positive_number_of_seconds(name: str, value: float) -> N
         (Slo(ttft=1, e2e=1), "interactive"),
     ],
 )
-def test_what_is_promised_says_whose_request_it_is(slo: Slo, objective: str) -> None:
+def test_the_objective_follows_from_the_slo(slo: Slo, objective: str) -> None:
     assert slo.objective == objective
 
 
@@ -164,14 +164,14 @@ def test_due_is_the_first_token_or_the_answer_whichever_is_owed_first(
 
 
 @given(limits=st.tuples(*[st.none() | SECONDS] * 3), seen=st.tuples(*[SECONDS] * 3))
-def test_an_slo_is_met_when_every_promise_made_is_kept(
+def test_an_slo_is_met_when_every_target_is(
     limits: tuple[float | None, ...], seen: tuple[float, float, float]
 ) -> None:
     broken = [limit is not None and s > limit for limit, s in zip(limits, seen, strict=True)]
     assert Slo(*limits).met(*seen) is not any(broken)
 
 
-def test_an_slo_is_met_at_its_very_limit() -> None:
+def test_an_slo_is_met_at_its_exact_limit() -> None:
     assert Slo(1.0, 0.1, 5.0).met(1.0, 0.1, 5.0)
 
 
@@ -190,7 +190,7 @@ def test_the_first_token_is_due_ttft_after_arrival() -> None:
 
 
 def test_later_tokens_are_due_tpot_apart_counted_from_the_first() -> None:
-    """Tokens made early count: an answer ahead of its pace can wait."""
+    """Early tokens count: an answer ahead of its TPOT can wait."""
     assert due_of(ttft=2.0, tpot=0.1, first=101.0, output_tokens=1) == pytest.approx(101.1)
     assert due_of(ttft=2.0, tpot=0.1, first=101.0, output_tokens=30) == pytest.approx(104.0)
 
@@ -200,7 +200,7 @@ def test_nothing_is_due_later_than_the_whole_answer() -> None:
     assert due_of(tpot=0.1, first=101.0, output_tokens=30, e2e=3.0) == 103.0
 
 
-def test_without_a_promise_nothing_is_due() -> None:
+def test_without_an_slo_nothing_is_due() -> None:
     assert due_of() == math.inf
     assert due_of(first=101.0, output_tokens=3) == math.inf
     assert due_of(ttft=1.0, first=101.0, output_tokens=3) == math.inf
@@ -219,9 +219,7 @@ def test_a_quantile_is_not_exceeded_with_its_probability(samples: Any, p: float)
 
 
 @given(SAMPLES, st.integers(0, 6000))
-def test_what_is_left_is_at_least_a_token_and_counts_only_longer_answers(
-    samples: Any, output_tokens: int
-) -> None:
+def test_tokens_left_are_at_least_one_and_count_only_longer_answers(samples: Any, output_tokens: int) -> None:
     left = Forecast(samples).left(output_tokens)
     longer = [s - output_tokens for s in samples if s > output_tokens]
     assert left == pytest.approx(sum(longer) / len(longer) if longer else 1.0)
@@ -243,6 +241,6 @@ def test_mean_and_spread_are_those_of_the_samples() -> None:
     assert forecast.std == pytest.approx(math.sqrt(8 / 3))
 
 
-def test_an_instance_holds_its_batch_and_a_few_ahead() -> None:
+def test_the_dispatch_window_is_the_batch_and_the_lead() -> None:
     assert Instance("e0", "m", 4, 100, 16, 2048).window == 6
     assert Instance("e0", "m", 4, 100, 16, 2048, lead=0).window == 4

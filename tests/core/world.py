@@ -1,4 +1,4 @@
-"""What stands around the controller in tests: clients that ask, engines that answer, die and come back.
+"""The controller's surroundings in tests: clients, and engines that answer, die and come back.
 
 It keeps its own account of every request, and `tell` compares each command with it.
 """
@@ -45,7 +45,7 @@ def controller(recipe: str, max_queued: int = 1000) -> Controller:
 
 @dataclass(slots=True)
 class World:
-    """queued: ours, in order of coming. inside: request -> its instance. requests: both.
+    """queued: requests in the queue, in order of arrival. inside: request -> its instance. requests: both.
 
     watch is told what each single event led to (one act may be several events).
     """
@@ -61,7 +61,7 @@ class World:
     serial: int = 0
 
     def tell(self, event: Event) -> list[Command]:
-        """Give the core an event; the commands that come back must make sense at once."""
+        """Give the core an event and check its commands."""
         commands = self.core.on(event, self.now)
         for command in commands:
             if isinstance(command, Reject):  # refused while it was queued: that is its end
@@ -108,7 +108,7 @@ class World:
         return sum(at == name for at in self.inside.values())
 
     def act(self, choice: int) -> list[Command]:
-        """Do the one of all things that may happen next which `choice` stands for."""
+        """Do the event that `choice` encodes."""
         bits = Bits(choice)
         kind = bits.take(10)
         self.now += bits.take(4) * 0.25
@@ -136,7 +136,7 @@ class World:
 
     def _request(self, bits: Bits) -> Request:
         self.serial += 1
-        late = bits.take(3) * 0.5  # what comes later may have arrived at the door earlier
+        late = bits.take(3) * 0.5  # a later event may be of an earlier arrival
         slo = Slo(ttft=[None, 0.5, 2.0][bits.take(3)], e2e=[None, 5.0][bits.take(2)])
         return Request(
             f"r{self.serial}", MODELS[bits.take(2)], 1 + bits.take(500), 1 + bits.take(200), self.now - late,

@@ -1,4 +1,7 @@
-"""`headway serve` as a person runs it: a process with a real vLLM child and a queue on disk."""
+"""`headway serve` as a user runs it: a process with a real vLLM child and a queue on disk.
+
+Every wait is for a condition; the limits only end a wait that is hopeless, on a machine with all cores busy.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,12 @@ from pathlib import Path
 import httpx
 import psutil
 
-from headway.config import Broker, Config, Engine, Server, write
+from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
+
+START_S = 1200.0  # loading and compiling a model
+ANSWER_S = 600.0  # one HTTP answer, or a batch of them
+END_S = 300.0  # processes told to end
 
 
 @dataclass
@@ -38,21 +45,21 @@ class Headway:
         config = Config(
             recipe=self.recipe,
             server=Server(port=self.port),
-            engines=(Engine(max_running=self.max_running),),
-            broker=Broker(path=str(self.queue)),
+            engines=(Engine(max_running=self.max_running, start_timeout_s=START_S),),
+            broker=Broker(lease_seconds=5, sqlite=Sqlite(str(self.queue))),
         )
         (self.folder / "headway.toml").write_text(write(config))
         argv = [sys.executable, "-m", "headway.cli", "serve", "-c", str(self.folder / "headway.toml")]
         with (self.folder / "gateway.log").open("ab") as log:
             self.process = subprocess.Popen([*argv, "--logs", str(self.folder)], stdout=log, stderr=log)
 
-    def wait_ready(self, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             assert self.process is not None
             assert self.process.poll() is None, (self.folder / "gateway.log").read_text()
             try:
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=30).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -60,12 +67,12 @@ class Headway:
         raise AssertionError((self.folder / "gateway.log").read_text())
 
     def family(self) -> list[psutil.Process]:
-        """The gateway's descendants: the engine and all its processes."""
+        """Return the gateway's descendants: the engine and all its processes."""
         assert self.process is not None
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self) -> list[psutil.Process]:
-        """SIGKILL the gateway; return the processes that it leaves to be ended."""
+        """SIGKILL the gateway; return the processes that have to end because of it."""
         family = self.family()
         assert self.process is not None
         self.process.kill()
@@ -73,15 +80,15 @@ class Headway:
         return family
 
     def interrupt(self) -> tuple[int, list[psutil.Process]]:
-        """Ctrl-C; return the exit status and the processes that are left."""
+        """Send Ctrl-C; return the exit status and the processes that are left."""
         family = self.family()
         assert self.process is not None
         self.process.send_signal(signal.SIGINT)
-        status = self.process.wait(40)
-        return status, gone(family, 10)
+        status = self.process.wait(END_S)
+        return status, gone(family)
 
 
-def gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+def gone(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Wait for processes to end; return those that did not."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    _, alive = psutil.wait_procs(processes, timeout=END_S)
     return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

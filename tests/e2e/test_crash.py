@@ -12,11 +12,8 @@ from typing import Any
 import aiohttp
 import httpx
 import psutil
-import pytest
 
-from tests.e2e.server import Headway, gone
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+from tests.e2e.server import ANSWER_S, Headway, gone
 
 
 def body(i: int, **more: Any) -> dict[str, Any]:
@@ -25,7 +22,7 @@ def body(i: int, **more: Any) -> dict[str, Any]:
 
 
 def states(queue: Path) -> dict[str, tuple[str, int, str | None]]:
-    """Read what the queue says of every accepted request, as another process sees it."""
+    """Return state, background flag and reason of every accepted request, read from another process."""
     with sqlite3.connect(f"file:{queue}?mode=ro", uri=True) as db:
         rows = db.execute("SELECT id, state, background, reason FROM jobs").fetchall()
     return {id: (state, background, reason) for id, state, background, reason in rows}
@@ -34,19 +31,19 @@ def states(queue: Path) -> dict[str, tuple[str, int, str | None]]:
 def background(server: Headway, count: int) -> list[str]:
     ids = []
     for i in range(count):
-        answer = httpx.post(f"{server.url}/v1/completions", json=body(i, background=True), timeout=10)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body(i, background=True), timeout=ANSWER_S)
         assert answer.status_code == 202, answer.text
         ids.append(answer.json()["id"])
     return ids
 
 
-def completed(server: Headway, ids: list[str], seconds: float = 90) -> dict[str, Any]:
+def completed(server: Headway, ids: list[str]) -> dict[str, Any]:
     """Poll until every background response has an end; return their texts."""
     texts: dict[str, Any] = {}
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + ANSWER_S
     while len(texts) < len(ids) and time.monotonic() < deadline:
         for id in ids:
-            answer = httpx.get(f"{server.url}/v1/responses/{id}", timeout=10).json()
+            answer = httpx.get(f"{server.url}/v1/responses/{id}", timeout=ANSWER_S).json()
             if answer["status"] == "completed":
                 texts[id] = answer["response"]["choices"][0]["text"]
             assert answer["status"] in ("queued", "completed"), answer
@@ -54,10 +51,15 @@ def completed(server: Headway, ids: list[str], seconds: float = 90) -> dict[str,
     return texts
 
 
-async def ask(session: aiohttp.ClientSession, url: str, i: int, stream: bool) -> tuple[int | None, bytes]:
-    """One foreground request; (status, body), status None when the connection broke."""
-    seen = b""
-    # Streams have a promise: they go first, so the strike finds them in flight.
+async def ask(
+    session: aiohttp.ClientSession, url: str, i: int, streaming: asyncio.Event | None
+) -> tuple[int | None, bytes]:
+    """Send one foreground request; return status and body, status None when the connection broke.
+
+    streaming: set when the stream's first bytes have come; None asks for a whole answer.
+    """
+    seen, stream = b"", streaming is not None
+    # Streams have an SLO: they go first, so the strike finds them in flight.
     headers = {"x-slo-ttft-ms": "60000"} if stream else {}
     try:
         async with session.post(
@@ -65,22 +67,27 @@ async def ask(session: aiohttp.ClientSession, url: str, i: int, stream: bool) ->
         ) as answer:
             async for chunk in answer.content.iter_any():
                 seen += chunk
+                if streaming is not None and b"data:" in seen:
+                    streaming.set()
             return answer.status, seen
     except aiohttp.ClientError:
         return None, seen
 
 
 async def load_and(url: str, strike: Any, count: int = 16) -> list[tuple[int | None, bytes]]:
-    """Send `count` requests, half of them streaming, strike once they run, return what came back."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=150)) as session:
-        tasks = [asyncio.create_task(ask(session, url, i, i % 2 == 0)) for i in range(count)]
-        await asyncio.sleep(1.0)
+    """Send `count` requests, half of them streaming; strike once a stream has begun; return all answers."""
+    streaming = asyncio.Event()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
+        tasks = [
+            asyncio.create_task(ask(session, url, i, None if i % 2 else streaming)) for i in range(count)
+        ]
+        await asyncio.wait_for(streaming.wait(), ANSWER_S)
         await asyncio.to_thread(strike)
         return await asyncio.gather(*tasks)
 
 
 def engine_core(server: Headway) -> psutil.Process:
-    """The process that computes; its death is the hardest one to notice."""
+    """Return the process that computes; its death is the hardest one to notice."""
     cores = [p for p in server.family() if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name()]
     return cores[0]
 
@@ -93,7 +100,7 @@ async def test_nothing_accepted_is_lost_or_answered_twice(tmp_path: Path) -> Non
         first = background(server, 10)
         left: list[psutil.Process] = []
         await load_and(server.url, lambda: left.extend(server.kill()))
-        assert gone(left, 30) == [], "the engine ends with its gateway"
+        assert gone(left) == [], "the engine ends with its gateway"
 
         before = states(server.queue)
         assert set(first) <= set(before), "accepted means stored"

@@ -1,4 +1,4 @@
-"""A real vLLM in this process, float32 so that tokens do not depend on what else is in the batch."""
+"""A real vLLM engine in this process, float32 so that tokens do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",  # two would wait for each other whenever another process has a core
+    "OMP_NUM_THREADS": "1",  # two threads would wait for each other whenever another process has a core
 }
 HOST_GIB = 0.25  # room for about half of what the tests save, so that the pool runs out too
 BLOCKS = 96  # x 32 tokens: small, so that KV runs out

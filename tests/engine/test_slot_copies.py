@@ -30,8 +30,8 @@ class Memory:
             taken = self.host[source] if way == IN else self.device[source]
             (self.host if way == OUT else self.device)[target] = taken
             assert way in (IN, OUT, WITHIN)
-        assert self.slots.held() == self.book.state["host_tokens"] <= self.host.size
-        self.book.state["num_ops"] = 0
+        assert self.slots.held() == self.book.state[0]["host_tokens"] <= self.host.size
+        self.book.state[0]["num_ops"] = 0
 
     def place(self, row: int, token: int) -> int:
         block, at = int(self.book.block_ids[row, token // SIZE]), token % SIZE

@@ -103,7 +103,7 @@ class Pool:
     def carry_out(self) -> None:
         """Do the copies that were ordered, one by one. The tokens of a full block may lie in any order."""
         for kind, row, first, count, block, source, mirrored in self.table.ops[
-            : self.table.state["num_ops"]
+            : self.table.state[0]["num_ops"]
         ].tolist():
             assert count > 0
             tokens = range(first, first + count)
@@ -123,7 +123,7 @@ class Pool:
                 assert kind in (MIRROR, MOVE)
                 there = [self.device[self.slot(row, token, source, turned)] for token in tokens]
                 self.device.update(zip(here, there, strict=True))
-        self.table.state["num_ops"] = 0
+        self.table.state[0]["num_ops"] = 0
 
     def read(self, row: int, tokens: int, saved: int = 0) -> None:
         """Attend: the row's tokens but the `saved` must be where its table says, and be its own."""

@@ -18,8 +18,8 @@ _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs
 def test_random_programs_keep_the_pool_whole(seed: int) -> None:
     for i in range(_PROGRAMS):
         pool = random_program(seed * _PROGRAMS + i)
-        assert pool.table.state["num_empty"] == pool.blocks
-        assert pool.table.state["host_tokens"] == 0
+        assert pool.table.state[0]["num_empty"] == pool.blocks
+        assert pool.table.state[0]["host_tokens"] == 0
         assert not pool.host
 
 
@@ -99,7 +99,7 @@ def test_in_extremity_a_row_is_dropped_from_its_end() -> None:
     pool.grow(0, 12)
     pool.begin([])
     assert pool.grow(1, 3)
-    assert pool.table.state["dropped_tokens"] == 4
+    assert pool.table.state[0]["dropped_tokens"] == 4
     assert pool.table.num_tokens[0] == 8, "the last block, no more"
     assert pool.grow(1, 6), "the block that is free now, then the next from the end"
     assert pool.table.num_tokens[0] == 4

@@ -1,4 +1,4 @@
-"""A controller with instances that are up, and requests that are short to write."""
+"""A controller with instances that are up, and shorthand for requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.types import Arrived, Command, Finished, Forecast, Instance, Instan
 
 @dataclass(frozen=True)
 class Known:
-    """Answers are exactly max_tokens long, and that is known."""
+    """Length forecasts for answers of exactly max_tokens."""
 
     def forecast(self, request: Request) -> Forecast:
         return Forecast(np.array([float(request.max_tokens)]))
@@ -34,7 +34,7 @@ def ask(id: str, at: float = 0.0, *, prompt: int = 10, answer: int = 10, **more:
 
 
 class Place:
-    """What the tests ask: who is inside which instance, who was refused."""
+    """The controller and what it did: requests by instance, requests rejected."""
 
     def __init__(self, planner: Planner, *instances: Instance) -> None:
         self.core = Controller(planner, Known(), 10_000)

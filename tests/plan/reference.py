@@ -37,8 +37,10 @@ COLUMNS: dict[int, Callable[[Backlog, Ints, float], Columns]] = {
 class Reference(Planner):
     """Orders everything by a kind of rank, whatever happened before."""
 
-    def __init__(self, kind: int, displaces: bool = True) -> None:
-        self.kind, self.displaces = kind, displaces
+    pull = True
+
+    def __init__(self, kind: int, displaces: bool = True, *, pull: bool = True) -> None:
+        self.kind, self.displaces, self.pull = kind, displaces, pull
 
     def queues(self, cluster: Cluster, now: float) -> dict[str, Ints]:
         """Return the virtual queue of each instance."""
@@ -50,4 +52,4 @@ class Reference(Planner):
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside an instance by its place in the order, and is not there yet."""
-        return Plan(sends(self.queues(cluster, now), cluster))
+        return Plan(sends(self.queues(cluster, now), cluster, pull=self.pull))

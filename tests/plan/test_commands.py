@@ -1,4 +1,4 @@
-"""What follows from a plan beyond sending: swaps, warm-ups and refusals, each begun once."""
+"""Commands other than Send: swaps, warm-ups and rejections, each issued once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.plan.place import Place, ask, instance
 
 @dataclass
 class Script(Planner):
-    """Orders by arrival and says what the test wants said."""
+    """A planner by arrival whose swaps, warm-ups and rejections the test sets."""
 
     swap: dict[str, str] = field(default_factory=dict)
     warm: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def test_a_swap_is_begun_once_and_ends_with_the_new_model() -> None:
     assert place.tell(Tick(), 14.0) == [], "it serves that model"
 
 
-def test_an_instance_that_dies_in_a_swap_is_gone() -> None:
+def test_an_instance_that_dies_in_a_swap_is_removed() -> None:
     script = Script({"e0": "n"})
     place = Place(script, able("e0"))
     place.come(ask("n0", model="n"))
@@ -96,7 +96,7 @@ def test_a_queued_request_is_refused_and_forgotten() -> None:
     assert set(place.core.requests) == {"r0", "r1"}
 
 
-def test_a_planner_may_not_ask_for_the_impossible() -> None:
+def test_a_plan_that_cannot_be_carried_out_raises() -> None:
     place = Place(Script(swap={"e0": "x"}), able("e0"))
     with pytest.raises(AssertionError, match="cannot load"):
         place.come(ask("r"))

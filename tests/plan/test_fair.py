@@ -1,4 +1,4 @@
-"""Virtual Token Counter: tenants that both wait are served equally, and nobody saves service up."""
+"""Virtual Token Counter: backlogged tenants are served equally; idle tenants accumulate no credit."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def test_within_a_tenant_first_come_first_served() -> None:
         assert mine == sorted(mine)
 
 
-def test_who_asks_for_little_does_not_wait_behind_who_asks_for_much() -> None:
+def test_a_light_tenant_does_not_wait_behind_a_heavy_one() -> None:
     place = Place(VirtualTokenCounter(), instance("e0", 1, lead=0))
     for i in range(20):
         place.come(ask(f"big{i}", float(i), tenant="big"))
     place.come(ask("small", 20.0, tenant="small"))
-    place.end("big0", 21.0)  # the newcomer begins where the others stand: its turn is the next but one
+    place.end("big0", 21.0)  # the newcomer starts at the others' counter: its turn is the next but one
     place.end("big1", 22.0)
     assert "small" in place.inside
 
 
-def test_a_tenant_that_was_away_is_lifted() -> None:
-    """Its counter stands far behind; without the lift it would be served alone until it had caught up."""
+def test_the_counter_of_a_tenant_that_was_idle_is_lifted() -> None:
+    """Its counter is far behind; without the lift only this tenant would be served until it had caught up."""
     place = Place(VirtualTokenCounter(), instance("e0", 1, lead=0))
     for i in range(10):
         place.come(ask(f"a{i}", float(i), tenant="a"))
@@ -81,7 +81,7 @@ def test_a_tenant_that_was_away_is_lifted() -> None:
     assert tenants.count("b") in {3, 4}
 
 
-def test_what_failed_in_the_queue_costs_nothing() -> None:
+def test_a_request_that_failed_in_the_queue_costs_nothing() -> None:
     planner = VirtualTokenCounter()
     place = Place(planner, instance("e0", 1, lead=0))
     for i in range(3):

@@ -1,4 +1,4 @@
-"""The llm-d-like router: bands, deadlines, a gate, and refusal of what may be refused while it is shut."""
+"""The llm-d-like router: priority bands, deadlines, a saturation gate that sheds sheddable requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM = st.lists(
 
 @settings(max_examples=150)
 @given(PROGRAM, st.integers(1, 3), st.integers(0, 3))
-def test_sheds_only_what_may_be_shed_and_only_when_saturated(
+def test_sheds_only_sheddable_requests_and_only_when_saturated(
     program: list[tuple[bool, str, Slo, int, int]], running: int, lead: int
 ) -> None:
     gate = FlowControl()
@@ -50,7 +50,7 @@ def test_sheds_only_what_may_be_shed_and_only_when_saturated(
         for id in place.queued:
             if id not in place.rejected:
                 waiting = place.requests[id]
-                assert not (sheddable(waiting) and shut[waiting.model]), "it should have been refused"
+                assert not (sheddable(waiting) and shut[waiting.model]), "it should have been rejected"
 
 
 def test_interactive_before_deadline_before_best_effort_and_edf_inside() -> None:
@@ -75,7 +75,7 @@ def test_the_gate_shuts_at_four_fifths_of_the_kv() -> None:
     ("slo", "priority", "shed"),
     [(Slo(), 1, True), (Slo(), 0, False), (Slo(e2e=9.0), 1, False), (Slo(ttft=1.0), 5, False)],
 )
-def test_what_may_be_shed(slo: Slo, priority: int, shed: bool) -> None:
+def test_which_requests_are_sheddable(slo: Slo, priority: int, shed: bool) -> None:
     place = Place(FlowControl(), instance("e0", 1, lead=0))
     place.come(ask("first"))
     place.come(ask("r", 1.0, slo=slo, priority=priority))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.cluster import Cluster, RowSet
+from headway.core.cluster import RowSet
 from headway.core.controller import Controller
 from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
 from headway.forecast.lengths.task import TaskLengths
@@ -48,8 +48,8 @@ class Both:
     """Two controllers that are told the same events; one keeps its order, the other makes it anew."""
 
     def __init__(self, kind: int, displaces: bool, pull: bool) -> None:
-        planners = (Ordered(kind, displaces), Reference(kind, displaces))
-        self.cores = [Controller(p, TaskLengths(prior=60), 10_000, Cluster(pull=pull)) for p in planners]
+        planners = (Ordered(kind, displaces, pull=pull), Reference(kind, displaces, pull=pull))
+        self.cores = [Controller(p, TaskLengths(prior=60), 10_000) for p in planners]
         self.now, self.count = 1000.0, 0
         self.queued: set[str] = set()
         self.inside: dict[str, str] = {}

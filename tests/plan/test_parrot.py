@@ -45,7 +45,7 @@ def test_runs_of_two_tenants_are_two_runs() -> None:
     assert place.order[-1] == "b1"
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_number_of_runs_remembered_is_bounded() -> None:
     planner = Parrot(remembered=3)
     place = Place(planner, instance("e0", 1))
     for i in range(10):

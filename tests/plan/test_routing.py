@@ -1,4 +1,4 @@
-"""Routers bind a request once: in turn, or where there is least."""
+"""Load balancers bind a request once: round robin, or to the least loaded instance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EXAMPLES = settings(max_examples=100)
 @EXAMPLES
 @given(st.integers(1, 5), st.lists(st.sampled_from("mn"), max_size=40), st.integers(1, 3))
 def test_round_robin_deals_each_model_equally(count: int, models: list[str], running: int) -> None:
-    """To the instances of its model, whatever room they have: most of it waits."""
+    """To the instances of its model whatever their free capacity: most requests wait."""
     fleet = [instance(f"{model}{i}", running, model=model) for model in "mn" for i in range(count)]
     place = Place(round_robin(), *fleet)
     for i, model in enumerate(models):
         place.come(ask(f"r{i}", float(i), model=model))
     dealt = dict.fromkeys((one.id for one in fleet), 0)
     now = 100.0
-    while place.inside:  # everybody ends where he was bound to
+    while place.inside:  # every request ends where it was bound
         id, name = next(iter(place.inside.items()))
         dealt[name] += 1
         assert place.requests[id].model == name[0]
@@ -51,7 +51,7 @@ def test_least_loaded_never_sends_to_a_fuller_one(sizes: list[int], data: st.Dat
 
 
 @pytest.mark.parametrize("router", [round_robin, least_loaded])
-def test_what_is_bound_waits_though_another_idles(router: object) -> None:
+def test_a_bound_request_waits_even_if_another_instance_idles(router: object) -> None:
     place = Place(router(), instance("e0", 1, lead=0), instance("e1", 1, lead=0))  # type: ignore[operator]
     for i in range(4):
         place.come(ask(f"r{i}", float(i)))
@@ -61,7 +61,7 @@ def test_what_is_bound_waits_though_another_idles(router: object) -> None:
 
 
 @pytest.mark.parametrize("router", [round_robin, least_loaded])
-def test_the_dead_instances_requests_are_dealt_again(router: object) -> None:
+def test_requests_of_a_dead_instance_are_bound_again(router: object) -> None:
     place = Place(router(), instance("e0", 1, lead=0), instance("e1", 1, lead=0))  # type: ignore[operator]
     for i in range(4):
         place.come(ask(f"r{i}", float(i)))
@@ -73,7 +73,7 @@ def test_the_dead_instances_requests_are_dealt_again(router: object) -> None:
     assert place.order[2:] == ["r0", "r2", "r3"], "by arrival, all to e1"
 
 
-def test_many_that_are_dealt_at_once_are_spread() -> None:
+def test_requests_bound_at_once_are_spread() -> None:
     place = Place(least_loaded())
     for i in range(6):
         place.come(ask(f"r{i}", float(i)))
@@ -82,7 +82,7 @@ def test_many_that_are_dealt_at_once_are_spread() -> None:
     assert (place.load("e0"), place.load("e1")) == (3, 3)
 
 
-def test_a_note_is_not_about_the_next_request_in_its_row() -> None:
+def test_a_request_column_does_not_survive_its_row_s_request() -> None:
     backlog, notes = Backlog(capacity=1), RequestColumn()
     row = np.array([backlog.add("old", serial=1)])
     notes.put(backlog, row, 7.0)

@@ -1,4 +1,4 @@
-"""SHEPHERD as a baseline: an exact assignment of models, whole batches by deadline."""
+"""SHEPHERD as a baseline: exact assignment of models, fixed batches by deadline."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RATES = st.floats(0.0, 20.0)
 
 @settings(max_examples=100)
 @given(st.data())
-def test_the_assignment_is_the_best_of_all(data: st.DataObject) -> None:
-    """Against every assignment of every single instance: models served, then requests served."""
+def test_the_assignment_is_optimal(data: st.DataObject) -> None:
+    """Compared with every possible assignment: models served, then requests served."""
     models = ["a", "b", "c"][: data.draw(st.integers(1, 3))]
     speeds = st.sampled_from([1.0, 2.5, 7.0])
     kinds = [
@@ -87,7 +87,7 @@ def test_models_follow_the_demand_when_the_period_is_over() -> None:
     assert {id for id, name in place.inside.items() if name == "e1"} == {f"n{i}" for i in range(4)}
 
 
-def test_demand_that_nobody_serves_is_covered_before_rates_are() -> None:
+def test_models_without_an_instance_come_before_rates() -> None:
     chosen = assign(
         {"e0": "a", "e1": "a"}, {name: {"a": 1.0, "b": 1.0} for name in ("e0", "e1")}, {"a": 90.0, "b": 0.01}
     )

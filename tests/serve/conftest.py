@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.serve.tokens import TokenCounter
+from headway.serve import tokens
 from tests.conftest import MARK
 from tests.serve.gateway import Fake, Gateway, configuration, serving
 
@@ -20,14 +20,8 @@ Serve = Callable[..., AbstractContextManager[Gateway]]
 @pytest.fixture(scope="session", autouse=True)
 def _one_tokenizer() -> Iterator[None]:
     """Load SmolLM2's tokenizer once for all gateways: it takes longer than most tests."""
-    load = TokenCounter._load
-
-    @functools.cache
-    def cached(model: str) -> Any:
-        return load(TokenCounter(model))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenCounter, "_load", lambda self: cached(self._model))
+        patch.setattr(tokens, "load_tokenizer", functools.cache(tokens.load_tokenizer))
         yield
 
 

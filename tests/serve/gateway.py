@@ -1,4 +1,4 @@
-"""A gateway in this process, with real sockets, before a fake engine in another."""
+"""A gateway in a thread of this process, with real sockets, and a fake engine in another process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from typing import Any
 import httpx
 import openai
 
-from headway.config import Broker, Config, Engine, Server, Tier
+from headway.config import Broker, Config, Engine, Server, Sqlite, Tier
+from headway.core.controller import Controller
 from headway.engines.vllm.process.launch import Child, free_port
-from headway.serve.dispatcher import Dispatcher
-from headway.serve.main import _Server, bind
+from headway.serve import gateway as inner
+from headway.serve.main import Server as HttpServer
+from headway.serve.main import bind
 
 # One client for all tests: making one reads the machine's certificates, which takes longer than most calls.
 WEB = httpx.Client(verify=False, timeout=15, limits=httpx.Limits(max_keepalive_connections=0))
@@ -91,24 +93,31 @@ class Fake:
         return dict(WEB.get(f"{self.url}/last").json())
 
 
-class Served(_Server):
-    """The server of `headway serve`, which also tells its event loop."""
+class Served(HttpServer):
+    """The server of `headway serve`, which hands out its event loop and its gateway once they are there."""
 
-    loop: asyncio.AbstractEventLoop
+    def __init__(self, config: Config, log_dir: Path) -> None:
+        super().__init__(config, log_dir)
+        self.opened: Future[tuple[asyncio.AbstractEventLoop, inner.Gateway]] = Future()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+    async def _serve_gateway(self, gateway: inner.Gateway, sockets: list[socket.socket] | None) -> None:
+        self.opened.set_result((asyncio.get_running_loop(), gateway))
+        await super()._serve_gateway(gateway, sockets)
 
 
 @dataclass
 class Gateway:
-    """A gateway that runs, and how to look inside."""
+    """A gateway that runs, with its inside."""
 
     config: Config
-    driver: Dispatcher
+    inner: inner.Gateway
     server: Served
+    loop: asyncio.AbstractEventLoop
     url: str
+
+    @property
+    def controller(self) -> Controller:
+        return self.inner.dispatcher.controller
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         return WEB.get(self.url + path, **more)
@@ -128,7 +137,7 @@ class Gateway:
 
     def jobs(self) -> dict[str, tuple[str, str | None]]:
         """Return what the queue on disk says: {id: (state, reason)}, oldest first."""
-        with sqlite3.connect(f"file:{self.config.broker.path}?mode=ro", uri=True) as db:
+        with sqlite3.connect(f"file:{self.config.broker.sqlite.path}?mode=ro", uri=True) as db:
             rows = db.execute("SELECT id, state, reason FROM jobs ORDER BY seq").fetchall()
         db.close()
         return {id: (state, reason) for id, state, reason in rows}
@@ -144,7 +153,7 @@ class Gateway:
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the gateway's own event loop."""
-        done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.server.loop)
+        done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
         return done.result(15)
 
 
@@ -153,7 +162,7 @@ def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fiel
     server = fields.pop("server", {})
     engine = fields.pop("engine", {})
     engines = tuple(Engine(**({"url": url, "max_running": 32} | engine)) for url in urls)
-    queue = broker or Broker(path=str(folder / f"queue-{free_port()}.sqlite"), synchronous="normal")
+    queue = broker or Broker(sqlite=Sqlite(str(folder / f"queue-{free_port()}.sqlite"), "normal"))
     classes = {"classes": CLASSES} | fields
     return Config(server=Server(**({"port": free_port()} | server)), engines=engines, broker=queue, **classes)
 
@@ -164,13 +173,13 @@ def serving(config: Config, *, ready: bool = True) -> Iterator[Gateway]:
     with bind(config.server.host, 0) as sock:
         port = sock.getsockname()[1]
         config = replace(config, server=replace(config.server, port=port))
-        driver = Dispatcher(config, log_dir=Path(config.broker.path or ".").parent)
-        server = Served(driver, config)
+        server = Served(config, Path(config.broker.sqlite.path or ".").parent)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="gateway")
         thread.start()
         try:
             until(lambda: server.started or not thread.is_alive(), 30)
-            gateway = Gateway(config, driver, server, f"http://127.0.0.1:{port}")
+            loop, opened = server.opened.result(0)
+            gateway = Gateway(config, opened, server, loop, f"http://127.0.0.1:{port}")
             if ready:
                 until(lambda: gateway.get("/ready").status_code == 200)
             yield gateway

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config import Broker, Config, Predictor
+from headway.config import Broker, Config, Predictor, Sqlite
 from headway.forecast.lengths.ridge import PLAIN, History
 from headway.serve.lengths.history import keep, recall
-from headway.serve.lengths.service import LengthService
+from headway.serve.lengths.service import PredictorService, open_lengths
 from headway.serve.metrics import Metrics
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
@@ -107,7 +107,7 @@ def test_a_disk_that_refuses_is_reported_and_nothing_stops(
 
 
 def test_where_it_is() -> None:
-    disk = Broker(path="/q/queue.sqlite")
+    disk = Broker(sqlite=Sqlite("/q/queue.sqlite"))
     assert Config(broker=disk).history == Path("/q/queue.lengths.npz")
     assert Config(broker=Broker(kind="memory")).history is None
     assert Config(broker=disk, predictor=Predictor(history="none")).history is None
@@ -137,11 +137,9 @@ async def test_few_answers_are_kept_and_no_model_is_made_of_them(
 ) -> None:
     caplog.set_level(logging.WARNING)
     keep(tmp_path / "few.npz", some(5))
-    host = LengthService(PADDED, PLAINLY, Metrics(), tmp_path / "few.npz")
-    await host.start()
-    assert host.predictor is not None
-    assert (host.predictor.known, host.predictor.due) == (5, False)
-    await host.stop()
+    async with open_lengths(PADDED, PLAINLY, Metrics(), tmp_path / "few.npz") as lengths:
+        assert isinstance(lengths, PredictorService)
+        assert (lengths.predictor.known, lengths.predictor.due) == (5, False)
     back = recall(tmp_path / "few.npz", PLAIN)
     assert back is not None
     assert len(back) == 5

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.config import Broker
+from headway.config import Broker, Sqlite
 from headway.engines.vllm.process.launch import free_port
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
@@ -80,15 +80,15 @@ def test_cancelling_what_the_engine_works_on(gateway: Gateway, fake: Fake) -> No
     until(lambda: fake.last()["aborted"] == aborted + 1)
     assert look(gateway, id)["status"] == "cancelled"
     assert gateway.post(None, f"/v1/responses/{id}/cancel").status_code == 409
-    assert gateway.driver.controller.requests == {}
+    assert gateway.controller.requests == {}
 
 
 def test_cancelling_what_waits(serve: Serve) -> None:
     with serve(DEAD, ready=False) as gateway:
         id = begin(gateway)
-        until(lambda: gateway.driver.controller.queued == 1)
+        until(lambda: gateway.controller.queued == 1)
         assert gateway.post(None, f"/v1/responses/{id}/cancel").json()["status"] == "cancelled"
-        assert gateway.driver.controller.queued == 0
+        assert gateway.controller.queued == 0
         assert gateway.jobs() == {id: ("failed", "cancelled")}
 
 
@@ -99,7 +99,7 @@ def test_a_foreground_request_is_no_response_to_fetch(gateway: Gateway) -> None:
 
 
 def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
-    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
         ids = [begin(gateway, user=f"u{i}", ttlt_slo_ms=1000) for i in range(3)]
         gone = begin(gateway)
@@ -116,7 +116,7 @@ def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None:
-    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:
         id = begin(gateway)
     engine = {"served_name": "other"}
@@ -124,12 +124,12 @@ def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None
         seen = finished(gateway, id)
         assert seen["status"] == "failed"
         assert "smollm2 is not served any more" in seen["error"]["message"]
-        assert gateway.driver.controller.queued == 0
+        assert gateway.controller.queued == 0
 
 
 def test_a_crash_is_the_end_of_what_somebody_waited_for(fake: Fake, tmp_path: Path) -> None:
     """What a killed gateway leaves in the queue: open requests, whose clients are gone."""
-    broker = Broker(path=str(tmp_path / "queue.sqlite"))
+    broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
         id = gateway.post(gateway.chat()).headers["x-request-id"]
         assert gateway.newest() == ("done", None)
@@ -140,7 +140,7 @@ def test_a_crash_is_the_end_of_what_somebody_waited_for(fake: Fake, tmp_path: Pa
 
 
 async def _reopen(gateway: Gateway, id: str) -> None:
-    broker: Any = gateway.driver.broker
+    broker: Any = gateway.inner.broker
     sql = "UPDATE jobs SET state = 'open', finished = NULL WHERE id = ?"
     await broker._write(lambda db: db.execute(sql, [id]).rowcount)
 
@@ -150,7 +150,7 @@ def test_an_engine_that_dies_over_it(serve: Serve, mortal: Fake) -> None:
         id = begin(gateway, **fakes(hold="death"))
         until(lambda: mortal.last()["open"] == 1)
         mortal.stop()
-        until(lambda: gateway.driver.controller.queued == 1)
+        until(lambda: gateway.controller.queued == 1)
         assert look(gateway, id)["status"] == "queued"
         mortal.start()
         mortal.release("death")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from headway.cli import app
-from headway.config import Broker, Config, Engine, Server, write
+from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from tests.serve.gateway import WEB, Fake, until
@@ -56,7 +56,12 @@ MISTAKES: dict[str, Mistake] = {
     "port in use": ("", ["--port", "{taken.port}", "--url", DEAD], "is in use", "--port"),
     "no such model": ("", ["--model", "/no/such/model"], "/no/such/model", "config.json"),
     "unknown key": ("[server]\nprot = 1\n", [], "server.prot", "'port'"),
-    "queue in use": ('[broker]\npath = "{taken.queue}"\n', ["--url", DEAD], "another gateway", "of its own"),
+    "queue in use": (
+        '[broker.sqlite]\npath = "{taken.queue}"\n',
+        ["--url", DEAD],
+        "another gateway",
+        "its own",
+    ),
 }
 MORE: dict[str, Mistake] = {
     "not TOML": ("[server\n", [], "not TOML", "config show"),
@@ -89,8 +94,8 @@ def test_mistakes_are_named_with_their_mend(taken: Preempted, tmp_path: Path) ->
         _, _, wrong, mend = MISTAKES[name]
         assert process.returncode == 2, f"{name}: {out}{err}"
         assert "error:" in err, f"{name}: {err}"
-        assert wrong in err.partition("mend:")[0], f"{name}: {err}"
-        assert mend in err.partition("mend:")[2], f"{name}: {err}"
+        assert wrong in err.partition("hint:")[0], f"{name}: {err}"
+        assert mend in err.partition("hint:")[2], f"{name}: {err}"
         assert "Traceback" not in err, f"{name}: {err}"
 
 
@@ -101,7 +106,7 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
         app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
     _, _, wrong, mend = MORE[name]
     assert wrong in raised.value.message
-    assert mend in raised.value.fix
+    assert mend in raised.value.hint
 
 
 # ---- with engines of its own: a program that stands in for `vllm serve`
@@ -150,7 +155,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         port = free_port()
         config = Config(
             server=Server(port=port), engines=(Engine(start_timeout_s=20),),
-            broker=Broker(path=str(tmp_path / "queue.sqlite")),
+            broker=Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"))),
         )  # fmt: skip
         (tmp_path / "headway.toml").write_text(write(config))
         options = ("serve", "-c", str(tmp_path / "headway.toml"), "--logs", str(tmp_path))

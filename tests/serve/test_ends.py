@@ -19,6 +19,7 @@ from headway.broker import MemoryBroker
 from headway.config import Broker
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
+from headway.serve.request_path import RequestPath
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, Fake, Gateway, until
 
@@ -52,7 +53,7 @@ def hanging(gateway: Gateway, **fields: Any) -> Iterator[socket.socket]:
 def test_a_full_queue_refuses(serve: Serve) -> None:
     with serve(DEAD, ready=False, server={"max_queued": 2}) as gateway:
         with hanging(gateway), hanging(gateway, stream=True):
-            until(lambda: gateway.driver.controller.queued == 2)
+            until(lambda: gateway.controller.queued == 2)
             refused = gateway.post(gateway.chat())
             assert refused.status_code == 429
             assert 1 <= int(refused.headers["retry-after"]) <= 60
@@ -63,13 +64,13 @@ def test_a_full_queue_refuses(serve: Serve) -> None:
             assert len(gateway.jobs()) == 2, "what is refused is not stored"
             with gateway.client() as client, pytest.raises(openai.RateLimitError):
                 client.chat.completions.create(model="smollm2", messages=SAY)  # type: ignore[arg-type]
-        until(lambda: gateway.driver.controller.queued == 0)
+        until(lambda: gateway.controller.queued == 0)
         assert gateway.metric('headway_dropped_total{reason="queue_full"}') == 2
 
 
 def crowd(gateway: Gateway, pool: ThreadPoolExecutor, size: int, name: str) -> list[Future[httpx.Response]]:
     """Ask for held answers one after another: one that came earlier and is queued later is sent at once."""
-    core = gateway.driver.controller
+    core = gateway.controller
     asked = []
     for _ in range(size):
         asked.append(pool.submit(gateway.post, gateway.chat(**fakes(hold=name))))
@@ -79,22 +80,22 @@ def crowd(gateway: Gateway, pool: ThreadPoolExecutor, size: int, name: str) -> l
 
 def test_what_does_not_fit_inside_waits(serve: Serve, fake: Fake) -> None:
     with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
-        window = gateway.driver.controller.cluster.instances["e0"].window
+        window = gateway.controller.cluster.instances["e0"].window
         asked = crowd(gateway, pool, 8, "crowd")
         until(lambda: fake.last()["open"] == window)
-        assert gateway.driver.controller.queued == 8 - window
+        assert gateway.controller.queued == 8 - window
         fake.release("crowd")
         assert [one.result().status_code for one in asked] == [200] * 8
 
 
 def test_the_urgent_overtake_those_who_wait(serve: Serve, fake: Fake) -> None:
     with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
-        window = gateway.driver.controller.cluster.instances["e0"].window
+        window = gateway.controller.cluster.instances["e0"].window
         easy = crowd(gateway, pool, 6, "easy")
         until(lambda: fake.last()["open"] == window)
         urgent = pool.submit(gateway.post, gateway.chat(), headers={"x-slo-e2e-ms": "60000"})
         assert urgent.result().status_code == 200
-        assert gateway.driver.controller.queued == 6 - window, "answered before any of them, none let go"
+        assert gateway.controller.queued == 6 - window, "answered before any of them, none let go"
         fake.release("easy")
         assert [one.result().status_code for one in easy] == [200] * 6
 
@@ -105,10 +106,10 @@ def test_the_urgent_overtake_those_who_wait(serve: Serve, fake: Fake) -> None:
 def test_leaving_while_queued(serve: Serve) -> None:
     with serve(DEAD, ready=False) as gateway:
         with hanging(gateway, stream=True):
-            until(lambda: gateway.driver.controller.queued == 1)
+            until(lambda: gateway.controller.queued == 1)
         state, reason = gateway.newest()
         assert (state, str(reason).split(":")[0]) == ("failed", "client_gone")
-        assert gateway.driver.controller.queued == 0
+        assert gateway.controller.queued == 0
         assert (
             gateway.metric('headway_requests_total{class="default",model="smollm2",outcome="cancelled"}') == 1
         )
@@ -125,8 +126,8 @@ def test_leaving_while_the_engine_works(gateway: Gateway, fake: Fake, stream: bo
     assert (state, str(reason).split(":")[0]) == ("failed", "client_gone")
     until(lambda: fake.last()["aborted"] == aborted + 1)
     assert fake.last()["open"] == 0
-    until(lambda: not gateway.driver._tickets)
-    assert gateway.driver.controller.requests == {}
+    until(lambda: not gateway.inner.dispatcher.in_flight)
+    assert gateway.controller.requests == {}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -161,7 +162,7 @@ def test_an_engine_that_dies_before_the_first_byte(serve: Serve, mortal: Fake) -
         asked = [pool.submit(gateway.post, gateway.chat(stream=stream, **ask)) for stream in (False, True)]
         until(lambda: mortal.last()["open"] == 2)
         mortal.stop()
-        until(lambda: gateway.driver.controller.queued == 2)
+        until(lambda: gateway.controller.queued == 2)
         assert gateway.get("/ready").status_code == 503
         mortal.start()
         mortal.release("death")
@@ -176,7 +177,7 @@ def test_requests_for_an_engine_that_is_gone_wait_for_it(serve: Serve, mortal: F
     with serve(mortal.url) as gateway, ThreadPoolExecutor(1) as pool:
         mortal.stop()
         asked = pool.submit(gateway.post, gateway.chat())  # nobody has noticed yet that it is gone
-        until(lambda: gateway.driver.controller.queued == 1)
+        until(lambda: gateway.controller.queued == 1)
         mortal.start()
         assert asked.result().status_code == 200
 
@@ -271,7 +272,7 @@ def test_a_broker_that_is_out_refuses(serve: Serve, monkeypatch: pytest.MonkeyPa
                 answer = gateway.post(gateway.chat(stream=stream))
                 assert answer.status_code == 200, "the answer is there, only its end is not on record"
                 assert "fake " in answer.text
-        until(lambda: not gateway.driver.controller.requests)
+        until(lambda: not gateway.controller.requests)
         assert gateway.post(gateway.chat()).status_code == 200
 
 
@@ -281,13 +282,13 @@ def test_a_bug_of_ours_is_an_error_in_openai_s_shape(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    for owner, name in ((type(gateway.driver), "check_capacity"), (type(gateway.driver), "begin")):
+    for owner, name in ((RequestPath, "check_capacity"), (RequestPath, "open")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, broken)
             answer = gateway.post(gateway.chat())
         assert answer.status_code == 500
         assert "oops" in answer.json()["error"]["message"]
-    until(lambda: not gateway.driver.controller.requests)
+    until(lambda: not gateway.controller.requests)
 
 
 # ---- the gateway itself leaves
@@ -338,6 +339,6 @@ async def test_many_clients_at_once(gateway: Gateway) -> None:
         ends = await asyncio.gather(*(ask(client, i) for i in range(150)))
     assert set(ends) <= {"left", "whole"}
     await asyncio.to_thread(until, lambda: closed(gateway))
-    assert gateway.driver.controller.requests == {}
-    assert gateway.driver._tickets == {}
+    assert gateway.controller.requests == {}
+    assert gateway.inner.dispatcher.in_flight == {}
     assert threading.active_count() < 40

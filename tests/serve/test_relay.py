@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.serve.streaming import _Events
+from headway.serve.streaming import EventReader
 
 DONE = b"data: [DONE]\n\n"
 
@@ -28,7 +28,7 @@ USAGE = event(choices=[], usage={"completion_tokens": 2, "prompt_tokens": 9})
 TRICKS = ["a", 'x"choices":[]y', "[DONE]", "data: [DONE]\n\n", '\n\ndata: {"error": 1}\n\n', "é世"]
 
 
-def feed(reader: _Events, data: bytes, cuts: list[int]) -> bytes:
+def feed(reader: EventReader, data: bytes, cuts: list[int]) -> bytes:
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     return b"".join(reader.feed(data[a:b]) for a, b in pairwise(edges))
 
@@ -40,7 +40,7 @@ def feed(reader: _Events, data: bytes, cuts: list[int]) -> bytes:
 )
 def test_pieces_do_not_matter(texts: list[str], cuts: list[int], wanted: bool) -> None:
     tokens = b"".join(token(text) for text in texts)
-    reader = _Events(wanted)
+    reader = EventReader(wanted)
     passed = feed(reader, tokens + USAGE + DONE, cuts)
     assert passed == tokens + (USAGE if wanted else b"") + DONE
     assert reader.complete
@@ -52,14 +52,14 @@ def test_pieces_do_not_matter(texts: list[str], cuts: list[int], wanted: bool) -
 @given(st.integers(0, 400))
 def test_a_stream_that_is_cut_anywhere_is_not_complete(cut: int) -> None:
     data = token("a") + token("b") + USAGE + DONE
-    reader = _Events(True)
+    reader = EventReader(True)
     reader.feed(data[: min(cut, len(data) - 1)])
     assert not reader.complete
 
 
 @pytest.mark.parametrize("error", [event(error={"message": "x"}), b'data: {"error": {"message": "x"}}\n\n'])
 def test_an_error_is_passed_on_and_is_no_end(error: bytes) -> None:
-    reader = _Events(False)
+    reader = EventReader(False)
     assert reader.feed(token("a") + error + DONE) == token("a") + error + DONE
     assert reader.broken
     assert reader.closed
@@ -67,11 +67,11 @@ def test_an_error_is_passed_on_and_is_no_end(error: bytes) -> None:
 
 
 def test_without_usage_events_are_counted() -> None:
-    reader = _Events(False)
+    reader = EventReader(False)
     reader.feed(token("a") + token("b"))
     assert reader.tokens == 2
 
 
 def test_a_usage_event_without_a_count_is_passed_on() -> None:
     odd = event(choices=[], usage=None)
-    assert _Events(False).feed(odd) == odd
+    assert EventReader(False).feed(odd) == odd

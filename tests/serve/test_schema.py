@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 
-from headway.config import Config
-from headway.serve.app import build
 from tests.serve.gateway import Gateway
 
 ERROR = {"message", "type", "param", "code"}
 
 
-def steered() -> dict[str, Any]:
-    """Return our schema with the names that exist here, or hardly a made-up call would get past them."""
-    schema = build(Config()).openapi()
+@pytest.fixture
+def steered(gateway: Gateway) -> Any:
+    """Return the gateway's schema with names that exist here, or hardly any made-up call would pass."""
+    schema = gateway.get("/openapi.json").json()
     for path, parameter in (("/headway/control/{engine}", "e0"), ("/v1/responses/{id}", "hw-0")):
         for operation in schema["paths"][path].values():
             operation["parameters"][0]["schema"] = {"enum": [parameter]}
@@ -25,10 +25,10 @@ def steered() -> dict[str, Any]:
         body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         body["properties"]["model"] = {"enum": ["smollm2"]}
         body["properties"]["service_tier"] = {"enum": ["chat", "batch", "auto", None]}
-    return dict(schema)
+    return schemathesis.openapi.from_dict(schema)
 
 
-schema = schemathesis.openapi.from_dict(steered())
+schema = schemathesis.pytest.from_fixture("steered")
 
 
 @schemathesis.check

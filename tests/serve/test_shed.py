@@ -11,7 +11,7 @@ from tests.serve.test_ends import fakes
 
 def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve, fake: Fake) -> None:
     with serve(recipe="llm-d-like", engine={"max_running": 1}) as gateway, ThreadPoolExecutor(4) as pool:
-        core = gateway.driver.controller
+        core = gateway.controller
         window = core.cluster.instances["e0"].window
         slow = [pool.submit(gateway.post, gateway.chat(**fakes(hold="shed"))) for _ in range(window)]
         until(lambda: len(core.requests) == window and core.queued == 0)

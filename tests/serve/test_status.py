@@ -31,7 +31,7 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
         gateway.post(gateway.chat(service_tier="chat", stream=True))
         gateway.post(gateway.chat(ttft_slo_ms=0.001))
         gateway.post(gateway.chat(**fakes(end="400")))
-        until(lambda: not gateway.driver.controller.requests)
+        until(lambda: not gateway.controller.requests)
         found = families(gateway)
         attained = {labels["class"]: value for _, labels, value in found["headway_slo_attainment"]}
         assert attained == {"chat": 1.0, "default": 0.0}

@@ -13,7 +13,7 @@ from headway.sim.record import run_folder
 from headway.sim.record.recorder import ITERATIONS, MOVES, Recorder, State
 from headway.sim.record.timeline import Reader
 from headway.sim.run import Simulation
-from tests.sim.recorded import ALL, Spy, fleet, mixed, record
+from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 CASES = [(recipe, blocks, count) for recipe in ALL for blocks, count in ((130, 1), (300, 2))]
 
@@ -119,7 +119,7 @@ def test_a_wrong_folder_is_answered_with_the_runs_near_it(tmp_path) -> None:
     for wrong in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "vlm", tmp_path / "runs" / "a" / "b"):
         with pytest.raises(ConfigError) as caught:
             run_folder.load(wrong)
-        assert str(tmp_path / "runs" / "vllm") in caught.value.fix
+        assert str(tmp_path / "runs" / "vllm") in caught.value.hint
     with pytest.raises(ConfigError, match="headway simulate --out"):
         run_folder.load(tmp_path / "a" / "b" / "c" / "d")
 

@@ -14,7 +14,7 @@ from headway.sim.record.recorder import OUTSIDE, Recorder
 from headway.sim.record.run_folder import Header, Machine, Run
 from headway.sim.record.timeline import OUT, Reader
 from headway.sim.run import Failure, Outcome, Simulation
-from tests.sim.recorded import ALL, Spy, fleet, mixed, record
+from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 
 @given(st.sampled_from(sorted(ALL)), st.integers(0, 10_000), st.integers(1, 2), st.integers(128, 600))

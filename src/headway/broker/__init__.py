@@ -1,26 +1,28 @@
-"""What has been promised?"""
+"""Durable storage of accepted requests, shared by gateways through leases (after QLM, section 3)."""
 
 from __future__ import annotations
+
+import os
+import secrets
+import socket
 
 from headway.broker.memory import MemoryBroker
 from headway.broker.port import Broker
 from headway.broker.sqlite import SqliteBroker
-from headway.errors import ConfigError
+from headway.config import Broker as BrokerConfig
 
-KINDS = ("memory", "sqlite")
-
-__all__ = ["KINDS", "MemoryBroker", "SqliteBroker", "open_broker"]
+__all__ = ["MemoryBroker", "SqliteBroker", "open_broker"]
 
 
-def open_broker(kind: str, path: str | None, synchronous: str) -> Broker:
-    """Return the broker of that kind: "memory" (path and synchronous are not used) or "sqlite".
+def open_broker(config: BrokerConfig, owner: str | None = None) -> Broker:
+    """Open the broker of the configured kind for the gateway `owner`.
 
-    Raises ConfigError when there is no such kind, or when sqlite's file cannot be used.
+    Without `owner` the gateway gets a name that no other process has, nor this one after a restart.
+    Raises ConfigError when the broker cannot be opened.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"There is no broker {kind!r}.", f"Use one of: {', '.join(KINDS)}.", param="kind")
-    if kind == "memory":
-        return MemoryBroker()
-    if not path:
-        raise ConfigError("The sqlite broker has no file.", "Set the path of its file.", param="path")
-    return SqliteBroker(path, synchronous=synchronous)
+    owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+    match config.kind:
+        case "memory":
+            return MemoryBroker(owner)
+        case "sqlite":
+            return SqliteBroker(str(config.sqlite.file), owner, synchronous=config.sqlite.synchronous)

@@ -1,85 +1,125 @@
-"""What has been promised, as long as this process lives?
+"""A broker in this process's memory, for tests, simulations and gateways whose requests may be lost.
 
-Jobs sit in a dict and calls never wait, so this broker costs nothing. It survives nothing: a crash or a
-restart forgets every promise, which is why it is meant for tests, simulations and throw-away gateways.
+Calls never wait. A crash or a restart loses every job.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from headway.broker.port import Job
-from headway.errors import HeadwayError
+from headway.broker.port import Job, known_id, no_lease, unknown_id
 
 
-def known(id: str) -> HeadwayError:
-    """Return the error of a put whose id is taken (status 409)."""
-    return HeadwayError(f"A job {id!r} is stored already.", "Give every job an id of its own.", status=409)
+@dataclass(slots=True)
+class _Lease:
+    """A gateway's lease: its end, and whether a take has found it ended."""
+
+    until: float
+    ended: bool = False
 
 
-def unknown(id: str) -> HeadwayError:
-    """Return the error of an attempt at a job that was never put, or is forgotten (status 404)."""
-    return HeadwayError(f"There is no job {id!r}.", "Put the job before it is tried.", status=404)
+@dataclass(slots=True)
+class MemoryStore:
+    """What brokers of one process share: all jobs in the order of their puts, and leases by owner."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    leases: dict[str, _Lease] = field(default_factory=dict)
 
 
 class MemoryBroker:
-    """A `Broker` in a dict that survives nothing; the port's promises hold while the process lives.
+    """A `Broker` in dicts; its guarantees hold while the process lives.
 
-    Jobs are copied in and out, so that changing one does not change what was promised.
+    Jobs are copied in and out, so that a caller's change to one does not change what is stored.
     """
 
-    def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
+    def __init__(self, owner: str, store: MemoryStore | None = None) -> None:
+        self.owner = owner
+        self._store = store or MemoryStore()
+        self._jobs = self._store.jobs
+
+    async def renew(self, until: float) -> bool:
+        """Extend the lease; False when it begins with this call."""
+        lease = self._store.leases.get(self.owner)
+        self._store.leases[self.owner] = _Lease(until)
+        return lease is not None and not lease.ended
 
     async def put(self, job: Job) -> None:
-        """Store a new open job. Raises HeadwayError (409) when its id is known, closed jobs included."""
+        """Store a new open job. Raises HeadwayError: 409 when its id is known, 503 without a lease."""
         assert job.state == "open", f"job {job.id} is {job.state}"
+        self._check_lease()
         if job.id in self._jobs:
-            raise known(job.id)
-        self._jobs[job.id] = replace(job)
+            raise known_id(job.id)
+        self._jobs[job.id] = replace(job, owner=self.owner)
+
+    async def take(self, now: float, limit: int) -> list[Job]:
+        """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
+        self._check_lease()
+        for owner, lease in self._store.leases.items():
+            lease.ended |= lease.until <= now and owner != self.owner
+        free = sorted((job for job in self._jobs.values() if self._free(job)), key=lambda job: job.arrival)
+        for job in free[:limit]:
+            job.owner = self.owner
+        return [replace(job) for job in free[:limit]]
+
+    async def give_back(self, id: str) -> bool:
+        """Let others take an open job. False when this gateway does not hold it."""
+        if (job := self._held(id)) is None:
+            return False
+        job.owner = None
+        return True
 
     async def done(self, id: str, result: bytes | None, now: float) -> bool:
-        """Close an open job as done at the instant `now`. False when it is not open (or not known)."""
+        """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
         return self._end(id, state="done", result=result, finished=now)
 
     async def fail(self, id: str, reason: str, now: float) -> bool:
-        """Close an open job as failed at the instant `now`. False when it is not open (or not known)."""
+        """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return self._end(id, state="failed", reason=reason, finished=now)
 
     async def attempt(self, id: str) -> int:
-        """Count one more try; return how many there were. Raises HeadwayError (404) on an unknown id."""
+        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
         if (job := self._jobs.get(id)) is None:
-            raise unknown(id)
+            raise unknown_id(id)
         job.attempts += 1
         return job.attempts
 
     async def get(self, id: str) -> Job | None:
-        """Return a copy of the job; a closed one has an empty body. None when unknown or forgotten."""
+        """Return a copy of a job; an ended one has an empty body. None when unknown or forgotten."""
         job = self._jobs.get(id)
         return replace(job) if job else None
 
-    async def open(self) -> AsyncIterator[Job]:
-        """Yield open jobs by arrival, then in the order of their puts; those put meanwhile are left out."""
-        owed = [job for job in self._jobs.values() if job.state == "open"]
-        for job in sorted(owed, key=lambda job: job.arrival):  # stable: ties keep the order of the dict
-            if (now := self._jobs.get(job.id)) and now.state == "open":
-                yield replace(now)
-
     async def forget(self, before: float) -> int:
-        """Delete jobs closed before that instant; return how many."""
+        """Delete jobs and leases that ended before that instant; return how many jobs."""
         old = [id for id, job in self._jobs.items() if job.finished is not None and job.finished < before]
         for id in old:
             del self._jobs[id]
+        used = {job.owner for job in self._jobs.values() if job.state == "open"}
+        leases = self._store.leases
+        for owner in [owner for owner in leases if leases[owner].until < before and owner not in used]:
+            del leases[owner]
         return len(old)
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to write and nothing to let go of."""
+        """End the lease."""
+        if lease := self._store.leases.get(self.owner):
+            lease.ended = True
 
-    def _end(self, id: str, **closing: object) -> bool:
-        job = self._jobs.get(id)
-        if job is None or job.state != "open":
+    def _check_lease(self) -> None:
+        if self.owner not in self._store.leases:
+            raise no_lease(self.owner)
+
+    def _free(self, job: Job) -> bool:
+        if job.state != "open" or job.owner == self.owner:
             return False
-        # What the engine was asked is needed only until it has answered, and may be large.
-        self._jobs[id] = replace(job, body=b"", **closing)  # type: ignore[arg-type]
+        return job.owner is None or self._store.leases[job.owner].ended
+
+    def _held(self, id: str) -> Job | None:
+        job = self._jobs.get(id)
+        return job if job is not None and job.state == "open" and job.owner == self.owner else None
+
+    def _end(self, id: str, **end: object) -> bool:
+        if (job := self._held(id)) is None:
+            return False
+        # The request is needed only until it has been answered, and may be large.
+        self._jobs[id] = replace(job, body=b"", **end)  # type: ignore[arg-type]
         return True

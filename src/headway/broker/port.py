@@ -1,18 +1,44 @@
-"""The broker's interface: what every kind of broker stores and guarantees."""
+"""The broker's interface: what every kind of broker stores and guarantees.
+
+A `Broker` is one gateway's connection to a store that several gateways may share. The gateway has one
+lease, and holds every job that it put or took under this lease, so that a heartbeat costs one write however
+many jobs are open. When a gateway dies its lease runs out, and the others take its jobs.
+
+Guarantees, for any number of gateways:
+  - A job whose `put` has returned is kept until it is done or failed, and afterwards until it is forgotten.
+  - A job ends once. Only the gateway that holds it can end it.
+  - A job is held by at most one gateway.
+
+Instants are arguments: a broker reads no clock. The gateways' clocks must agree to within a fraction of the
+lease's length. If they do not, a job may run twice, but still ends once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
+
+from headway.errors import HeadwayError
 
 
 @dataclass(slots=True)
 class Job:
-    """One accepted request as the broker keeps it: what is needed to run it again after a crash.
+    """One accepted request, with all that is needed to run it again after a crash.
 
-    `request` is the core's view (as JSON-able fields), `body` what goes to the engine at `path`.
-    state: open -> done | failed. Background jobs are run again after a crash and answered once.
+    Attributes:
+        id: unique among all jobs that are not forgotten
+        tenant: on whose behalf the request came
+        path: the engine's HTTP path
+        body: the request for the engine; empty once the job has ended
+        request: the `Request` of the decision core, as JSON
+        arrival: when the request arrived, in seconds since the epoch
+        background: whether the client polls for the response instead of waiting for it
+        state: "open", then "done" or "failed"
+        attempts: how often engines died while they ran the job
+        result: the response, if it is kept
+        reason: why the job failed
+        finished: when the job ended
+        owner: the gateway that holds the job, or that ended it; None if it was given back
     """
 
     id: str
@@ -27,31 +53,77 @@ class Job:
     result: bytes | None = None
     reason: str | None = None
     finished: float | None = None
+    owner: str | None = None
 
 
 class Broker(Protocol):
-    """What has been promised? Nothing accepted is forgotten; nothing is answered twice."""
+    """One gateway's connection to the store of accepted requests."""
+
+    @property
+    def owner(self) -> str:
+        """The gateway's name, different for every gateway that uses the store and for every start of one."""
+
+    async def renew(self, until: float) -> bool:
+        """Extend the lease to that instant; the first call begins it.
+
+        True when the lease was in force all the time since the last call. False when it has begun with this
+        call: it is the first one, or another gateway's `take` found the lease at its end and may have taken
+        jobs. `Job.owner` tells which; all others are held again.
+        """
 
     async def put(self, job: Job) -> None:
-        """Store a new open job; when this returns it survives a crash. A known id is an error."""
+        """Store a new open job, held by this gateway. It survives a crash when this returns.
+
+        Raises HeadwayError: 409 when the id is known, ended jobs included; 503 before the first `renew`.
+        """
+
+    async def take(self, now: float, limit: int) -> list[Job]:
+        """Take up to `limit` open jobs that no lease protects at `now`, oldest first; [] when all are held.
+
+        These are jobs that were given back, and those of other gateways whose lease ended at or before `now`.
+        Order is by arrival, then by put. A caller that is cancelled may have taken jobs without seeing them:
+        the gateway then holds them until it closes. Raises HeadwayError (503) before the first `renew`.
+        """
+
+    async def give_back(self, id: str) -> bool:
+        """Let others take an open job. False when this gateway does not hold it."""
 
     async def done(self, id: str, result: bytes | None, now: float) -> bool:
-        """Close an open job as done. False when it was closed before: the caller's answer is a second one."""
+        """Acknowledge a job as done. False when it has ended, or when this gateway does not hold it."""
 
     async def fail(self, id: str, reason: str, now: float) -> bool:
-        """Close an open job as failed with its reason. False when it was closed before."""
+        """Acknowledge a job as failed. False when it has ended, or when this gateway does not hold it."""
 
     async def attempt(self, id: str) -> int:
-        """Count one more try to run the job; return how many there have been."""
+        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
 
     async def get(self, id: str) -> Job | None:
-        """Return one job, closed ones too, None when it is unknown or forgotten."""
-
-    def open(self) -> AsyncIterator[Job]:
-        """Yield every open job, oldest first: what a restarted gateway owes."""
+        """Return a job, whichever gateway holds it, ended ones too. None when unknown or forgotten."""
 
     async def forget(self, before: float) -> int:
-        """Delete jobs closed before that instant; return how many."""
+        """Delete jobs that ended before that instant; return how many.
+
+        Leases that ended before it are deleted too, if they protect no open job.
+        """
 
     async def close(self) -> None:
-        """Write what is pending and let go of files and threads."""
+        """Finish pending writes, end the lease and release files and threads.
+
+        Jobs that are still open can be taken by others at once.
+        """
+
+
+def known_id(id: str) -> HeadwayError:
+    """Return the error of a put whose id exists (status 409)."""
+    return HeadwayError(f"A job {id!r} is stored already.", "Give every job an id of its own.", status=409)
+
+
+def unknown_id(id: str) -> HeadwayError:
+    """Return the error of an attempt at a job that was never put, or is forgotten (status 404)."""
+    return HeadwayError(f"There is no job {id!r}.", "Put the job before it is tried.", status=404)
+
+
+def no_lease(owner: str) -> HeadwayError:
+    """Return the error of a put or take without a lease (status 503)."""
+    fix = "Renew the lease before jobs are put or taken."
+    return HeadwayError(f"The gateway {owner} has no lease.", fix, status=503, kind="server_error")

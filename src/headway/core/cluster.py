@@ -73,7 +73,6 @@ class Cluster:
         sent: code of an instance -> the rows inside it.
         version: number of events so far; a plan says with it what it was based on.
         fleet_version: changes whenever `instances` or `loading` does.
-        pull: a request stays in the queue until an engine has room for it; otherwise all go in at once.
     """
 
     instances: dict[str, Instance] = field(default_factory=dict)
@@ -84,7 +83,6 @@ class Cluster:
     sent: defaultdict[int, RowSet] = field(default_factory=lambda: defaultdict(RowSet))
     version: int = 0
     fleet_version: int = 0
-    pull: bool = True
 
     def code(self, name: str) -> int:
         """Return the number that stands for a model, an instance or a tenant in the backlog's columns."""

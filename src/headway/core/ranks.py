@@ -8,17 +8,13 @@ first goes first. The queue (`plan/ordered.py`), the packers (`pack/kernels.py`)
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.types import Ints
 
 # Kinds of rank.
 ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
 # Levels; only `ATTAINABLE` and least slack use more than the first.
 ON_TIME, LATE, BEST_EFFORT = range(3)
-
-Rows = NDArray[np.void]
 
 
 @compiled
@@ -45,43 +41,3 @@ def first_key(kind: int, arrival: float, priority: int, due: float) -> float:
     if kind == PRIORITY:
         return float(priority)
     return float(arrival if kind == ARRIVAL else due)
-
-
-@compiled
-def rank_before(a: tuple[int, float, float, int], b: tuple[int, float, float, int]) -> bool:
-    """Tell whether a goes before b; both are (level, first key, arrival, serial)."""
-    if a[0] != b[0]:
-        return a[0] < b[0]
-    if a[1] != b[1]:
-        return a[1] < b[1]
-    if a[2] != b[2]:
-        return a[2] < b[2]
-    return a[3] < b[3]
-
-
-@compiled
-def sent_ahead(
-    kind: int, backlog: Rows, sent: Ints, block_size: int, rank: tuple[int, float, float, int]
-) -> tuple[int, int]:
-    """Return how many rows of `sent` go before `rank`, and the KV blocks that these are expected to fill.
-
-    A request that was sent is never late: its first token may be out already.
-    """
-    count, blocks = 0, 0
-    for row in sent:
-        due, arrival = backlog["due"][row], backlog["arrival"][row]
-        level = level_of(due, False) if kind == ATTAINABLE else ON_TIME
-        key = first_key(kind, arrival, backlog["priority"][row], due)
-        if rank_before((level, key, arrival, backlog["serial"][row]), rank):
-            count += 1
-            blocks += int(np.ceil(backlog["tokens"][row] / block_size))
-    return count, blocks
-
-
-@compiled
-def blocks_of(backlog: Rows, sent: Ints, block_size: int) -> int:
-    """Return the KV blocks that the rows of `sent` are expected to fill."""
-    blocks = 0
-    for row in sent:
-        blocks += int(np.ceil(backlog["tokens"][row] / block_size))
-    return blocks

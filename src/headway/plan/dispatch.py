@@ -8,6 +8,7 @@ the last moment (pull). A model that an instance shall serve and does not is swa
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -16,10 +17,13 @@ from headway.core.cluster import Cluster
 from headway.types import Ints, Plan, Send, Swap, Warm
 
 
-def sends(queues: Mapping[str, Ints], cluster: Cluster) -> list[Send]:
-    """Return the requests to hand to engines now, given the whole virtual queue of each instance."""
+def sends(queues: Mapping[str, Ints], cluster: Cluster, *, pull: bool = True) -> list[Send]:
+    """Return the requests to hand to engines now, given the whole virtual queue of each instance.
+
+    pull: requests stay in the queue until their instance has room; otherwise all are handed over.
+    """
     offers = {
-        name: _offers(cluster, name, rows) for name, rows in queues.items() if name in cluster.instances
+        name: _offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances
     }
     return [Send(str(cluster.backlog.keys[row]), name) for row, name in spread(offers, cluster)]
 
@@ -30,18 +34,20 @@ def spread(offers: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[tu
     offers: queued rows that belong inside an instance, in its order. Load is relative to the dispatch window;
     of equals the first in `offers`.
     """
-    load = {name: len(cluster.inside(name)) for name, rows in offers.items() if rows}
-    window = {name: cluster.instances[name].window for name in load}
-    left = {name: iter(offers[name]) for name in load}
+    window = {name: cluster.instances[name].window for name, rows in offers.items() if rows}
+    load = {name: len(cluster.inside(name)) for name in window}
+    heap = [(load[name] / window[name], i, name, iter(offers[name])) for i, name in enumerate(window)]
+    heapq.heapify(heap)
     taken: set[int] = set()
-    while left:
-        name = min(left, key=lambda n: load[n] / window[n])
-        row = next((row for row in left[name] if row not in taken), None)
+    while heap:
+        _, i, name, left = heap[0]
+        row = next((row for row in left if row not in taken), None)
         if row is None:
-            del left[name]
+            heapq.heappop(heap)
             continue
         taken.add(row)
         load[name] += 1
+        heapq.heapreplace(heap, (load[name] / window[name], i, name, left))
         yield row, name
 
 
@@ -71,10 +77,10 @@ def warms(plan: Plan, cluster: Cluster) -> list[Warm]:
     return wanted
 
 
-def _offers(cluster: Cluster, name: str, rows: Ints) -> list[int]:
+def _offers(cluster: Cluster, name: str, rows: Ints, pull: bool) -> list[int]:
     """Return the rows of a virtual queue that belong inside its instance and are not there yet."""
     backlog, instance = cluster.backlog, cluster.instances[name]
-    if not cluster.pull:
+    if not pull:
         return [int(row) for row in rows[~backlog.sent[rows]]]
     head = rows[: instance.window]
     blocks = np.ceil(backlog.tokens[head] / instance.block_size)

@@ -8,49 +8,51 @@ and a plan names only what may be sent now, so its cost does not grow with the q
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from headway.core.cluster import Cluster, RowSet
-from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY, blocks_of, sent_ahead
+from headway.core.cluster import Cluster
+from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
 from headway.plan.dispatch import spread
+from headway.plan.sent import SentOrder
 from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
 from headway.ports import Planner
-from headway.types import Arrived, Backlog, Event, Instance, Plan, Returned, Send
+from headway.types import Arrived, Backlog, Event, Failed, Finished, Instance, Plan, Returned, Send
 
 by_arrival, by_priority, by_due, by_attainable_deadline = ARRIVAL, PRIORITY, DUE, ATTAINABLE
-_UNBOUNDED = math.inf
 
 Key = Callable[[Backlog, int], float]
 
 
 @dataclass(slots=True)
 class _Peers:
-    """Instances that may serve the same requests, and the queues that these wait in."""
+    """Instances that may serve the same requests, and the queues that these wait in.
+
+    head: the request that was next when they were looked at last.
+    """
 
     queues: list[WaitingQueue]
-    members: list[tuple[str, RowSet]] = field(default_factory=list)
+    inside: SentOrder
     head: Entry | None = None
 
-    def first(self) -> Entry | None:
+    def next(self) -> Entry | None:
         """Return the request that is next for these instances."""
         heads = [queue.head for queue in self.queues if queue.head is not None]
         return min(heads) if heads else None
 
+    def has_changed(self) -> bool:
+        """Tell whether something else is next, or something came or went inside, since this was asked last."""
+        head, last = self.next(), self.head
+        changed = self.inside.changed or head != last
+        self.head, self.inside.changed = head, False
+        return changed and head is not None
 
-@dataclass(slots=True)
-class _Full:
-    """Why an instance took nothing when it was looked at last.
-
-    version: of its `Cluster.inside` then. blocks: what the request at the head may have at the most for it to
-    fit, -1 = the dispatch window is full.
-    """
-
-    version: int = -1
-    blocks: int = -1
+    def walk(self, backlog: Backlog, now: float) -> Iterator[Entry]:
+        """Yield the waiting requests in order."""
+        walks = [queue.walk(backlog, now) for queue in self.queues]
+        return walks[0] if len(walks) == 1 else heapq.merge(*walks)
 
 
 class Ordered(Planner):
@@ -76,19 +78,23 @@ class Ordered(Planner):
         self._queues: dict[tuple[int, int], WaitingQueue] = {}
         self._limits: dict[int, list[int]] = {}
         self._peers: list[_Peers] = []
-        self._full: dict[str, _Full] = {}
+        self._inside: dict[int, SentOrder] = {}  # by code of an instance
+        self._names: dict[int, str] = {}
         self._fleet: tuple[object, ...] = ()
         self._fleet_version = -1
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
-        """Queue a request that has come, or come back."""
+        """Queue a request that has come, or come back; forget one that has left its instance."""
+        backlog = cluster.backlog
         match event:
             case Arrived(request):
-                self._push(cluster, cluster.backlog.row_of[request.id])
-            case Returned(id) if id in cluster.backlog:
-                row = cluster.backlog.row_of[id]
-                if not cluster.backlog.sent[row]:
-                    self._push(cluster, row)
+                self._push(cluster, backlog.row_of[request.id])
+            case Returned(id):
+                row = backlog.row_of[id]
+                self._forget(backlog, row)
+                self._push(cluster, row)
+            case Finished(id) | Failed(id) if id in backlog and backlog.sent[backlog.row_of[id]]:
+                self._forget(backlog, backlog.row_of[id])
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside an instance by its place in the order, and is not there yet."""
@@ -96,21 +102,48 @@ class Ordered(Planner):
         backlog = cluster.backlog
         for queue in self._queues.values():
             queue.settle(backlog, now)
-        names = [name for peers in self._peers for name in self._to_look_at(peers, cluster)]
-        order = {name: i for i, name in enumerate(cluster.instances)} if len(names) > 1 else {}
-        offers = {
-            name: self._offers(peers, cluster, name, now)
-            for name, peers in sorted(names, key=lambda pair: order.get(pair[0], 0))
-        }
+        offers: dict[str, list[int]] = {}
+        changed = [peers for peers in self._peers if peers.has_changed()]
+        for peers in changed:
+            offers |= self._offers(peers, cluster, now)
+        if not offers:
+            self._put_back(set())
+            return Plan()
+        if len(self._peers) > 1:  # of equally loaded instances the first of the fleet is taken
+            offers = {name: offers[name] for name in cluster.instances if name in offers}
         out = list(spread(offers, cluster))
-        taken = {row for row, _ in out}
+        self._put_back({row for row, _ in out})
+        return Plan([self._send(cluster, row, name) for row, name in out])
+
+    def _put_back(self, taken: set[int]) -> None:
         for queue in self._queues.values():
             queue.put_back(taken)
-        return Plan([self._send(backlog, row, name) for row, name in out])
 
-    def _send(self, backlog: Backlog, row: int, name: str) -> Send:
-        rank = self._entry(backlog, row)[1] if self.ranked else 0.0
-        return Send(str(backlog.keys[row]), name, rank)
+    def _offers(self, peers: _Peers, cluster: Cluster, now: float) -> dict[str, list[int]]:
+        """Return the queued rows that belong inside each instance, in order."""
+        backlog, inside = cluster.backlog, peers.inside
+        rows: list[int] = []
+        among, blocks = inside.everything()
+        offered = np.zeros(among.size, np.int64)
+        for entry in peers.walk(backlog, now):
+            tokens = float(backlog.tokens[entry[4]])
+            if self.pull and not inside.belongs(entry, tokens, len(rows), among, blocks, self.displaces):
+                break
+            rows.append(entry[4])
+            offered += among
+        some = np.flatnonzero(offered).tolist()
+        return {inside.names[i]: rows[: offered[i]] for i in some}
+
+    def _send(self, cluster: Cluster, row: int, name: str) -> Send:
+        entry = entry_of(self.kind, cluster.backlog, row)
+        self._inside[cluster.code(name)].add(name, entry, float(cluster.backlog.tokens[row]))
+        return Send(str(cluster.backlog.keys[row]), name, entry[1] if self.ranked else 0.0)
+
+    def _forget(self, backlog: Backlog, row: int) -> None:
+        """Take a request out of the order of what is inside its instance, if that instance is up."""
+        code = int(backlog.instance[row])
+        if code in self._inside:
+            self._inside[code].remove(self._names[code], entry_of(self.kind, backlog, row))
 
     def _entry(self, backlog: Backlog, row: int) -> Entry:
         entry = entry_of(self.kind, backlog, row)
@@ -142,9 +175,17 @@ class Ordered(Planner):
             return
         self._fleet = fleet
         self._limits = _limits(cluster)
-        self._queues, self._full = {}, {name: _Full() for name in cluster.instances}
+        self._queues = {}
         self._fill(cluster)
         self._peers = self._group(cluster)
+        names = {cluster.code(name): name for peers in self._peers for name in peers.inside.names}
+        self._names = names
+        self._inside = {
+            code: peers.inside
+            for peers in self._peers
+            for code, name in names.items()
+            if name in peers.inside
+        }
 
     def _fill(self, cluster: Cluster) -> None:
         backlog = cluster.backlog
@@ -163,71 +204,17 @@ class Ordered(Planner):
 
     def _group(self, cluster: Cluster) -> list[_Peers]:
         """Return the instances in groups that may serve the same requests."""
-        groups: dict[tuple[int, int], _Peers] = {}
-        for name, instance in cluster.instances.items():
+        groups: dict[tuple[int, int], list[Instance]] = {}
+        for instance in cluster.instances.values():
             model = cluster.code(instance.model)
-            size = self._limits[model].index(instance.limit)
-            if (model, size) not in groups:
-                queues = [self._queue(model, limit) for limit in self._limits[model][: size + 1]]
-                groups[model, size] = _Peers(queues)
-            groups[model, size].members.append((name, cluster.inside(name)))
-        return list(groups.values())
-
-    # ---- which instance could take something
-
-    def _to_look_at(self, peers: _Peers, cluster: Cluster) -> Iterator[tuple[str, _Peers]]:
-        """Yield the instances where something has changed that may let the head in.
-
-        A head that goes behind the last one meets at least as many requests and blocks ahead of it. So where
-        the window was full nothing has to be looked at, nor where its blocks are too many.
-        """
-        head, last = peers.first(), peers.head
-        peers.head = head
-        if head is None:
-            return
-        behind = last is not None and (head >= last or not self.displaces)
-        tokens = float(cluster.backlog.tokens[head[4]])
-        for name, inside in peers.members:
-            full = self._full[name]
-            if full.version == inside.version and (
-                head == last
-                or (behind and math.ceil(tokens / cluster.instances[name].block_size) > full.blocks)
-            ):
-                continue
-            yield name, peers
-
-    def _offers(self, peers: _Peers, cluster: Cluster, name: str, now: float) -> list[int]:
-        """Return the queued rows that belong inside an instance, in order."""
-        backlog, instance, inside = cluster.backlog, cluster.instances[name], cluster.inside(name)
-        walks = [queue.walk(backlog, now) for queue in peers.queues]
-        out: list[int] = []
-        blocks, self._full[name] = 0, _Full()
-        for entry in walks[0] if len(walks) == 1 else heapq.merge(*walks):
-            if cluster.pull:
-                room = self._room(cluster, instance, entry, len(out), blocks)
-                need = math.ceil(float(backlog.tokens[entry[4]]) / instance.block_size)
-                if need > room:
-                    if not out:
-                        self._full[name] = _Full(inside.version, int(room))
-                    break
-                blocks += need
-            out.append(entry[4])
-        return out
-
-    def _room(self, cluster: Cluster, instance: Instance, entry: Entry, before: int, blocks: int) -> float:
-        """Return the blocks that a request at this place in the order may have, -1 = it is beyond the window.
-
-        before, blocks: of queued requests ahead of it. The first of all may always try: the engine itself
-        refuses what can never fit.
-        """
-        rows, data, size = cluster.inside(instance.id).rows, cluster.backlog.data, instance.block_size
-        if self.displaces:
-            count, held = sent_ahead(self.kind, data, rows, size, entry[:4])
-        else:
-            count, held = rows.size, blocks_of(data, rows, size)
-        if count + before == 0:
-            return _UNBOUNDED
-        return -1 if count + before >= instance.window else instance.blocks_total - held - blocks
+            groups.setdefault((model, self._limits[model].index(instance.limit)), []).append(instance)
+        return [
+            _Peers(
+                [self._queue(model, limit) for limit in self._limits[model][: size + 1]],
+                SentOrder(self.kind, instances, cluster),
+            )
+            for (model, size), instances in groups.items()
+        ]
 
 
 def _sizes(cluster: Cluster) -> tuple[object, ...]:

@@ -1,1 +1,1 @@
-"""The door: HTTP in, tokens out."""
+"""The gateway: HTTP requests in, tokens out."""

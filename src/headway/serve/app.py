@@ -1,11 +1,10 @@
-"""What does Headway speak? OpenAI's API over HTTP; every error in OpenAI's shape, with the mend."""
+"""The HTTP endpoints: OpenAI's API and Headway's own, every error in OpenAI's shape with a hint."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from headway import __version__
 from headway.broker.port import Job
-from headway.config import Config
+from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
-from headway.serve.dispatcher import Dispatcher
+from headway.serve.gateway import Gateway
 from headway.serve.request_parsing import (
     HEADERS,
     ChatBody,
@@ -30,33 +29,22 @@ from headway.serve.request_parsing import (
     validate,
 )
 from headway.serve.streaming import ResponseStream, error_response
-from headway.serve.tokens import TokenCounter
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class AppState:
-    """The endpoints' shared state: who may enter, what is served, how prompts are counted."""
+    """What the endpoints share: an open gateway, the models it serves and the API keys it accepts."""
 
-    def __init__(self, config: Config, driver: Dispatcher) -> None:
-        self.config, self.driver = config, driver
-        self.models = {engine.name: engine for engine in config.engines}
-        self.counters = {name: TokenCounter(engine.model) for name, engine in self.models.items()}
-        self._keys = {_digest(key.key): key.tenant for key in config.keys}
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway, self.config = gateway, gateway.config
+        self.models = {engine.name: engine for engine in self.config.engines}
         self.started = int(time.time())
-        self._opened = False
-
-    async def open(self) -> None:
-        """Load the tokenizers and start the driver; a second call does nothing."""
-        if not self._opened:
-            self._opened = True
-            for counter in self.counters.values():
-                await counter.load()
-            await self.driver.start()
+        self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
 
     def tenant(self, request: Request) -> str:
-        """Return whose request this is; 401 when keys are configured and none fits."""
+        """Return the tenant of a request; 401 when keys are configured and none fits."""
         if not self._keys:
             return "default"
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -91,8 +79,8 @@ class AppState:
             headers={"connection": "close"},
         )
 
-    async def ask(self, kind: Kind, request: Request) -> ParsedRequest:
-        """Turn an HTTP request into what was asked, or refuse it before anything is stored."""
+    async def parse(self, kind: Kind, request: Request) -> ParsedRequest:
+        """Parse an HTTP request, or refuse it before anything is stored."""
         arrival, tenant = time.time(), self.tenant(request)
         raw = read_json(await self.body(request))
         body = validate(kind, raw)
@@ -103,35 +91,26 @@ class AppState:
                 f"Use one of {', '.join(sorted(self.models))}.",
                 status=404, code="model_not_found", param="model",
             )  # fmt: skip
-        tokens = await self.counters[body.model].count(body)
-        asked = interpret(
+        tokens = await self.gateway.counters[body.model].count(body)
+        parsed = interpret(
             kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
             prompt_tokens=tokens, max_model_len=engine.max_model_len,
         )  # fmt: skip
-        self.driver.check_capacity(asked.request)
-        return asked
+        self.gateway.path.check_capacity(parsed.request)
+        return parsed
 
 
-def build(config: Config, driver: Dispatcher | None = None) -> FastAPI:
-    """Return the ASGI app; its lifespan starts and stops the driver and its engines."""
-    driver = driver or Dispatcher(config)
-    door = AppState(config, driver)
+def new_app() -> FastAPI:
+    """Return an app without endpoints; `add_endpoints` adds them once the gateway is open."""
+    return FastAPI(title="Headway", version=__version__)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await door.open()
-        try:
-            yield
-        finally:
-            await driver.stop()
 
-    app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)
-    app.state.driver, app.state.door = driver, door
+def add_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints of an open gateway."""
     _errors(app)
-    _generation(app, door)
-    _background(app, door)
-    _status(app, door)
-    return app
+    _generation(app, state)
+    _background(app, state)
+    _status(app, state)
 
 
 def _errors(app: FastAPI) -> None:
@@ -142,7 +121,7 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def theirs(request: Request, error: HTTPException) -> JSONResponse:
         what = f"{request.method} {request.url.path}: {error.detail}."
-        wrapped = RequestError(what, "See /docs for what there is.", status=error.status_code)
+        wrapped = RequestError(what, "/docs lists the endpoints.", status=error.status_code)
         wrapped.headers = dict(error.headers or {})
         return error_response(wrapped)
 
@@ -152,12 +131,12 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(_: Request, error: Exception) -> JSONResponse:
-        mend = "This is a bug; its trace is in the log."
-        return error_response(EngineError(f"Headway failed: {error!r}.", mend, status=500))
+        hint = "This is a bug; its trace is in the log."
+        return error_response(EngineError(f"Headway failed: {error!r}.", hint, status=500))
 
 
-class _Plain(APIRoute):
-    """A route whose calls FastAPI only lists in the schema: its own handling takes as long as our parsing."""
+class _PlainRoute(APIRoute):
+    """A route in FastAPI's schema without FastAPI's handling, which takes as long as our parsing."""
 
     def __init__(self, path: str, endpoint: Handler, **options: Any) -> None:
         super().__init__(path, endpoint, **options)
@@ -181,23 +160,26 @@ def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
     return {"requestBody": body, "parameters": headers}
 
 
-def _answers(*codes: int) -> dict[int | str, dict[str, Any]]:
+def _error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:
     return {code: {"description": "An error in OpenAI's shape."} for code in codes}
 
 
-def _generation(app: FastAPI, door: AppState) -> None:
+def _generation(app: FastAPI, state: AppState) -> None:
+    gateway = state.gateway
+
     def endpoint(kind: Kind) -> Handler:
         async def handle(request: Request) -> Response:
-            asked = await door.ask(kind, request)
-            ticket = await door.driver.accept(asked)
-            if asked.background:
-                return JSONResponse(_response(asked.request.id, "queued", asked.request.arrival), 202)
-            return ResponseStream(door.driver, ticket, wants_usage=asked.wants_usage)
+            parsed = await state.parse(kind, request)
+            if parsed.background:
+                await gateway.background.accept(parsed)
+                return JSONResponse(_response(parsed.request.id, "queued", parsed.request.arrival), 202)
+            in_flight = await gateway.path.accept(parsed)
+            return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
 
         handle.__name__ = kind
         return handle
 
-    errors = _answers(202, 400, 401, 404, 413, 429, 502, 503)
+    errors = _error_docs(202, 400, 401, 404, 413, 429, 502, 503)
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),
@@ -205,14 +187,14 @@ def _generation(app: FastAPI, door: AppState) -> None:
     for path, kind, model in routes:
         app.router.add_api_route(
             path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=errors,
-            response_model=None, route_class_override=_Plain,
+            response_model=None, route_class_override=_PlainRoute,
         )  # fmt: skip
 
 
-def _background(app: FastAPI, door: AppState) -> None:
+def _background(app: FastAPI, state: AppState) -> None:
     async def find(request: Request, id: str) -> Job:
-        tenant = door.tenant(request)
-        job = await door.driver.broker.get(id)
+        tenant = state.tenant(request)
+        job = await state.gateway.broker.get(id)
         if job is None or job.tenant != tenant or not job.background:
             raise RequestError(
                 f"There is no background response {id[:64]!r}.",
@@ -220,7 +202,7 @@ def _background(app: FastAPI, door: AppState) -> None:
             )  # fmt: skip
         return job
 
-    @app.get("/v1/responses/{id}", responses=_answers(401, 404))
+    @app.get("/v1/responses/{id}", responses=_error_docs(401, 404))
     async def retrieve(id: str, request: Request) -> Response:
         """Return a background response: its status, and the answer once it is complete."""
         job = await find(request, id)
@@ -229,11 +211,11 @@ def _background(app: FastAPI, door: AppState) -> None:
             body["response"] = read_json(job.result)
         return JSONResponse(body)
 
-    @app.post("/v1/responses/{id}/cancel", responses=_answers(401, 404, 409))
+    @app.post("/v1/responses/{id}/cancel", responses=_error_docs(401, 404, 409))
     async def cancel(id: str, request: Request) -> Response:
-        """Give up a background response that is not complete yet."""
+        """Cancel a background response that is not complete yet."""
         job = await find(request, id)
-        if not await door.driver.cancel(job.id):
+        if not await state.gateway.background.cancel(job.id):
             job = await find(request, id)  # it may have ended in between
             raise RequestError(
                 f"{id} is {_STATUS[job.state]} already.", "Only unfinished ones can be cancelled.", status=409
@@ -249,62 +231,63 @@ def _response(id: str, status: str, arrival: float, reason: str | None = None) -
             "error": error}  # fmt: skip
 
 
-def _status(app: FastAPI, door: AppState) -> None:
-    driver = door.driver
+def _status(app: FastAPI, state: AppState) -> None:
+    gateway = state.gateway
+    engines = gateway.dispatcher.engines
 
-    @app.get("/v1/models", responses=_answers(401))
+    @app.get("/v1/models", responses=_error_docs(401))
     async def models(request: Request) -> Response:
         """List the models served here."""
-        door.tenant(request)
+        state.tenant(request)
         data = [
-            {"id": name, "object": "model", "created": door.started, "owned_by": "headway",
+            {"id": name, "object": "model", "created": state.started, "owned_by": "headway",
              "max_model_len": engine.max_model_len}
-            for name, engine in door.models.items()
+            for name, engine in state.models.items()
         ]  # fmt: skip
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/health")
     async def health() -> Response:
-        """Tell that this process lives."""
+        """Answer as long as this process lives."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", responses=_answers(503))
+    @app.get("/ready", responses=_error_docs(503))
     async def ready() -> Response:
-        """Tell whether requests can be answered now: every model has an instance that is up."""
-        engines = {id: _engine(engine) for id, engine in driver.engines.items()}
-        up = {engine.config.name for engine in driver.engines.values() if engine.up.is_set()}
-        return JSONResponse({"ready": up >= set(door.models), "engines": engines},
-                            200 if up >= set(door.models) else 503)  # fmt: skip
+        """Return 200 when requests can be answered now: every model has an instance that is up."""
+        up = {engine.config.name for engine in engines.values() if engine.up.is_set()}
+        all_up = up >= set(state.models)
+        described = {id: _engine(engine) for id, engine in engines.items()}
+        return JSONResponse({"ready": all_up, "engines": described}, 200 if all_up else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return Prometheus metrics: Headway's, and each engine's with an instance label."""
-        await _gauge(driver)
-        pages = {id: await engine.metrics() for id, engine in driver.engines.items() if engine.up.is_set()}
-        return PlainTextResponse(driver.metrics.render(pages), media_type="text/plain; version=0.0.4")
+        await _gauge(gateway)
+        pages = {id: await engine.metrics() for id, engine in engines.items() if engine.up.is_set()}
+        return PlainTextResponse(gateway.metrics.render(pages), media_type="text/plain; version=0.0.4")
 
-    @app.post("/headway/control/{engine}", responses=_answers(400, 401, 404, 502, 503))
+    @app.post("/headway/control/{engine}", responses=_error_docs(400, 401, 404, 502, 503))
     async def control(engine: str, request: Request) -> Response:
         """Pass a message to a running scheduler (state, urgency, pause, resume) and return its state."""
-        door.tenant(request)
-        if engine not in driver.engines:
-            known = ", ".join(driver.engines)
+        state.tenant(request)
+        if engine not in engines:
+            known = ", ".join(engines)
             raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
-        return JSONResponse(await driver.engines[engine].control(read_json(await door.body(request))))
+        return JSONResponse(await engines[engine].control(read_json(await state.body(request))))
 
 
-def _engine(engine: Any) -> dict[str, Any]:
+def _engine(engine: VllmEngine) -> dict[str, Any]:
     failure = engine.failure
     return {"model": engine.config.name, "up": engine.up.is_set(), "restarts": engine.restarts,
             "error": str(failure) if failure else None}  # fmt: skip
 
 
-async def _gauge(driver: Dispatcher) -> None:
-    """Bring the gauges up to date; what engines count is asked of the schedulers themselves."""
-    metrics = driver.metrics
-    metrics.queued.set(driver.controller.queued)
-    metrics.running.set(len(driver.controller.requests) - driver.controller.queued)
-    for id, engine in driver.engines.items():
+async def _gauge(gateway: Gateway) -> None:
+    """Bring the gauges up to date; the schedulers inside the engines are asked for their counters."""
+    metrics, controller = gateway.metrics, gateway.dispatcher.controller
+    metrics.queued.set(controller.queued)
+    metrics.running.set(len(controller.requests) - controller.queued)
+    for id, engine in gateway.dispatcher.engines.items():
         metrics.up.labels(id).set(engine.up.is_set())
         if engine.up.is_set():
             try:
@@ -312,9 +295,9 @@ async def _gauge(driver: Dispatcher) -> None:
                 metrics.evictions.labels(id).set(state["counters"]["evictions"])
                 metrics.counted(id, state["counters"])
             except (HeadwayError, KeyError, TypeError):
-                continue  # an engine without our scheduler has no such figure
+                continue  # an engine without Headway's scheduler has no such counters
 
 
 def _digest(key: str) -> bytes:
-    """Keys are compared by digest, so that timing tells nothing about them."""
+    """Return the digest by which keys are compared, so that timing reveals nothing about them."""
     return hashlib.sha256(key.encode()).digest()

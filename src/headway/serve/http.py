@@ -1,6 +1,6 @@
-"""How much may a client send before it is refused? uvicorn's parser with a limit on the head of a request.
+"""uvicorn's HTTP parser with a limit on the request line and headers.
 
-httptools itself buffers a header line of any length; the limit here is enforced while bytes come in, so no
+httptools buffers a header line of any length. The limit here is enforced while bytes come in, so that no
 memory is spent on what will be refused.
 """
 
@@ -57,7 +57,7 @@ def limited(max_head: int) -> type[HttpToolsProtocol]:
                 raise ValueError("head too large")  # ends the parser, which calls send_400_response
 
         def send_400_response(self, msg: str) -> None:
-            """EngineResponse what cannot be parsed, in OpenAI's shape, and hang up."""
+            """Answer what cannot be parsed, in OpenAI's shape, and close the connection."""
             error = self._error or RequestError("This is not an HTTP request.", "Speak HTTP/1.1.")
             body = json.dumps(error.body()).encode()
             reason = b"431 Request Header Fields Too Large" if self._error else b"400 Bad Request"

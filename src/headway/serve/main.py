@@ -1,4 +1,4 @@
-"""How is Headway run? Checks first, then engines and door, and nothing left behind at the end."""
+"""`headway serve`: checks the configuration, opens the gateway and serves HTTP until a signal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from headway.engines.vllm.process.launch import check_installed, spec
 from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
-from headway.serve.app import build
-from headway.serve.dispatcher import Dispatcher
+from headway.serve import tasks
+from headway.serve.app import AppState, add_endpoints, new_app
+from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 
-_GRACE = 5  # seconds that running answers get at the end
+_GRACE = 5  # seconds that running requests get at the end
 _URL = re.compile(r"https?://[^/\s]+")
 
 
@@ -93,57 +94,58 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
     )  # fmt: skip
     preflight(config)
     with bind(config.server.host, config.server.port) as sock:
-        driver = Dispatcher(config, log_dir=log_dir)
-        server = _Server(driver, config)
+        server = Server(config, log_dir)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
     gc.unfreeze()  # or libraries would complain of leaks at the end
-    if server.failure is not None:
-        raise server.failure
     return 1 if server.failed else 0
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, which says when the engines are up and ends when none ever comes up."""
+class Server(uvicorn.Server):
+    """uvicorn around an open gateway; it ends when no engine can be started.
 
-    def __init__(self, driver: Dispatcher, config: Config) -> None:
-        app = build(config, driver)
+    failed: that is how it ended.
+    """
+
+    def __init__(self, config: Config, log_dir: Path | None = None) -> None:
+        self._app = new_app()
         super().__init__(
             uvicorn.Config(
-                app, loop="uvloop", log_level="warning", access_log=False,
+                self._app, loop="uvloop", log_level="warning", access_log=False, lifespan="off",
                 http=limited(config.server.max_header_kib * 1024), server_header=False,
                 timeout_graceful_shutdown=_GRACE, ws="none", proxy_headers=False,
             )
         )  # fmt: skip
-        self._driver, self._config, self._door = driver, config, app.state.door
-        self._announcer: asyncio.Task[None] | None = None
+        self._settings, self._log_dir = config, log_dir
         self.failed = False
-        self.failure: HeadwayError | None = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await self._door.open()  # not in the app's lifespan, which would print a traceback for an error
-        except HeadwayError as error:
-            self.failure, self.should_exit = error, True
-            return
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the gateway and serve until a signal; HeadwayError when it cannot be opened."""
+        with self.capture_signals():  # around the gateway, so that a signal does not interrupt its closing
+            async with serving(self._settings, log_dir=self._log_dir) as gateway:
+                await self._serve_gateway(gateway, sockets)
+
+    async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
+        add_endpoints(self._app, AppState(gateway))
         gc.collect()
-        gc.freeze()  # all that was imported stays: not looking through it saves a tenth of every request
-        await super().startup(sockets)
-        self._announcer = asyncio.create_task(self._announce())
+        gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
+        async with tasks.running(self._announce(gateway)):
+            await self._serve(sockets)
 
-    async def _announce(self) -> None:
+    async def _announce(self, gateway: Gateway) -> None:
         """Show progress while engines start; stop everything when one cannot start at all."""
         console = Console(stderr=True)
-        address = f"http://{self._config.server.host}:{self._config.server.port}"
-        console.print(f"[bold]Headway[/] listens on {address}, recipe [cyan]{self._config.recipe}[/]")
+        address = f"http://{self._settings.server.host}:{self._settings.server.port}"
+        console.print(f"[bold]Headway[/] listens on {address}, recipe [cyan]{self._settings.recipe}[/]")
+        engines = gateway.dispatcher.engines.values()
         with console.status("starting engines (a vLLM takes 15 to 60 s) ..."):
-            while not all(engine.up.is_set() for engine in self._driver.engines.values()):
-                for engine in self._driver.engines.values():
+            while not all(engine.up.is_set() for engine in engines):
+                for engine in engines:
                     if engine.failure is not None and engine.restarts >= 2:
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)
-        models = ", ".join(sorted({engine.name for engine in self._config.engines}))
+        models = ", ".join(sorted(gateway.counters))
         console.print(f"[green]ready[/]: {models} at {address}/v1  (Ctrl-C stops everything)")
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:

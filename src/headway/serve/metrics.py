@@ -1,4 +1,4 @@
-"""How is it going? Prometheus metrics: ours as `headway_*`, each engine's own with an instance label."""
+"""Prometheus metrics: Headway's as `headway_*`, each engine's own with an instance label."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """Headway's own figures; `render` adds the engines'."""
+    """Headway's own metrics; `render` adds the engines'."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r, by = self.registry, ["model", "class"]
         self._ends = Counter("headway_requests", "Requests ended, by outcome.", [*by, "outcome"], registry=r)
-        self._met = Counter("headway_slo_met", "Requests that kept every promise.", by, registry=r)
-        self._owed = Counter("headway_slo_owed", "Requests ended that had a promise.", by, registry=r)
-        self._attainment = Gauge("headway_slo_attainment", "Share of promises kept.", by, registry=r)
+        self._met = Counter("headway_slo_met", "Requests that met every SLO target.", by, registry=r)
+        self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", by, registry=r)
+        self._attainment = Gauge(
+            "headway_slo_attainment", "Share of requests that met their SLO.", by, registry=r
+        )
         self._ttft = Histogram("headway_ttft_seconds", "To the first token.", by, buckets=_TTFT, registry=r)
         self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
         self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
@@ -39,16 +41,16 @@ class Metrics:
         self.evictions = Gauge(
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
-        self._promised: dict[tuple[str, str], list[int]] = {}
+        self._by_class: dict[tuple[str, str], list[int]] = {}
         self._counted = _Counted()
         r.register(self._counted)
 
     def counted(self, instance: str, counters: Mapping[str, float]) -> None:
-        """Take over what an instance's scheduler has counted since it started (`hook.py`, `counting.py`)."""
+        """Store the totals of an instance's scheduler since it started (`hook.py`, `scheduler_stats.py`)."""
         self._counted.engines[instance] = {
             name: value
             for name, value in counters.items()
-            if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may say anything
+            if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may send anything
         }
 
     def dropped(self, reason: str) -> None:
@@ -56,7 +58,7 @@ class Metrics:
         self._drops.labels(reason).inc()
 
     def finished(self, request: Request, ttft: float, e2e: float, output_tokens: int) -> None:
-        """Count a complete answer: seconds from arrival, and its tokens."""
+        """Count a complete response: seconds from arrival, and its tokens."""
         by = (request.model, request.tier)
         tpot = (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else 0.0
         self._ends.labels(*by, "finished").inc()
@@ -65,19 +67,19 @@ class Metrics:
         self._e2e.labels(*by).observe(e2e)
         self._tokens.labels(request.model, "prompt").inc(request.prompt_tokens)
         self._tokens.labels(request.model, "output").inc(output_tokens)
-        self._promise(request, request.slo.met(ttft, tpot, e2e))
+        self._judge(request, request.slo.met(ttft, tpot, e2e))
 
     def failed(self, request: Request, outcome: str) -> None:
-        """Count an answer that never came or broke off; a client that left was owed nothing more."""
+        """Count a request without a complete response; one whose client left does not count against the SLO."""
         self._ends.labels(request.model, request.tier, outcome).inc()
         if outcome != "cancelled":
-            self._promise(request, False)
+            self._judge(request, False)
 
-    def _promise(self, request: Request, met: bool) -> None:
+    def _judge(self, request: Request, met: bool) -> None:
         if request.slo.objective == "best_effort":
             return
         by = (request.model, request.tier)
-        kept = self._promised.setdefault(by, [0, 0])
+        kept = self._by_class.setdefault(by, [0, 0])
         kept[0], kept[1] = kept[0] + met, kept[1] + 1
         self._owed.labels(*by).inc()
         self._met.labels(*by).inc(met)
@@ -118,7 +120,7 @@ class _Relabelled(Collector):
         families: dict[str, Metric] = {}
         for instance, page in self._pages.items():
             for family in _parse(instance, page):
-                # Process figures of the API server would collide with those of other exporters.
+                # Process metrics of the API server would collide with those of other exporters.
                 if not family.name.startswith("vllm:"):
                     continue
                 merged = families.setdefault(

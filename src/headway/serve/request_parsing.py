@@ -1,7 +1,7 @@
-"""What exactly was asked, and what was promised? The one place that converts HTTP words into a `Request`.
+"""Parsing of HTTP requests: headers, body and configured classes become a `Request` with its SLO.
 
-Only what Headway needs is checked here; every other field goes to the engine as it came, and the engine's
-own refusal comes back as it is.
+Only the fields that Headway reads are checked here. Every other field goes to the engine as it came, and the
+engine's own error goes to the client as it is.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from headway.types import Request, Slo, Stage
 
 Kind = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_LEAST, _MOST = 0.001, 86_400_000  # milliseconds: a promise is at least a microsecond, at most a day
-_Ms = Annotated[float, Field(ge=_LEAST, le=_MOST, allow_inf_nan=False, strict=True)]
+_MIN_MS, _MAX_MS = 0.001, 86_400_000  # an SLO is at least a microsecond, at most a day
+_Ms = Annotated[float, Field(ge=_MIN_MS, le=_MAX_MS, allow_inf_nan=False, strict=True)]
 _Count = Annotated[int, Field(ge=1, strict=True)]
 
-# Header names that mean the same, the first one present wins; the last entry is the body's field.
+# Synonymous header names, of which the first one present wins; the last entry is the body's field.
 _SLO_NAMES: dict[str, tuple[str, ...]] = {
     "ttft": ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "ttft_slo_ms"),
     "tpot": ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms", "tpot_slo_ms"),
     "e2e": ("x-slo-e2e-ms", "x-llm-d-slo-e2e-ms", "ttlt_slo_ms"),
 }
 _SESSIONS = ("x-headway-run", "x-session-id", "x-claude-code-session-id", "x-session-affinity")
-# What may stand in a request's head, as JSON types.
+# The headers that are read, with their JSON types.
 HEADERS: dict[str, str] = {
     **{name: "number" for names in _SLO_NAMES.values() for name in names[:-1]},
     "x-vllm-priority": "integer",
@@ -45,7 +45,7 @@ _OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tie
 
 
 class Body(BaseModel):
-    """What both endpoints share. Fields not named here pass through."""
+    """The fields of both endpoints. Fields not named here pass through."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -64,7 +64,7 @@ class Body(BaseModel):
 
 
 class Message(BaseModel):
-    """One chat message; the engine's template judges the rest of it."""
+    """One chat message; the engine's chat template checks the rest of it."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -83,7 +83,14 @@ class CompletionBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A parsed call: the core's view, the body for the engine, and how the client wants its answer."""
+    """A parsed HTTP request.
+
+    request: the core's view.
+    kind: the endpoint.
+    upstream: the body for the engine.
+    stream, background: how the client wants the response.
+    wants_usage: the client asked for the usage event of a stream.
+    """
 
     request: Request
     kind: Kind
@@ -94,7 +101,7 @@ class ParsedRequest:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")  # Python reads it, other parsers do not
+    raise ValueError(f"{name} is not a JSON value")  # Python parses it, other parsers do not
 
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -146,10 +153,12 @@ def interpret(
     prompt_tokens: int,
     max_model_len: int,
 ) -> ParsedRequest:
-    """Join body, headers and configured classes into what was asked. Headers win over the body, both over
-    the class. `prompt_tokens` is the longest prompt's; RequestError when it cannot fit the model."""
+    """Join headers, body and configured classes; headers win over the body, both over the class.
+
+    prompt_tokens: of the longest prompt; RequestError when it cannot fit the model.
+    """
     name, tier = _tier(body, headers, config)
-    max_tokens = _room(body, prompt_tokens, max_model_len)
+    max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
     request = Request(
         id=f"hw-{uuid.uuid4().hex[:20]}",
         model=body.model,
@@ -173,7 +182,7 @@ def interpret(
     upstream = {key: value for key, value in raw.items() if key not in _OURS}
     upstream["priority"] = request.priority
     if stream:
-        # Usage is always counted; whoever did not ask for it must not get it with every chunk either.
+        # Headway always counts tokens by the usage event; a client that did not ask must not get it per chunk.
         upstream["stream_options"] = {**(options if wants_usage else {}), "include_usage": True}
     return ParsedRequest(request, kind, upstream, stream, background, wants_usage)
 
@@ -192,15 +201,15 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
 
 
 def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
-    promised = tier.slo
+    defaults = tier.slo
     values = {
-        field: _promise(field, names, body, headers, getattr(promised, field))
+        field: _target(field, names, body, headers, getattr(defaults, field))
         for field, names in _SLO_NAMES.items()
     }
     return Slo(**values)
 
 
-def _promise(
+def _target(
     field: str, names: tuple[str, ...], body: Body, headers: Mapping[str, str], default: float | None
 ) -> float | None:
     *header_names, body_name = names
@@ -216,10 +225,10 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not _LEAST <= value <= _MOST:
+    if not _MIN_MS <= value <= _MAX_MS:
         raise RequestError(
             f"The header {name} is {text[:40]!r}.",
-            f"It must be a number of milliseconds from {_LEAST} to {_MOST} (a day).",
+            f"It must be a number of milliseconds from {_MIN_MS} to {_MAX_MS} (a day).",
             param=name,
         )
     return value
@@ -249,15 +258,15 @@ def _stage(headers: Mapping[str, str]) -> Stage | None:
     return Stage((app or "session")[:128], (run or "")[:128], headers.get("x-headway-unit", "call")[:128])
 
 
-def _room(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
-    """Return the answer's token limit; RequestError when prompt and answer cannot fit the model."""
-    asked = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
-    if prompt_tokens + (asked or 1) > max_model_len:
+def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
+    """Return the limit of output tokens; RequestError when prompt and answer cannot fit the model."""
+    limit = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
+    if prompt_tokens + (limit or 1) > max_model_len:
         raise RequestError(
-            f"The prompt has {prompt_tokens} tokens and {asked or 1} more are asked for, but {body.model} "
+            f"The prompt has {prompt_tokens} tokens and {limit or 1} more are asked for, but {body.model} "
             f"has room for {max_model_len}.",
             "Shorten the prompt or lower max_tokens.",
             param="messages" if isinstance(body, ChatBody) else "prompt",
             code="context_length_exceeded",
         )
-    return asked or max_model_len - prompt_tokens
+    return limit or max_model_len - prompt_tokens

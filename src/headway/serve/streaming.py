@@ -1,8 +1,8 @@
-"""How do tokens get from the engine to the client? Straight through, as they come.
+"""Streaming: the bytes of an engine's response go to the client as they come.
 
-An ASGI response that waits for its ticket's turn, opens the engine's stream and passes its bytes on. It
-looks into them only as far as needed to know when the answer is complete and how many tokens it had. A
-client that leaves ends the engine's work.
+`ResponseStream` is an ASGI response that waits for an engine, opens its response and passes the bytes on. It
+parses them only as far as needed to know when the response is complete and how many tokens it had. A client
+that disconnects ends the request in the engine.
 """
 
 from __future__ import annotations
@@ -17,129 +17,130 @@ from starlette.types import Receive, Scope, Send
 
 from headway.engines.vllm.process.client import EngineGone
 from headway.errors import EngineError, HeadwayError, RequestError
-from headway.serve.dispatcher import Dispatcher, EngineResponse, InFlightRequest, tokens_made
+from headway.serve import tasks
+from headway.serve.request_path import RequestPath
+from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, count_output_tokens
 
 log = logging.getLogger("headway.serve")
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
-_USAGE = b'"choices":[]'  # vLLM's last event, which carries nothing but the usage
-_ERROR = b'data: {"error"'
-# What the broker and the metrics call an end by such an error.
-_KINDS: dict[type[HeadwayError], tuple[str, str]] = {
+_USAGE = b'"choices":[]'  # in vLLM's last event, which carries only the usage
+# Error class -> reason in the broker, outcome in the metrics.
+_REASONS: dict[type[HeadwayError], tuple[str, str]] = {
     EngineGone: ("engine_gone", "failed"), RequestError: ("dropped", "refused"),
 }  # fmt: skip
 
 
 class ResponseStream(Response):
-    """The answer to one accepted request."""
+    """The response to one accepted request."""
 
-    def __init__(self, driver: Dispatcher, ticket: InFlightRequest, *, wants_usage: bool) -> None:
+    def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
-        self._driver, self._ticket, self._wants_usage = driver, ticket, wants_usage
-        self._begun = self._ended = False
+        self._path, self._in_flight, self._wants_usage = path, in_flight, wants_usage
+        self._started = self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve until the answer is complete or the client has left, whichever is first."""
+        """Serve until the response is complete or the client has disconnected, whichever is first."""
         work = asyncio.create_task(self._serve(scope, receive, send))
-        left = asyncio.create_task(_left(receive))
+        disconnected = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done() or self._ticket.closed:  # all was said: who leaves now has had the answer
+            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done() or self._in_flight.closed:  # the client has the whole response already
                 await work
             else:
-                await _cancel(work)
-                await self._driver.fail(self._ticket, "client_gone: disconnected", "cancelled")
+                await tasks.cancel(work)
+                await self._path.fail(self._in_flight, "client_gone: disconnected", "cancelled")
         except asyncio.CancelledError:
-            await _cancel(work)
-            await self._driver.fail(self._ticket, "gateway_stopped")
+            await tasks.cancel(work)
+            await self._path.fail(self._in_flight, "gateway_stopped")
             raise
         finally:
-            await _cancel(left)
+            await tasks.cancel(disconnected)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = await self._driver.begin(self._ticket)
+            response = await self._path.open(self._in_flight)
             try:
-                await self._pass_on(answer, send)
+                await self._pass_on(response, send)
             finally:
-                await answer.close()
+                await response.close()
         except HeadwayError as error:
-            kind, outcome = _KINDS.get(type(error), ("internal", "failed"))
-            await self._driver.fail(self._ticket, f"{kind}: {error.message}", outcome)
-            await self._say(error, scope, receive, send)
-        except Exception as error:  # whatever it was, the request gets its end and the client an answer
-            log.exception("request %s failed", self._ticket.request.id)
-            await self._driver.fail(self._ticket, f"internal: {error!r}")
+            kind, outcome = _REASONS.get(type(error), ("internal", "failed"))
+            await self._path.fail(self._in_flight, f"{kind}: {error.message}", outcome)
+            await self._send_error(error, scope, receive, send)
+        except Exception as error:  # whatever it was, the request ends and the client gets an error
+            log.exception("request %s failed", self._in_flight.id)
+            await self._path.fail(self._in_flight, f"internal: {error!r}")
             wrapped = EngineError(
                 f"Headway failed: {error!r}.", "This is a bug; its trace is in the log.", status=500
             )
-            await self._say(wrapped, scope, receive, send)
+            await self._send_error(wrapped, scope, receive, send)
 
-    async def _say(self, error: HeadwayError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell the client: with a status when nothing was sent yet, else as the stream's last event."""
-        if not self._begun:
+    async def _send_error(self, error: HeadwayError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send an error: with its status when nothing was sent yet, else as the stream's last event."""
+        if not self._started:
             await error_response(error)(scope, receive, send)
-        elif not self._ended:
+        elif not self._complete:
             event = b"data: " + json.dumps(error.body()).encode() + _END + _DONE
             await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
-            log.error("request %s was answered, but not closed: %s", self._ticket.request.id, error)
+            log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
 
-    async def _pass_on(self, answer: EngineResponse, send: Send) -> None:
+    async def _pass_on(self, response: EngineResponse, send: Send) -> None:
         headers = [
-            (b"content-type", answer.content_type.encode()),
-            (b"x-request-id", self._ticket.request.id.encode()),
+            (b"content-type", response.content_type.encode()),
+            (b"x-request-id", self._in_flight.id.encode()),
         ]
-        if not answer.streams:
-            headers.append((b"content-length", b"%d" % len(answer.head)))
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        self._begun = True
-        await (self._stream(answer, send) if answer.streams else self._whole(answer, send))
+        if not response.streams:
+            headers.append((b"content-length", b"%d" % len(response.head)))
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        self._started = True
+        await (self._stream(response, send) if response.streams else self._whole(response, send))
 
-    async def _whole(self, answer: EngineResponse, send: Send) -> None:
-        await self._end(answer.head, send)
-        if answer.status == 200:
-            await self._driver.finish(self._ticket, tokens_made(answer.head))
+    async def _whole(self, response: EngineResponse, send: Send) -> None:
+        await self._end(response.head, send)
+        if response.status == 200:
+            await self._path.finish(self._in_flight, count_output_tokens(response.head))
         else:
-            reason = answer.head.decode(errors="replace")[:500]
-            await self._driver.fail(self._ticket, f"engine_refused: {reason}", "refused")
+            reason = response.head.decode(errors="replace")[:500]
+            await self._path.fail(self._in_flight, f"engine_refused: {reason}", "refused")
 
-    async def _stream(self, answer: EngineResponse, send: Send) -> None:
-        reader, chunk = _Events(self._wants_usage), answer.head
+    async def _stream(self, response: EngineResponse, send: Send) -> None:
+        reader, chunk = EventReader(self._wants_usage), response.head
         while chunk:
             data = reader.feed(chunk)
             if reader.complete:
                 await self._end(data + reader.rest, send)
-                await self._driver.finish(self._ticket, reader.tokens)
-                await _drain(answer)
+                await self._path.finish(self._in_flight, reader.tokens)
+                await _drain(response)
                 return
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            chunk = await answer.read()
+            chunk = await response.read()
         if not reader.broken:
-            raise EngineGone(answer.engine, "its stream ended early")
+            raise EngineGone(response.engine, "its stream ended early")
         await self._end(b"" if reader.closed else _DONE, send)
-        await self._driver.fail(self._ticket, "engine_failed: it said so in the stream")
+        await self._path.fail(self._in_flight, "engine_failed: it said so in the stream")
 
     async def _end(self, last: bytes, send: Send) -> None:
-        """Send the end of the answer. The books are closed after it, so that no client waits for the disk.
+        """Send the end of the response, before the broker stores it, so that no client waits for the disk.
 
-        A crash in between leaves an answered request open; the next start closes it as one whose client left.
+        A crash in between leaves an answered request open; the next start fails it as `client_gone`.
         """
         await send({"type": "http.response.body", "body": last, "more_body": False})
-        self._ended = True
+        self._complete = True
 
 
-class _Events:
-    """Cuts a byte stream at event ends, counts tokens, and drops the usage event nobody asked for."""
+class EventReader:
+    """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
         self.rest = b""
-        self._counted: int | None = None  # the engine's own count, once it has come
+        self._counted: int | None = None  # the engine's own count, None before its usage event
         self._events = 0
-        self.closed = False  # the engine has said that no more will come
-        self.broken = False  # the engine has said that something is wrong
+        self.closed = False  # [DONE] has come
+        self.broken = False  # an error event has come
 
     @property
     def tokens(self) -> int:
@@ -158,14 +159,14 @@ class _Events:
             return b""
         whole, self.rest = data[:end], data[end:]
         self._events += whole.count(_END)
-        if _USAGE in whole or _ERROR in whole or b"[DONE]" in whole:
+        if _USAGE in whole or ERROR_EVENT in whole or b"[DONE]" in whole:
             whole = b"".join(self._look(event + _END) for event in whole.split(_END)[:-1])
         return whole
 
     def _look(self, event: bytes) -> bytes:
         if event.startswith(b"data: [DONE]"):
             self.closed = True
-        elif event.startswith(_ERROR):
+        elif event.startswith(ERROR_EVENT):
             self.broken = True
         elif _USAGE in event:
             with suppress(ValueError, KeyError, TypeError):
@@ -179,20 +180,14 @@ def error_response(error: HeadwayError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _drain(answer: EngineResponse) -> None:
+async def _drain(response: EngineResponse) -> None:
     """Read to the very end, so that the connection to the engine can be used again."""
     with suppress(EngineGone):
-        while await answer.read():
+        while await response.read():
             pass
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

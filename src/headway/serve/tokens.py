@@ -1,4 +1,4 @@
-"""How many tokens does a prompt have? Counted with the model's own tokenizer, before anything is queued."""
+"""Counts the tokens of a prompt with the model's own tokenizer, before the request is queued."""
 
 from __future__ import annotations
 
@@ -16,35 +16,16 @@ Length = Callable[[str, bool], int]
 
 
 class TokenCounter:
-    """Counts with one model's tokenizer, loaded once by `load` (seconds)."""
+    """Counts with one model's tokenizer."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._tokenizer: Any = None
-        self._length: Length
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._length: Length = _length(tokenizer)
 
-    async def load(self) -> None:
-        """Load the tokenizer; ConfigError when the model has none."""
-        self._tokenizer = await asyncio.to_thread(self._load)
-        self._length = _length(self._tokenizer)
-
-    def _load(self) -> Any:
-        path = resolve(self._model)
-        try:
-            if Path(
-                path, "tokenizer.json"
-            ).is_file():  # whole in itself; AutoTokenizer would load torch for it
-                from transformers import PreTrainedTokenizerFast
-
-                return PreTrainedTokenizerFast.from_pretrained(path)
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"The tokenizer of {self._model!r} cannot be loaded: {str(error)[:300]}.",
-                "Headway counts prompts with it; give a complete model directory or a reachable hub id.",
-            ) from error
+    @classmethod
+    async def load(cls, model: str) -> TokenCounter:
+        """Load a model's tokenizer (seconds); ConfigError when the model has none."""
+        return cls(await asyncio.to_thread(load_tokenizer, model))
 
     async def count(self, body: ChatBody | CompletionBody) -> int:
         """Return the tokens of the prompt, of the longest one when there are several."""
@@ -69,16 +50,34 @@ class TokenCounter:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=body.tools, add_generation_prompt=True, tokenize=False
             )
-        except Exception:  # the template may raise anything; the engine judges it, and answers the client
+        except Exception:  # a template may raise anything; the engine's own error reaches the client
             text = "\n".join(message["content"] for message in messages)
-        return self._length(text, False)  # the template has put the special tokens in
+        return self._length(text, False)  # the template has added the special tokens
+
+
+def load_tokenizer(model: str) -> Any:
+    """Return a model's tokenizer from transformers; ConfigError when the model has none."""
+    path = resolve(model)
+    try:
+        if Path(path, "tokenizer.json").is_file():  # complete in itself; AutoTokenizer would import torch
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The tokenizer of {model!r} cannot be loaded: {str(error)[:300]}.",
+            "Headway counts prompts with it; give a complete model directory or a reachable hub id.",
+        ) from error
 
 
 def _length(tokenizer: Any) -> Length:
-    """Return what counts the tokens of a text, with or without the special ones around it.
+    """Return a function that counts a text's tokens, with or without the special ones around it.
 
-    The Rust tokenizer is asked directly where there is one: transformers' wrapper takes twice the time, and
-    sets truncation before each call, which another thread must not meet in the middle of its own.
+    It calls the Rust tokenizer directly where there is one: transformers' wrapper takes twice the time, and
+    sets truncation before each call, which is not safe in two threads.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -89,7 +88,7 @@ def _length(tokenizer: Any) -> Length:
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return a message's text; parts that are not text have no tokens that we could count."""
+    """Return a message's text; other parts (images) count as nothing."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content)
     return content or ""

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.errors import ConfigError
 from headway.forecast.lengths.padded import SHARE, Padded
@@ -84,7 +83,7 @@ class Simulation:
         if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
         instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
-        controller = Controller(planner, self.lengths, self.max_queued, Cluster(pull=planner.pull))
+        controller = Controller(planner, self.lengths, self.max_queued)
         loop = Loop(
             self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
             failures=self.failures, observer=observer,

@@ -43,8 +43,7 @@ async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
 
     Raises ConfigError when the model has no tokenizer or the mix no prompts.
     """
-    counter = TokenCounter(engine.model)
-    await counter.load()
+    counter = await TokenCounter.load(engine.model)
     rng = np.random.default_rng([seed, 3000])
     calls = mix.calls(load, np.zeros(_SAMPLE), rng, warn=lambda _: None)
     held = [-(-(await _tokens(counter, call, engine.name)) // block_size(engine)) for call in calls]

@@ -85,6 +85,7 @@ def measure(quick: bool, seed: int) -> Measured:
     with tempfile.TemporaryDirectory(prefix="headway-overhead-") as folder, servers(Path(folder)) as peers:
         _latency(peers, made, 300 if quick else 3000, rng)
         _throughput(peers, made, 2.2 if quick else 20.0, rng)
+    made.rows += _planning(quick)
     made.rows += _hook(quick, seed)
     made.seconds = time.perf_counter() - began
     return made
@@ -95,6 +96,13 @@ def _hook(quick: bool, seed: int) -> list[Row]:
     from headway.bench.live.hook_overhead import hook_rows
 
     return hook_rows(quick, seed)
+
+
+def _planning(quick: bool) -> list[Row]:
+    """Return the rows of a gateway whose planner takes its time."""
+    from headway.bench.live.planning_overhead import planning_rows
+
+    return planning_rows(quick)
 
 
 # ---- the servers
@@ -126,13 +134,14 @@ Peers = tuple[Peer, Peer]  # direct, then Headway
 
 
 @contextmanager
-def servers(folder: Path) -> Iterator[Peers]:
+def servers(folder: Path, recipe: str = "slack") -> Iterator[Peers]:
     """Start the FAKE engine and a gateway before it, and stop both at the end."""
     engine, gateway = free_port(), free_port()
     config = {
+        "recipe": recipe,
         "server": {"port": gateway, "max_queued": 10_000},
         "engines": [{"url": f"http://127.0.0.1:{engine}", "max_running": 256}],
-        "broker": {"kind": "sqlite", "path": str(folder / "queue.sqlite"), "synchronous": "full"},
+        "broker": {"kind": "sqlite", "sqlite": {"path": str(folder / "queue.sqlite"), "synchronous": "full"}},
     }
     (folder / "headway.toml").write_text(tomli_w.dumps(config))
     run = "from headway.cli import main; main()"

@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from headway.bench.load import generator
-from headway.config import Broker, Config, Engine, Server, write
+from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.recipes.registry import find
@@ -90,7 +90,7 @@ def _headway(name: str, engine: Engine, port: int, logs: Path) -> Child:
         recipe=name,
         server=Server(port=port, max_queued=100_000),
         engines=(_usable(name, engine),),
-        broker=Broker(path=str(folder / "queue.sqlite")),
+        broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"))),
     )
     file = folder / "headway.toml"
     file.write_text(write(config))

@@ -301,8 +301,8 @@ def _lost(scheduler: Any, id: str) -> int:
 
 def _account(book: TwoEndedTable) -> tuple[int, ...]:
     """Return what a book adds up to: tokens on the host, dropped and here, blocks shared, and the copies."""
-    orders = book.ops[: book.state["num_ops"]].sum(axis=0)
-    totals = (int(book.state[name]) for name in ("host_tokens", "dropped_tokens", "shared_blocks"))
+    orders = book.ops[: book.state[0]["num_ops"]].sum(axis=0)
+    totals = (int(book.state[0][name]) for name in ("host_tokens", "dropped_tokens", "shared_blocks"))
     return *totals, int(book.num_tokens.sum()), *orders[[0, 2, 3]].tolist()
 
 

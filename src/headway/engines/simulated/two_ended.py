@@ -105,7 +105,7 @@ class TwoEndedEngine(HostPoolEngine):
 
     @property
     def free(self) -> int:
-        return int(self.book.state["num_empty"])
+        return int(self.book.state[0]["num_empty"])
 
     @property
     def ledger(self) -> TwoEndedBudget:
@@ -129,11 +129,11 @@ class TwoEndedEngine(HostPoolEngine):
 
     def schedule(self, now: float) -> Ran:
         """Decide and account one iteration that begins now: real-time rows first, then best effort."""
-        jobs, book, dropped = self.jobs, self.book, int(self.book.state["dropped_tokens"])
+        jobs, book, dropped = self.jobs, self.book, int(self.book.state[0]["dropped_tokens"])
         step = self.packer.pack(jobs, self.ledger, now)
         rows, tokens, lost, admitted = account(jobs, book, self.balance, self.limits, step)
-        self.dropped = int(book.state["dropped_tokens"]) - dropped
-        evicted, copied = np.concatenate([step.evict, lost]), int(book.state["copied_tokens"])
+        self.dropped = int(book.state[0]["dropped_tokens"]) - dropped
+        evicted, copied = np.concatenate([step.evict, lost]), int(book.state[0]["copied_tokens"])
         paused = self._paused(rows)
         return Ran(now, rows, tokens, paused, evicted, lost.size, admitted, copied, step.save)
 
@@ -209,7 +209,7 @@ def run(
             jobs["running"][row] = True
             rows[size], tokens[size] = row, give
             size, left = size + 1, left - give
-            if kind == BEST_EFFORT and book.state["decode_only"]:
+            if kind == BEST_EFFORT and book.state[0]["decode_only"]:
                 allocation.refill_from_left(book, row)
     lost = _settle(jobs, book, balance)
     return rows[:size], tokens[:size], lost, admitted
@@ -246,7 +246,7 @@ def _hold(book: TwoEndedTable, row: int, tokens: int) -> bool:
 def _leave(jobs: Rows, book: TwoEndedTable, balance: Ints, row: int) -> None:
     """Take all of a row's KV."""
     if book.host_tokens[row] > 0:
-        slots_of.add_op(book, FREE, row, 0, book.block_ids.shape[1] * book.state["block_size"], 0, 0)
+        slots_of.add_op(book, FREE, row, 0, book.block_ids.shape[1] * book.state[0]["block_size"], 0, 0)
     checkpoint.free_row(book, row)
     balance[HOLDING] -= jobs["running"][row]
     jobs["running"][row] = False

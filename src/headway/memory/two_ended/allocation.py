@@ -57,7 +57,7 @@ def find_preempt_block(table: TwoEndedTable) -> int:
     In this order: last blocks with a free slot, where nothing needs saving yet; all blocks, from the end of
     the first victim on; last blocks with free slots of requests that run.
     """
-    state = table.state
+    state = table.state[0]
     if state["num_victims"] == NONE:
         _rank_victims(table)
     while state["next_tail"] < state["num_victims"]:
@@ -90,7 +90,7 @@ def _rank_victims(table: TwoEndedTable) -> None:
             size += 1
     ranked = table.victims[:size][np.argsort(keys[:size], kind="mergesort")]
     table.victims[:size] = ranked
-    table.state["num_victims"], table.state["next_tail"], table.state["next_victim"] = size, 0, 0
+    table.state[0]["num_victims"], table.state[0]["next_tail"], table.state[0]["next_victim"] = size, 0, 0
 
 
 @compiled
@@ -108,7 +108,7 @@ def _block_of_running(table: TwoEndedTable) -> int:
     for row in range(table.kind.size):
         if table.kind[row] == BEST_EFFORT and table.pinned[row] == 1:
             block = _open_last_block(table, row)
-            if block != NONE and resident(table, block) + 2 <= table.state["block_size"]:
+            if block != NONE and resident(table, block) + 2 <= table.state[0]["block_size"]:
                 return block
     return NONE
 
@@ -122,7 +122,10 @@ def find_shared_block(table: TwoEndedTable, tokens: int) -> int:
     for row in range(table.kind.size):
         if table.kind[row] == REAL_TIME and table.num_blocks[row] > 0:
             last = table.block_ids[row, table.num_blocks[row] - 1]
-            if table.right_row[last] == NONE and table.left_tokens[last] + tokens < table.state["block_size"]:
+            if (
+                table.right_row[last] == NONE
+                and table.left_tokens[last] + tokens < table.state[0]["block_size"]
+            ):
                 return int(last)
     return NONE
 
@@ -133,15 +136,15 @@ def find_shared_block(table: TwoEndedTable, tokens: int) -> int:
 @compiled
 def begin_iteration(table: TwoEndedTable) -> None:
     """Begin an iteration: no operations, no row pinned, the preemption table is made when it is needed."""
-    table.state["num_ops"], table.state["copied_tokens"], table.state["num_victims"] = 0, 0, NONE
+    table.state[0]["num_ops"], table.state[0]["copied_tokens"], table.state[0]["num_victims"] = 0, 0, NONE
     table.pinned[:] = 0
 
 
 @compiled
 def add_row(table: TwoEndedTable, row: int, kind: int) -> None:
     """Add a row, which holds nothing yet, to the table."""
-    table.state["last_entered"] += 1
-    table.kind[row], table.entered[row] = kind, table.state["last_entered"]
+    table.state[0]["last_entered"] += 1
+    table.kind[row], table.entered[row] = kind, table.state[0]["last_entered"]
     table.num_blocks[row], table.num_tokens[row], table.pinned[row] = 0, 0, 0
     table.host_tokens[row], table.swapped_tokens[row] = 0, 0
 
@@ -161,7 +164,7 @@ def grow(table: TwoEndedTable, row: int, tokens: int) -> bool:
 
 @compiled
 def _grow_left(table: TwoEndedTable, row: int, tokens: int) -> bool:
-    size, at, end = table.state["block_size"], table.num_tokens[row], table.num_tokens[row] + tokens
+    size, at, end = table.state[0]["block_size"], table.num_tokens[row], table.num_tokens[row] + tokens
     while at < end:
         k = at // size
         if k >= table.num_blocks[row]:
@@ -181,7 +184,7 @@ def _grow_left(table: TwoEndedTable, row: int, tokens: int) -> bool:
 def vacate(table: TwoEndedTable, block: int, used: int) -> None:
     """Free the first `used` slots of a block for its left row."""
     row = table.right_row[block]
-    over = resident(table, block) + used - table.state["block_size"]
+    over = resident(table, block) + used - table.state[0]["block_size"]
     if row == NONE or over <= 0:
         return
     if table.pinned[row]:
@@ -195,8 +198,8 @@ def vacate(table: TwoEndedTable, block: int, used: int) -> None:
 
 @compiled
 def _grow_right(table: TwoEndedTable, row: int, tokens: int) -> bool:
-    size, at, end = table.state["block_size"], table.num_tokens[row], table.num_tokens[row] + tokens
-    unshared = tokens > 1 and table.state["decode_only"] == 1
+    size, at, end = table.state[0]["block_size"], table.num_tokens[row], table.num_tokens[row] + tokens
+    unshared = tokens > 1 and table.state[0]["decode_only"] == 1
     if unshared and not _unshare_last_block(table, row):
         return False
     while at < end:
@@ -222,7 +225,7 @@ def _grow_right(table: TwoEndedTable, row: int, tokens: int) -> bool:
 @compiled
 def _unshare_last_block(table: TwoEndedTable, row: int) -> bool:
     """Make a best-effort row the only owner of its last block, filled from the left; False without memory."""
-    k, size = table.num_blocks[row] - 1, table.state["block_size"]
+    k, size = table.num_blocks[row] - 1, table.state[0]["block_size"]
     if k < 0:
         return True
     block = table.block_ids[row, k]
@@ -246,7 +249,7 @@ def refill_from_left(table: TwoEndedTable, row: int) -> None:
 
     Its newest token is not written yet.
     """
-    k, size = table.num_blocks[row] - 1, table.state["block_size"]
+    k, size = table.num_blocks[row] - 1, table.state[0]["block_size"]
     block = table.block_ids[row, k]
     used = table.right_tokens[block]
     if not table.mirrored[block] or table.left_row[block] != NONE or used == size:
@@ -259,7 +262,7 @@ def refill_from_left(table: TwoEndedTable, row: int) -> None:
 @compiled
 def trim(table: TwoEndedTable, row: int, tokens: int) -> None:
     """Free a row's slots beyond its first `tokens` tokens; none of these may be on the host."""
-    size = table.state["block_size"]
+    size = table.state[0]["block_size"]
     keep = -(-tokens // size)
     for k in range(table.num_blocks[row] - 1, keep - 1, -1):
         if table.kind[row] == REAL_TIME:
@@ -303,7 +306,7 @@ class TwoEndedBudget(KvBudget):
 
 def check_integrity(table: TwoEndedTable) -> None:
     """Raise AssertionError unless every slot has one owner and every count is what the blocks add up to."""
-    size = int(table.state["block_size"])
+    size = int(table.state[0]["block_size"])
     left, right = table.left_row != NONE, table.right_row != NONE
     right_slots = table.right_tokens - table.saved_tokens
     assert (table.left_tokens + right_slots <= size).all(), "a slot has two owners"
@@ -313,7 +316,7 @@ def check_integrity(table: TwoEndedTable) -> None:
     assert (table.saved_tokens >= 0).all()
     assert not table.left_tokens[~left].any()
     assert not table.right_tokens[~right].any()
-    stack = table.empty_blocks[: table.state["num_empty"]]
+    stack = table.empty_blocks[: table.state[0]["num_empty"]]
     assert sorted(stack.tolist()) == np.flatnonzero(~left & ~right).tolist(), (
         "the stack does not list the empty blocks"
     )
@@ -321,7 +324,7 @@ def check_integrity(table: TwoEndedTable) -> None:
         _check_row(table, row, size)
     held = [table.num_blocks[table.kind == kind].sum() for kind in (REAL_TIME, BEST_EFFORT)]
     assert held == [left.sum(), right.sum()], "a block has an owner that does not list it"
-    state = table.state
+    state = table.state[0]
     assert state["host_tokens"] == table.host_tokens.sum() <= state["host_capacity"], "tokens on the host"
     assert state["dropped_tokens"] >= 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.types import Ints
@@ -65,7 +66,7 @@ class TwoEndedTable(NamedTuple):
             tokens, block, source block, mirrored. SAVE and LOAD copy to and from the host, MOVE between
             blocks, MIRROR within a block (to the side that `mirrored` says); FREE drops the host's copy of
             these tokens.
-        state: scalars, as one record:
+        state: scalars, as an array of one record, which compiled calls unpack faster than the record itself:
             block_size: tokens per block.
             num_empty, num_ops, num_victims: lengths of the lists above; num_victims NONE = to be made.
             next_tail, next_victim: how far `find_preempt_block` has come in `victims`.
@@ -96,7 +97,7 @@ class TwoEndedTable(NamedTuple):
     empty_blocks: Ints
     victims: Ints
     ops: Ints
-    state: np.void
+    state: NDArray[np.void]
 
 
 _PER_ROW = (
@@ -116,7 +117,7 @@ def new(
     ends = np.full((2, blocks), NONE)
     block = np.zeros((5, blocks), np.int64)
     row = np.zeros((8, rows), np.int64)
-    state = np.zeros(1, _STATE)[0]
+    state = np.zeros(1, _STATE)
     state["block_size"], state["num_empty"], state["host_capacity"] = size, blocks, host
     state["num_victims"], state["decode_only"] = NONE, decode_only
     return TwoEndedTable(
@@ -144,7 +145,7 @@ def resized(table: TwoEndedTable, rows: int) -> TwoEndedTable:
 @compiled
 def pop_empty(table: TwoEndedTable) -> int:
     """Take a block with two free ends; NONE when there is none."""
-    state = table.state
+    state = table.state[0]
     if state["num_empty"] == 0:
         return NONE
     state["num_empty"] -= 1
@@ -155,8 +156,8 @@ def pop_empty(table: TwoEndedTable) -> int:
 def push_if_empty(table: TwoEndedTable, block: int) -> None:
     """Push a block onto the stack of empty ones when both of its ends are free."""
     if table.left_row[block] == NONE and table.right_row[block] == NONE:
-        table.empty_blocks[table.state["num_empty"]] = block
-        table.state["num_empty"] += 1
+        table.empty_blocks[table.state[0]["num_empty"]] = block
+        table.state[0]["num_empty"] += 1
 
 
 @compiled
@@ -170,12 +171,12 @@ def add_op(
     table: TwoEndedTable, kind: int, row: int, token: int, tokens: int, block: int, source: int
 ) -> None:
     """Append a KV operation on `tokens` tokens of a row, from its `token`-th on."""
-    entry = table.ops[table.state["num_ops"]]
+    entry = table.ops[table.state[0]["num_ops"]]
     entry[0], entry[1], entry[2], entry[3], entry[4], entry[5] = kind, row, token, tokens, block, source
     entry[6] = table.mirrored[block] if table.kind[row] == BEST_EFFORT else 0
-    table.state["num_ops"] += 1
+    table.state[0]["num_ops"] += 1
     if kind in (SAVE, LOAD):  # a copy within the device costs a thousandth of it
-        table.state["copied_tokens"] += tokens
+        table.state[0]["copied_tokens"] += tokens
 
 
 @compiled
@@ -186,7 +187,7 @@ def put_right(table: TwoEndedTable, row: int, k: int, block: int) -> None:
     table.block_ids[row, k] = block
     shared = table.left_row[block] != NONE
     table.mirrored[block] = shared
-    table.state["shared_blocks"] += shared
+    table.state[0]["shared_blocks"] += shared
 
 
 @compiled
@@ -195,12 +196,14 @@ def mirror(table: TwoEndedTable, block: int) -> None:
     row, used = table.right_row[block], table.right_tokens[block]
     if row == NONE:
         return
-    table.state["shared_blocks"] += 1
+    table.state[0]["shared_blocks"] += 1
     if table.mirrored[block]:
         return
     table.mirrored[block] = 1
-    if 0 < used < table.state["block_size"]:  # the tokens of a full block lie in any order
-        add_op(table, MIRROR, row, table.right_index[block] * table.state["block_size"], used, block, block)
+    if 0 < used < table.state[0]["block_size"]:  # the tokens of a full block lie in any order
+        add_op(
+            table, MIRROR, row, table.right_index[block] * table.state[0]["block_size"], used, block, block
+        )
 
 
 @compiled
@@ -225,5 +228,5 @@ def move_right(table: TwoEndedTable, block: int, to: int) -> None:
     put_right(table, row, k, to)
     table.right_tokens[to], table.saved_tokens[to], table.mirrored[to] = used, saved, table.mirrored[block]
     if used > saved:
-        add_op(table, MOVE, row, k * table.state["block_size"], used - saved, to, block)
+        add_op(table, MOVE, row, k * table.state[0]["block_size"], used - saved, to, block)
     clear_right(table, block)

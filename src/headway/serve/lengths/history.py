@@ -1,4 +1,4 @@
-"""What have earlier answers taught? The length predictor's history on disk, so that a restart keeps it.
+"""The length predictor's history on disk, so that a restart keeps it.
 
 It holds sizes, marks and embeddings of prompts, their tasks and the lengths of their answers; no text.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger("headway.serve")
 
 
 def keep(path: Path, history: History) -> None:
-    """Write a history, whole or not at all, for its owner's eyes; a disk that refuses is only reported."""
+    """Write a history atomically, readable by its owner only; a disk error is logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -40,9 +40,9 @@ def keep(path: Path, history: History) -> None:
 
 
 def recall(path: Path, width: int) -> History | None:
-    """Return what `keep` wrote, None when there is nothing that can be used; why is logged.
+    """Return what `keep` wrote, or None and a log entry when the file cannot be used.
 
-    width: features that a prompt has now; those of another embedding cannot be compared with them.
+    width: features of a prompt now; those of another embedding cannot be compared with them.
     """
     try:
         if path.stat().st_size > _MOST:

@@ -77,8 +77,8 @@ def copies_of(book: TwoEndedTable, host: HostSlots) -> list[Copy]:
     Unless both write a slot: one that was freed in between has a new owner, whose KV must come last.
     """
     done: list[Copy] = []
-    for entry in book.ops[: book.state["num_ops"]].tolist():
-        output_tokens = _copy(entry, int(book.state["block_size"]), host)
+    for entry in book.ops[: book.state[0]["num_ops"]].tolist():
+        output_tokens = _copy(entry, int(book.state[0]["block_size"]), host)
         if output_tokens is None:
             continue
         if (

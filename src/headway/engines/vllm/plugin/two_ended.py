@@ -82,7 +82,7 @@ class TwoEnds:
     def _take_over(self) -> None:
         manager = self.manager
         manager.allocate_slots, manager.free = self.allocate, self.free
-        manager.block_pool.get_num_free_blocks = lambda: int(self.book.state["num_empty"])
+        manager.block_pool.get_num_free_blocks = lambda: int(self.book.state[0]["num_empty"])
 
     # ---- what the hook asks
 
@@ -115,7 +115,7 @@ class TwoEnds:
     def ledger(self, plain: KvBudget) -> TwoEndedBudget:
         """Return the account of empty blocks, and what each row needs to be read back."""
         moves = checkpoint.blocks_to_restore(self.book, np.arange(self.inside.size))
-        free = int(self.book.state["num_empty"])
+        free = int(self.book.state[0]["num_empty"])
         return TwoEndedBudget(plain.total, free, plain.size, plain.slots, moves)
 
     def plan(self, step: Step) -> Step:
@@ -138,7 +138,7 @@ class TwoEnds:
     def _tell(self, rows: Ints) -> None:
         """Write down for the worker what to copy, and who writes to the right."""
         book, ends = self.book, self.pool.ends
-        orders = book.ops[: book.state["num_ops"]]
+        orders = book.ops[: book.state[0]["num_ops"]]
         for kind, name in _COPIES:
             self.done[name] += int(orders[orders[:, 0] == kind, 3].sum())
         ends.copies += copies_of(book, self.host)
@@ -175,11 +175,11 @@ class TwoEnds:
 
     def away(self) -> int:
         """Return the tokens on the host: their requests stay running for vLLM."""
-        return int(self.book.state["host_tokens"])
+        return int(self.book.state[0]["host_tokens"])
 
     def counters(self) -> dict[str, int]:
         """Return blocks that got a second owner, and tokens saved, read back, moved and dropped."""
-        totals = {name: int(self.book.state[name]) for name in ("shared_blocks", "dropped_tokens")}
+        totals = {name: int(self.book.state[0][name]) for name in ("shared_blocks", "dropped_tokens")}
         return {**self.done, **totals}
 
     def state(self) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""The SQLite broker's file: its schema, the migration of older ones, and the refusal of others' files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from headway.errors import ConfigError
+
+APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
+VERSION = 2  # of the schema below, in PRAGMA user_version
+PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
+PARAM = "broker.sqlite.path"
+
+# `seq` is the order of the puts. Large columns come last: SQLite skips what follows the columns it reads.
+SCHEMA = """
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL, owner TEXT, tenant TEXT NOT NULL,
+    path TEXT NOT NULL, arrival REAL NOT NULL, background INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    finished REAL, reason TEXT, request TEXT NOT NULL, body BLOB NOT NULL, result BLOB,
+    CHECK ((state = 'open') = (finished IS NULL))
+);
+CREATE INDEX held ON jobs (owner, arrival, seq) WHERE state = 'open';
+CREATE INDEX closed ON jobs (finished) WHERE finished IS NOT NULL;
+CREATE TABLE leases (owner TEXT PRIMARY KEY, until REAL NOT NULL, ended INTEGER NOT NULL) WITHOUT ROWID;
+"""
+# Version 1 had no owners: one gateway held the whole file. What it left open is free to take.
+FROM_VERSION_1 = f"""
+ALTER TABLE jobs RENAME TO version_1;
+DROP INDEX owed;
+DROP INDEX closed;
+{SCHEMA}
+INSERT INTO jobs (seq, id, state, tenant, path, arrival, background, attempts, finished, reason, request,
+    body, result)
+SELECT seq, id, state, tenant, path, arrival, background, attempts, finished, reason, request, body, result
+    FROM version_1;
+DROP TABLE version_1;
+"""
+
+
+def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+    """Return a connection that writes and one that reads.
+
+    Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
+    """
+    with _errors_explained(path), _locked(path):
+        writing = _connect(path)
+        try:
+            _prepare(writing, path)
+            writing.execute("PRAGMA journal_mode = wal")
+            writing.execute(f"PRAGMA synchronous = {synchronous}")
+            reading = _connect(path)
+            reading.execute("PRAGMA query_only = on")
+        except BaseException:
+            writing.close()
+            raise
+    return writing, reading
+
+
+@contextmanager
+def _errors_explained(path: str) -> Iterator[None]:
+    """Turn what SQLite says of a bad file into a ConfigError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        fix = "Give the path of a file that Headway made, or of a new one in a directory it may write to."
+        raise ConfigError(f"The broker cannot use {path}: {error}.", fix, param=PARAM) from error
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Keep other gateways from opening the file meanwhile, and a gateway of version 1 from using it.
+
+    A gateway of version 1 keeps this lock while it runs. The kernel drops a flock when its process dies, so
+    no stale lock is ever left. The lock's file stays: deleting it would let two gateways lock two files.
+    """
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        fix = "Name a file in a directory that exists and that this user may write to."
+        raise ConfigError(f"The broker cannot use {path}: {error.strerror}.", fix, param=PARAM) from error
+    try:
+        _acquire(lock, path)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _acquire(lock: int, path: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() >= deadline:
+            fix = "Stop that gateway (one of an older Headway shares no file), or give this one its own."
+            raise ConfigError(f"{path} is locked by another gateway.", fix, param=PARAM)
+        time.sleep(0.02)
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    # Transactions are begun by hand, and each connection is made here but used by one other thread.
+    return sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+
+
+def _prepare(db: sqlite3.Connection, path: str) -> None:
+    """Make the schema in an empty file, migrate an older one; refuse a foreign or newer file."""
+    if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+        _run(db, SCHEMA)
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION:
+        fix = "Give the broker a file of its own."
+        raise ConfigError(f"{path} is another program's database.", fix, param=PARAM)
+    if version == 1:
+        _run(db, FROM_VERSION_1)
+    elif version != VERSION:
+        fix = "Use the Headway that made it, or give this one a new file."
+        message = f"{path} has schema version {version}; this Headway knows {VERSION}."
+        raise ConfigError(message, fix, param=PARAM)
+
+
+def _run(db: sqlite3.Connection, script: str) -> None:
+    # In one transaction: a crash leaves the file as it was or wholly changed.
+    marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+    db.executescript(f"BEGIN IMMEDIATE; {script} {marks} COMMIT;")

@@ -1,0 +1,88 @@
+"""Background requests: accepted with an id, run once, their responses kept by the broker for polling."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from headway.engines.vllm.process.client import EngineGone
+from headway.errors import RequestError
+from headway.serve import tasks
+from headway.serve.dispatcher import Dispatcher
+from headway.serve.request_parsing import ParsedRequest
+from headway.serve.request_path import RequestPath
+from headway.serve.requests import InFlightRequest, count_output_tokens
+
+log = logging.getLogger("headway.serve")
+
+
+class BackgroundWork:
+    """Runs background requests, each in a task of its own."""
+
+    def __init__(self, path: RequestPath, dispatcher: Dispatcher) -> None:
+        self._path, self._dispatcher = path, dispatcher
+        self._running: dict[str, tuple[InFlightRequest, asyncio.Task[None]]] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Stop all tasks when the block ends; their jobs stay open for the next start or another gateway."""
+        try:
+            yield
+        finally:
+            await tasks.cancel(*(task for _, task in self._running.values()))
+
+    async def accept(self, parsed: ParsedRequest) -> None:
+        """Store a request durably and run it."""
+        self.run(await self._path.store(parsed))
+
+    def run(self, in_flight: InFlightRequest) -> None:
+        """Run a stored request."""
+        task = asyncio.create_task(self._run(in_flight))
+        self._running[in_flight.id] = in_flight, task
+        task.add_done_callback(lambda _: self._running.pop(in_flight.id, None))
+
+    async def _run(self, in_flight: InFlightRequest) -> None:
+        self._dispatcher.add(in_flight)
+        try:
+            response = await self._path.open(in_flight)
+            await response.close()
+            if response.status == 200:
+                await self._path.finish(in_flight, count_output_tokens(response.head), response.head)
+            else:
+                reason = response.head.decode(errors="replace")[:2000]
+                await self._path.fail(in_flight, f"engine_refused: {reason}")
+        except EngineGone as error:
+            await self._path.fail(in_flight, f"engine_gone: {error.message}")
+        except RequestError as error:
+            await self._path.fail(in_flight, f"dropped: {error.message}", "refused")
+        except Exception as error:  # whatever it was, the request ends and frees its slot
+            log.exception("request %s failed", in_flight.id)
+            await self._path.fail(in_flight, f"internal: {error!r}")
+
+    def ids(self) -> list[str]:
+        """Return the ids of the requests that run."""
+        return list(self._running)
+
+    async def cancel(self, id: str) -> bool:
+        """Cancel a request that has not ended; return whether there was one."""
+        in_flight = await self._stop(id)
+        if in_flight is None:
+            return False
+        await self._path.fail(in_flight, "cancelled", "cancelled")
+        return True
+
+    async def drop(self, id: str) -> None:
+        """Stop a request that another gateway runs now; its job in the broker is not touched."""
+        in_flight = await self._stop(id)
+        if in_flight is not None:
+            self._path.abandon(in_flight, "lease_lost")
+
+    async def _stop(self, id: str) -> InFlightRequest | None:
+        """Stop the task of a request and return the request, None when it has ended."""
+        if id not in self._running:
+            return None
+        in_flight, task = self._running[id]
+        await tasks.cancel(task)
+        return None if in_flight.closed else in_flight

@@ -1,0 +1,90 @@
+"""The gateway: everything behind the HTTP endpoints, open as long as `serving` runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from headway.broker import open_broker
+from headway.broker.port import Broker
+from headway.config import Broker as BrokerSettings
+from headway.config import Config, state_dir
+from headway.core.controller import Controller
+from headway.engines.vllm.process.client import VllmEngine
+from headway.recipes.registry import find
+from headway.serve import tasks
+from headway.serve.background import BackgroundWork
+from headway.serve.dispatcher import Dispatcher, Listener
+from headway.serve.lengths.service import LengthService, open_lengths
+from headway.serve.metrics import Metrics
+from headway.serve.recovery import Recovery, forget_old_jobs
+from headway.serve.request_path import RequestPath
+from headway.serve.tokens import TokenCounter
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """An open gateway.
+
+    counters: model name -> what counts its prompts' tokens.
+    """
+
+    config: Config
+    metrics: Metrics
+    lengths: LengthService
+    counters: Mapping[str, TokenCounter]
+    broker: Broker
+    dispatcher: Dispatcher
+    path: RequestPath
+    background: BackgroundWork
+
+
+@asynccontextmanager
+async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterator[Gateway]:
+    """Open a gateway: tokenizers, length predictor, broker, engines; then recover jobs.
+
+    At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
+    requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
+    """
+    recipe, metrics = find(config.recipe), Metrics()
+    models = {engine.name: engine.model for engine in config.engines}
+    counters = {name: await TokenCounter.load(model) for name, model in models.items()}
+    async with (
+        open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
+        _opened(config.broker) as broker,
+    ):
+        controller = Controller(recipe.planner(), lengths.lengths, config.server.max_queued)
+        dispatcher = Dispatcher(controller, metrics, lambda tell: _engines(config, log_dir, tell))
+        path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
+        background = BackgroundWork(path, dispatcher)
+        recovery = Recovery(broker, background, models, config.broker.lease_seconds)
+        forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
+        try:
+            async with dispatcher.running(), background.running():
+                await recovery.renew()
+                async with tasks.running(recovery.run(), forget()):
+                    yield Gateway(config, metrics, lengths, counters, broker, dispatcher, path, background)
+        finally:
+            await path.fail_foreground("gateway_stopped")
+
+
+@asynccontextmanager
+async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
+    """Open the broker and begin its lease, which ends when it closes: others can take open jobs at once."""
+    broker = open_broker(settings)
+    try:
+        await broker.renew(time.time() + settings.lease_seconds)
+        yield broker
+    finally:
+        await broker.close()
+
+
+def _engines(config: Config, log_dir: Path | None, tell: Listener) -> dict[str, VllmEngine]:
+    return {
+        f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir or state_dir(), tell)
+        for i, engine in enumerate(config.engines)
+    }

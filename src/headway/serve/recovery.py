@@ -1,0 +1,82 @@
+"""The gateway's lease on its jobs, and recovery of jobs that no gateway holds.
+
+A gateway renews its lease three times within the lease's length. With each renewal it takes the jobs that
+another gateway gave back, or left behind when it died: background jobs run again here, foreground ones fail,
+because their connections ended with that gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Container
+
+from headway.broker.port import Broker, Job
+from headway.errors import HeadwayError
+from headway.serve.background import BackgroundWork
+from headway.serve.requests import InFlightRequest
+
+_PAGE = 32  # jobs taken at once: a body may be megabytes
+_SWEEP = 600.0  # seconds between deletions of old jobs
+log = logging.getLogger("headway.serve")
+
+
+class Recovery:
+    """Renews the lease and takes over free jobs.
+
+    models: those that are served here; a background job for another one fails.
+    lease_seconds: other gateways may take this one's jobs so long after its last renewal.
+    """
+
+    def __init__(
+        self, broker: Broker, background: BackgroundWork, models: Container[str], lease_seconds: float
+    ) -> None:
+        self._broker, self._background = broker, background
+        self._models, self._lease_seconds = models, lease_seconds
+
+    async def run(self) -> None:
+        """Renew and take over until cancelled."""
+        while True:
+            await asyncio.sleep(self._lease_seconds / 3)
+            try:
+                await self.renew()
+            except HeadwayError as error:  # the next renewal may succeed, once a full disk has space again
+                log.warning("the broker's lease was not renewed: %s", error)
+
+    async def renew(self) -> None:
+        """Renew the lease, then take over what is free."""
+        if not await self._broker.renew(time.time() + self._lease_seconds):
+            await self._drop_lost()
+        while jobs := await self._broker.take(time.time(), _PAGE):
+            for job in jobs:
+                await self._recover(job)
+
+    async def _drop_lost(self) -> None:
+        """Stop background jobs that another gateway took while the lease had ended: it runs them now."""
+        for id in self._background.ids():
+            job = await self._broker.get(id)
+            if job is not None and job.owner != self._broker.owner:
+                log.warning("background request %s was taken by the gateway %s", id, job.owner)
+                await self._background.drop(id)
+
+    async def _recover(self, job: Job) -> None:
+        if not job.background:
+            await self._broker.fail(job.id, "client_gone: the gateway ended before the answer", time.time())
+            return
+        in_flight = InFlightRequest.from_job(job)
+        if in_flight.request.model in self._models:
+            self._background.run(in_flight)
+        else:
+            reason = f"engine_gone: {in_flight.request.model} is not served any more"
+            await self._broker.fail(job.id, reason, time.time())
+
+
+async def forget_old_jobs(broker: Broker, keep_seconds: float) -> None:
+    """Delete jobs that ended longer ago than this, until cancelled."""
+    while True:
+        try:
+            await broker.forget(time.time() - keep_seconds)
+        except HeadwayError as error:
+            log.error("old jobs are not deleted: %s", error)
+        await asyncio.sleep(_SWEEP)

@@ -1,0 +1,148 @@
+"""The path of one request: admitted, stored, queued, opened on an engine, finished or failed.
+
+Whatever happens, an accepted request ends exactly once, in the core and in the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from headway.broker.port import Broker
+from headway.config import Server
+from headway.engines.vllm.process.client import EngineGone, VllmEngine
+from headway.engines.vllm.request_metadata import write_metadata
+from headway.serve.dispatcher import Dispatcher, refusal
+from headway.serve.lengths.service import LengthService
+from headway.serve.metrics import Metrics
+from headway.serve.request_parsing import PATHS, ParsedRequest
+from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest
+from headway.types import Failed, Finished, Request, Started
+
+
+class RequestPath:
+    """Takes requests from acceptance to their end."""
+
+    def __init__(
+        self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService, metrics: Metrics
+    ) -> None:
+        self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
+        self._lengths, self._metrics = lengths, metrics
+        self._storing = 0  # admitted requests that the broker has not stored yet
+
+    # ---- in
+
+    def check_capacity(self, request: Request) -> None:
+        """Refuse a request for which the queue has no room, before it is stored: 429 with Retry-After."""
+        reject = self._dispatcher.controller.admit(request, time.time(), self._storing)
+        if reject is None:
+            return
+        self._metrics.dropped(reject.reason)
+        raise refusal(f"The queue is full ({self._limits.max_queued} requests wait).", reject)
+
+    async def accept(self, parsed: ParsedRequest) -> InFlightRequest:
+        """Store a request durably and queue it. From here on it is owed an end."""
+        in_flight = await self.store(parsed)
+        self._dispatcher.add(in_flight)
+        return in_flight
+
+    async def store(self, parsed: ParsedRequest) -> InFlightRequest:
+        """Store a request durably."""
+        in_flight = InFlightRequest.of(parsed)
+        self._storing += 1
+        try:
+            await self._lengths.read(in_flight.request, in_flight.upstream)  # while nothing is owed
+            await self._put(in_flight)
+        finally:
+            self._storing -= 1
+        return in_flight
+
+    async def _put(self, in_flight: InFlightRequest) -> None:
+        put = asyncio.ensure_future(self._broker.put(in_flight.to_job()))
+        try:
+            await asyncio.shield(put)
+        except asyncio.CancelledError:
+            await asyncio.wait([put])
+            if put.exception() is None:
+                await self._broker.fail(
+                    in_flight.id, "client_gone: disconnected while it was stored", time.time()
+                )
+            raise
+
+    # ---- through the engine
+
+    async def open(self, in_flight: InFlightRequest) -> EngineResponse:
+        """Wait for an engine and return its response, begun.
+
+        An engine that dies before its response begins costs an attempt and the request queues again, up to
+        server.max_attempts; then EngineGone.
+        """
+        while True:
+            engine = await in_flight.engine_future
+            try:
+                response = await self._open_on(engine, in_flight)
+            except EngineGone:
+                if not await engine.lives():
+                    engine.lost()
+                if await self._count_attempt(in_flight) >= self._limits.max_attempts:
+                    raise
+                self._dispatcher.requeue(in_flight)
+            else:
+                in_flight.first_token = time.time()
+                self._dispatcher.dispatch(Started(in_flight.id))
+                return response
+
+    async def _open_on(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
+        forecast = self._lengths.lengths.forecast(in_flight.request)
+        body = in_flight.body(write_metadata(in_flight.request, forecast, in_flight.rank))
+        response = await EngineResponse.open(engine, PATHS[in_flight.kind], body)
+        # A live engine's error is this request's fault, and the client is told.
+        broken = response.status >= 500 or response.head.startswith(ERROR_EVENT)
+        if broken and not await engine.lives():
+            await response.close()
+            raise EngineGone(engine.id, response.head[:300])
+        return response
+
+    async def _count_attempt(self, in_flight: InFlightRequest) -> int:
+        """Return how many engines died over this request; for background work restarts do not reset it."""
+        in_flight.attempts += 1
+        return await self._broker.attempt(in_flight.id) if in_flight.background else in_flight.attempts
+
+    # ---- out
+
+    async def finish(
+        self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None
+    ) -> bool:
+        """Close a request as answered, first in the core, then in the broker. False when it was closed."""
+        if in_flight.closed:
+            return False
+        in_flight.closed = True
+        now, request = time.time(), in_flight.request
+        self._lengths.answered(request, output_tokens)
+        self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
+        self._lengths.ended(request.id)
+        done = await self._broker.done(request.id, result, now)
+        if done:
+            first, streamed = in_flight.first_token, in_flight.upstream.get("stream")
+            ttft = (first if streamed and first is not None else now) - request.arrival
+            self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
+        return done
+
+    async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
+        """Close a request as failed, with the reason that the broker keeps."""
+        if in_flight.closed:
+            return
+        self.abandon(in_flight, reason)
+        self._metrics.failed(in_flight.request, outcome)
+        await self._broker.fail(in_flight.id, reason, time.time())
+
+    def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
+        """Close a request here without an end in the broker."""
+        in_flight.closed = True
+        self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
+        self._lengths.ended(in_flight.id)
+
+    async def fail_foreground(self, reason: str) -> None:
+        """Fail every request whose client waits on a connection; background work stays open in the broker."""
+        for in_flight in [one for one in self._dispatcher.in_flight.values() if not one.background]:
+            await self.fail(in_flight, reason)

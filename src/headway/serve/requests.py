@@ -1,0 +1,146 @@
+"""A request inside the gateway, from its acceptance to its end, and the response of an engine.
+
+`InFlightRequest` is also what the broker's jobs are made of (`to_job`) and become again after a restart
+(`from_job`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from pydantic import TypeAdapter
+
+from headway.broker.port import Job
+from headway.engines.vllm.process.client import EngineGone, VllmEngine
+from headway.serve.request_parsing import PATHS, Kind, ParsedRequest
+from headway.types import Request
+
+ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
+_REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
+
+
+def _new_future() -> asyncio.Future[VllmEngine]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True)
+class InFlightRequest:
+    """One accepted request.
+
+    request: the core's view.
+    kind: the endpoint that it came to.
+    upstream: the body for the engine, without metadata.
+    background: its client polls for the response instead of holding a connection.
+    engine_future: resolved with the engine by `Send`, failed with RequestError by `Reject`.
+    rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine.
+    attempts: engines that died over it since it was accepted or recovered.
+    first_token: instant of the first token, None before it.
+    closed: it has its end.
+    """
+
+    request: Request
+    kind: Kind
+    upstream: dict[str, Any]
+    background: bool = False
+    engine_future: asyncio.Future[VllmEngine] = field(default_factory=_new_future)
+    rank: float = 0.0
+    attempts: int = 0
+    first_token: float | None = None
+    closed: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @classmethod
+    def of(cls, parsed: ParsedRequest) -> InFlightRequest:
+        """Return a parsed request as one in flight."""
+        return cls(parsed.request, parsed.kind, parsed.upstream, parsed.background)
+
+    @classmethod
+    def from_job(cls, job: Job) -> InFlightRequest:
+        """Return the background request of a stored job; its SLO counts from its first arrival."""
+        kind: Kind = "chat" if job.path == PATHS["chat"] else "completions"
+        return cls(_REQUEST.validate_json(job.request), kind, json.loads(job.body), background=True)
+
+    def to_job(self) -> Job:
+        """Return the job that the broker stores."""
+        request, body = self.request, json.dumps(self.upstream).encode()
+        stored = _REQUEST.dump_json(request).decode()
+        return Job(
+            request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background
+        )
+
+    def await_engine_again(self) -> None:
+        """Replace the engine future: the engine that it named has died."""
+        self.engine_future = _new_future()
+
+    def body(self, metadata: dict[str, str | float]) -> bytes:
+        """Return the body for the engine: the client's, with metadata for the scheduler."""
+        extra = {**(self.upstream.get("vllm_xargs") or {}), **metadata}
+        return json.dumps({**self.upstream, "vllm_xargs": extra}).encode()
+
+
+@dataclass(slots=True)
+class EngineResponse:
+    """An engine's response that has begun. `close` ends it.
+
+    status, content_type: of the HTTP response.
+    head: the first chunk of a stream, otherwise the whole body.
+    engine: id of the engine.
+    """
+
+    status: int
+    content_type: str
+    head: bytes
+    engine: str
+    _response: aiohttp.ClientResponse = field(repr=False)
+    _stack: AsyncExitStack = field(repr=False)
+
+    @classmethod
+    async def open(cls, engine: VllmEngine, path: str, body: bytes) -> EngineResponse:
+        """Post a request and return the response with its head; EngineGone when the engine breaks off."""
+        stack = AsyncExitStack()
+        try:
+            http = await stack.enter_async_context(engine.open(path, body))
+            content_type = http.headers.get("content-type", "application/json")
+            response = cls(http.status, content_type, b"", engine.id, http, stack)
+            response.head = await (response.read() if response.streams else response._read_all())
+        except BaseException:
+            await stack.aclose()
+            raise
+        return response
+
+    @property
+    def streams(self) -> bool:
+        return "event-stream" in self.content_type
+
+    async def read(self) -> bytes:
+        """Return the next chunk, empty at the end; EngineGone when the engine breaks off."""
+        try:
+            return await self._response.content.readany()
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise EngineGone(self.engine, error) from error
+
+    async def _read_all(self) -> bytes:
+        parts = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
+
+    async def close(self) -> None:
+        """Close the connection unless it was read to its end, which makes vLLM abort the request."""
+        await self._stack.aclose()
+
+
+def count_output_tokens(body: bytes) -> int:
+    """Return the output tokens that a complete response reports, 0 when it has no usage."""
+    try:
+        return int(json.loads(body)["usage"]["completion_tokens"])
+    except (ValueError, KeyError, TypeError):
+        return 0

@@ -1,0 +1,223 @@
+"""A planner that takes its time does not hold up the gateway, and a stale plan does no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from headway.bench.live.planning_overhead import ByArrival
+from headway.core.cluster import Cluster
+from headway.core.controller import Controller
+from headway.forecast.lengths.task import TaskLengths
+from headway.ports import Planner
+from headway.recipes.default import DEFAULT
+from headway.serve import tasks
+from headway.serve.planning import ThreadedPlanning
+from headway.types import (
+    Arrived,
+    Command,
+    Event,
+    Failed,
+    Instance,
+    InstanceDown,
+    InstanceUp,
+    Plan,
+    Request,
+    Send,
+)
+from tests.serve.conftest import Serve
+from tests.serve.gateway import Fake, until
+from tests.serve.test_background import begin, finished
+from tests.serve.test_ends import hanging
+
+THINKING = "tests.serve.test_planning:RECIPE"
+SLEEPING = "headway.bench.live.planning_overhead:SLEEPING"
+
+
+class Thinking(ByArrival):
+    """Returns a plan when `go` is set.
+
+    began: plans begun so far. running: plans under way now, most: at most.
+    """
+
+    began = running = most = 0
+    go = threading.Event()
+
+    @staticmethod
+    def reset() -> None:
+        Thinking.began = Thinking.running = Thinking.most = 0
+        Thinking.go = threading.Event()
+
+    @property
+    def thinks(self) -> bool:
+        return True
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        plan, go = super().plan(cluster, now), Thinking.go
+        Thinking.began, Thinking.running = Thinking.began + 1, Thinking.running + 1
+        Thinking.most = max(Thinking.most, Thinking.running)
+        try:
+            assert go.wait(30), "the test never let the planner go on"
+            return plan
+        finally:
+            Thinking.running -= 1
+
+
+RECIPE = replace(DEFAULT["vllm"], name="thinking", planner=Thinking)
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    Thinking.reset()
+    yield
+    Thinking.go.set()  # no thread of a test outlives it
+
+
+# ---- in a gateway
+
+
+def test_every_request_is_answered_once(serve: Serve, fake: Fake) -> None:
+    asked = fake.last()["asked"]
+    with serve(recipe=SLEEPING) as gateway, ThreadPoolExecutor(16) as pool:
+        bodies = [gateway.chat(stream=i % 2 == 0) for i in range(40)]
+        answers = list(pool.map(gateway.post, bodies))
+        ids = [begin(gateway) for _ in range(5)]
+        assert [answer.status_code for answer in answers] == [200] * 40
+        assert all(answer.text.count("fake ") == 8 for answer in answers[::2])
+        assert {finished(gateway, id)["status"] for id in ids} == {"completed"}
+        assert gateway.controller.requests == {}
+        assert {state for state, _ in gateway.jobs().values()} == {"done"}
+    assert fake.last()["asked"] == asked + 45, "none was lost or sent twice"
+
+
+def test_other_endpoints_answer_while_it_plans(serve: Serve, fake: Fake) -> None:
+    with serve(recipe=THINKING) as gateway, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(gateway.post, gateway.chat())
+        until(lambda: Thinking.running == 1)
+        id = begin(gateway)
+        assert gateway.get("/v1/models").status_code == 200
+        assert gateway.get("/health").status_code == 200
+        assert gateway.get(f"/v1/responses/{id}").json()["status"] == "queued"
+        assert gateway.post(gateway.chat(model="unknown")).status_code == 404
+        assert gateway.metric("headway_queue_length") == 2
+        assert Thinking.running == 1, "all of that while one plan was being made"
+        assert not asked.done()
+        Thinking.go.set()
+        assert asked.result().status_code == 200
+        assert finished(gateway, id)["status"] == "completed"
+        assert Thinking.most == 1, "one plan at a time"
+
+
+def test_a_request_that_is_cancelled_meanwhile_is_not_sent(serve: Serve, fake: Fake) -> None:
+    asked = fake.last()["asked"]
+    with serve(recipe=THINKING) as gateway:
+        id = begin(gateway)
+        until(lambda: Thinking.running == 1)
+        assert gateway.post(None, f"/v1/responses/{id}/cancel").json()["status"] == "cancelled"
+        with hanging(gateway):
+            until(lambda: gateway.controller.queued == 1)
+        until(lambda: gateway.controller.queued == 0)  # that client left
+        last = begin(gateway)
+        Thinking.go.set()
+        assert finished(gateway, last)["status"] == "completed"
+        assert gateway.jobs()[id] == ("failed", "cancelled")
+    assert fake.last()["asked"] == asked + 1
+
+
+def test_an_instance_that_goes_down_meanwhile_gets_nothing(serve: Serve, mortal: Fake) -> None:
+    with serve(mortal.url, recipe=THINKING) as gateway:
+        id = begin(gateway)
+        until(lambda: Thinking.running == 1)
+        mortal.stop()
+        until(lambda: not gateway.controller.cluster.instances)
+        Thinking.go.set()
+        until(lambda: Thinking.running == 0)
+        assert gateway.get(f"/v1/responses/{id}").json()["status"] == "queued"
+        mortal.start()
+        assert finished(gateway, id)["status"] == "completed"
+        assert mortal.last()["asked"] == 1
+
+
+def test_stopping_does_not_wait_for_the_plan(serve: Serve) -> None:
+    with serve(recipe=THINKING) as gateway:
+        id = begin(gateway)
+        until(lambda: Thinking.running == 1)
+    assert Thinking.running == 1
+    assert gateway.jobs() == {id: ("open", None)}, "the next start runs it"
+    Thinking.go.set()
+    until(lambda: Thinking.running == 0)
+
+
+# ---- the loop itself
+
+
+def instance(id: str) -> Instance:
+    return Instance(id, "m", max_running=4, blocks_total=100, block_size=16, max_model_len=100)
+
+
+def request(id: str) -> Request:
+    return Request(id, "m", 5, 5, 0.0)
+
+
+class Broken(Thinking):
+    """A planner that fails once."""
+
+    failed = False
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        if not Broken.failed:
+            Broken.failed = True
+            raise ZeroDivisionError("no plan")
+        return super().plan(cluster, now)
+
+
+async def planned(planner: Planner, *later: Event) -> list[Command]:
+    """Return the commands of a loop that plans for one request, hears events meanwhile and plans on."""
+    out: list[Command] = []
+    loop = ThreadedPlanning(Controller(planner, TaskLengths()), out.extend)
+    async with tasks.running(loop.run()):
+        loop.note(InstanceUp(instance("a")))
+        loop.note(Arrived(request("r0")))
+        await asyncio.to_thread(until, lambda: Thinking.running == 1)
+        for event in later:
+            loop.note(event)
+        Thinking.go.set()
+        expected = 2 if later else 1
+        await asyncio.to_thread(until, lambda: Thinking.began >= expected and Thinking.running == 0)
+    return out
+
+
+async def test_what_happens_meanwhile_leads_to_one_more_plan() -> None:
+    later = [Arrived(request(f"r{i}")) for i in range(1, 4)]
+    sent = await planned(Thinking(), *later)
+    assert sent[:1] == [Send("r0", "a")]
+    assert Thinking.began == 2, "three events, one more plan"
+
+
+async def test_a_stale_plan_is_carried_out_as_far_as_it_holds() -> None:
+    later = [InstanceDown("a"), InstanceUp(instance("b"))]
+    sent = await planned(Thinking(), *later)
+    assert Send("r0", "a") not in sent
+
+
+async def test_a_request_that_failed_meanwhile_is_not_sent() -> None:
+    sent = await planned(Thinking(), Failed("r0", "cancelled"), Arrived(request("r1")))
+    assert Send("r0", "a") not in sent
+
+
+async def test_a_planner_that_fails_is_logged_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    out: list[Command] = []
+    loop = ThreadedPlanning(Controller(Broken(), TaskLengths()), out.extend)
+    Thinking.go.set()
+    async with tasks.running(loop.run()):
+        loop.note(InstanceUp(instance("a")))
+        loop.note(Arrived(request("r0")))
+        await asyncio.to_thread(until, lambda: "the planner failed" in caplog.text)
+        loop.note(Arrived(request("r1")))
+        await asyncio.to_thread(until, lambda: len(out) == 2)
+    assert out == [Send("r0", "a"), Send("r1", "a")]
