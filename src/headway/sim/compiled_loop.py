@@ -405,7 +405,7 @@ def _jobs(workload: Workload) -> Rows:
 
 def _requests(workload: Workload, kind: int) -> Rows:
     requests = np.zeros(len(workload), RequestColumns)
-    first = np.where(np.isinf(workload.ttft), workload.e2e, workload.ttft)
+    first = np.minimum(workload.ttft, workload.e2e)
     requests["max_tokens"], requests["task"] = workload.max_tokens, workload.tier
     requests["key2"] = workload.arrival
     requests["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(
