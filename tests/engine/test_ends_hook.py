@@ -72,13 +72,13 @@ def test_where_they_cannot_be_it_says_why_and_runs(
 def test_what_lies_on_the_host_is_not_counted_as_kv_in_use() -> None:
     clock, most = build(), 0
     fill(clock, 16)
-    recorder, holding = clock.scheduler.recorder, clock.scheduler.holding
+    stats, holding = clock.scheduler.stats, clock.scheduler.holding
     while clock.busy:
-        before = dict(recorder.counters)
+        before = dict(stats.counters)
         clock.step()
         most = max(most, holding.away())
-        busy = recorder.counters["busy_seconds"] - before["busy_seconds"]
-        assert recorder.counters["kv_seconds"] - before["kv_seconds"] <= busy * (1 + 1e-9)
+        busy = stats.counters["busy_seconds"] - before["busy_seconds"]
+        assert stats.counters["kv_seconds"] - before["kv_seconds"] <= busy * (1 + 1e-9)
     assert most > 32, "the host was used"
 
 

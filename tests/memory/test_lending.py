@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engines.simulated import kernels
-from headway.engines.simulated.kernels import FREE, HOLDING, Limits
+from headway.engines.simulated.kernels import Limits
 from headway.memory import reservations
 from headway.memory.exact import goal_of, pooled, reserve_of
 from headway.types import Ints, Jobs
@@ -26,7 +26,7 @@ class TwoEndedTable:
     """A small engine's account, worked by hand: one operation at a time."""
 
     def __init__(self, blocks: int) -> None:
-        self.total, self.jobs, self.balance = blocks, Jobs(16), np.array([blocks, 0])
+        self.total, self.jobs, self.usage = blocks, Jobs(16), kernels.usage_of(blocks)
         self.limits, self.serial = Limits(SIZE, 16, 10_000, 10_000), 0
 
     def come(self, prompt: int, goal: int) -> int | None:
@@ -43,25 +43,25 @@ class TwoEndedTable:
     def step(self, row: int, tokens: int, reserve: int = 0) -> bool:
         """Compute tokens of one row; tell whether it could. The account is as it was when not."""
         grows = kernels._grows(self.jobs.data, row, tokens, reserve, SIZE)
-        if grows > self.balance[FREE]:
+        if grows > self.usage["free_blocks"]:
             return False
         ran = kernels.run_reserved(
-            self.jobs.data, self.balance, self.limits, some(row), some(tokens), some(reserve), 16, 10_000
+            self.jobs.data, self.usage, self.limits, some(row), some(tokens), some(reserve), 16, 10_000
         )
         if ran.rows.size:
-            kernels.complete(self.jobs.data, self.balance, np.full(16, 10**6), ran.rows, ran.tokens, 1.0)
+            kernels.complete(self.jobs.data, self.usage, np.full(16, 10**6), ran.rows, ran.tokens, 1.0)
         return bool(ran.rows.size)
 
     def lend(self, guest: int, host: int, start: int, span: int) -> None:
         reservations.lend(self.jobs.data, some(guest), some(host), some(start), some(span))
 
     def end(self, row: int) -> None:
-        kernels.release(self.jobs.data, self.balance, row)
+        kernels.release(self.jobs.data, self.usage, row)
         self.jobs.remove(self.jobs.names([row])[0])
 
     def check(self) -> None:
-        reservations.check(self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.balance[FREE]))
-        assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running & self.jobs.live)
+        reservations.check(self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.usage["free_blocks"]))
+        assert self.usage["held_slots"] == np.count_nonzero(self.jobs.running & self.jobs.live)
 
 
 class Program:
@@ -97,7 +97,7 @@ class Program:
         span = int(self.rng.integers(1, slot.stop - slot.start + 1))
         prompt = int(self.rng.integers(1, 20))
         goal = max(prompt + 1, int(self.rng.integers(span * SIZE, span * SIZE + 12)))
-        if -(-goal // SIZE) - span > book.balance[FREE]:
+        if -(-goal // SIZE) - span > book.usage["free_blocks"]:
             return
         book.serial += 1
         row = jobs.add(f"r{book.serial}", prompt=prompt, serial=book.serial, tokens_left=1.0)
@@ -136,14 +136,14 @@ class Program:
         row = self.pick(running=True)
         if row is not None:
             (kernels.evict, kernels.save)[int(self.rng.integers(2))](
-                self.book.jobs.data, self.book.balance, some(row)
+                self.book.jobs.data, self.book.usage, some(row)
             )
 
     def finish(self) -> None:
         for row in self.rng.permutation(self.book.jobs.rows()).tolist():
             self.book.end(row)
             self.book.check()
-        assert self.book.balance[FREE] == self.book.total
+        assert self.book.usage["free_blocks"] == self.book.total
         assert not self.book.jobs.loan_blocks.any()
         assert not self.book.jobs.first_lent_block.any()
 
@@ -183,14 +183,14 @@ def hosted() -> tuple[TwoEndedTable, int, int]:
 
 def test_a_guest_takes_no_free_block() -> None:
     book, _, guest = hosted()
-    assert book.balance[FREE] == 10
+    assert book.usage["free_blocks"] == 10
     assert (book.jobs.blocks[guest], book.jobs.loan_blocks[guest]) == (0, 3)
 
 
 def test_a_host_does_not_run_into_its_guest() -> None:
     book, host, _ = hosted()
     book.jobs.computed[host] = book.jobs.prompt[host] = 28
-    with pytest.raises(AssertionError, match="host runs into"):
+    with pytest.raises(AssertionError, match="a lender reaches"):
         book.step(host, 1)
 
 
@@ -205,7 +205,7 @@ def test_what_a_leaving_host_has_lent_is_the_guests_own() -> None:
     book, host, guest = hosted()
     book.end(host)
     assert (book.jobs.blocks[guest], book.jobs.loan_blocks[guest]) == (3, 0)
-    assert book.balance[FREE] == 17
+    assert book.usage["free_blocks"] == 17
     book.check()
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.engines.simulated import kernels as engine
-from headway.engines.simulated.kernels import FREE, HOLDING, Limits
+from headway.engines.simulated.kernels import Limits, Usage, usage_of
 from headway.forecast.latency.laws import law
 from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
@@ -71,7 +71,7 @@ class RunState(NamedTuple):
     cov: Floats
     cap: Floats
     law: Floats
-    balance: Ints
+    usage: Usage
     counts: Ints
     clock: Floats
     first: Floats
@@ -112,12 +112,12 @@ def _arrive(w: RunState, i: int) -> None:
 def _begin(w: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     rows = w.rows[: w.counts[ROWS]]
-    ledger = KvBudget(w.line.blocks, w.balance[FREE], w.limits.size, w.limits.slots)
+    ledger = KvBudget(w.line.blocks, w.usage["free_blocks"], w.limits.size, w.limits.slots)
     step = pack(w.rule, w.jobs, rows, ledger, now, w.theta)
-    engine.evict(w.jobs, w.balance, step.evict)
-    paused = w.balance[HOLDING] - np.count_nonzero(w.jobs["running"][step.order])
+    engine.evict(w.jobs, w.usage, step.evict)
+    paused = w.usage["held_slots"] - np.count_nonzero(w.jobs["running"][step.order])
     budget = w.rule.budget if w.rule.budget else w.limits.budget
-    ran = engine.run(w.jobs, w.balance, w.limits, step.order, step.caps, w.rule.max_running, budget)
+    ran = engine.run(w.jobs, w.usage, w.limits, step.order, step.caps, w.rule.max_running, budget)
     size = ran.rows.size
     w.counts[RUNNING], w.counts[RAN] = size > 0, size
     if size == 0:
@@ -145,7 +145,7 @@ def _seconds(w: RunState, rows: Ints, tokens: Ints) -> float:
 @compiled
 def _iteration_ends(w: RunState, now: float) -> None:
     size = w.counts[RAN]
-    done = engine.complete(w.jobs, w.balance, w.target, w.ran[0, :size], w.ran[1, :size], now)
+    done = engine.complete(w.jobs, w.usage, w.target, w.ran[0, :size], w.ran[1, :size], now)
     w.counts[RUNNING] = 0
     for row in done:
         w.jobs["live"][row] = False
@@ -329,7 +329,7 @@ def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskL
         _jobs(workload), _asks(workload, kind), workload.output.copy(), np.zeros((_HEAPS, n), np.int64),
         none, none.copy(), none.copy(), np.zeros((2, slots), np.int64),
         np.zeros((len(workload.tiers), lengths.window), np.int64), np.zeros(len(workload.tiers), np.int64),
-        latency.theta, latency.cov, latency.cap, node.latency.law[1], np.array([instance.blocks_total, 0]),
+        latency.theta, latency.cov, latency.cap, node.latency.law[1], usage_of(instance.blocks_total),
         np.zeros(HEAP + _HEAPS, np.int64), np.zeros(2), never, never.copy(), node.latency.law[0], lengths.prior,
         rule, Line(kind, instance.window, instance.blocks_total, size),
         Limits(size, slots, node.budget, instance.max_model_len), latency.forget, latency.surprise,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.engines.simulated import kernels
-from headway.engines.simulated.kernels import FREE, Limits
+from headway.engines.simulated.kernels import Limits
 from headway.forecast.latency.online import batch_of
 from headway.memory import reservations
 from headway.memory.budget import KvBudget
@@ -66,7 +66,7 @@ class SimulatedEngine:
     ) -> None:  # fmt: skip
         self.packer, self.blocks, self.size, self.copy_seconds = packer, blocks, size, copy_seconds
         self.limits = Limits(size, slots, budget, max_model_len)
-        self.balance: Ints = np.array([blocks, 0])
+        self.usage = kernels.usage_of(blocks)
         self.jobs = Jobs(256)
         self.target: Ints = np.zeros(256, np.int64)
         self._serial = 0
@@ -74,7 +74,7 @@ class SimulatedEngine:
     @property
     def free(self) -> int:
         """Blocks that nobody holds."""
-        return int(self.balance[FREE])
+        return int(self.usage["free_blocks"])
 
     @property
     def ledger(self) -> KvBudget:
@@ -116,8 +116,8 @@ class SimulatedEngine:
         """Decide and account one iteration that begins now."""
         jobs, limits = self.jobs, self.limits
         step = self.packer.pack(jobs, self.ledger, now)
-        kernels.evict(jobs.data, self.balance, step.evict)
-        copied = kernels.save(jobs.data, self.balance, step.save)
+        kernels.evict(jobs.data, self.usage, step.evict)
+        copied = kernels.save(jobs.data, self.usage, step.save)
         if step.lend is not None:
             reservations.lend(jobs.data, step.lend.guest, step.lend.host, step.lend.start, step.lend.span)
         caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
@@ -126,7 +126,7 @@ class SimulatedEngine:
         paused = self._paused(step.order)
         reserve = np.zeros(step.order.size, np.int64) if step.reserve is None else step.reserve
         ran = kernels.run_reserved(
-            jobs.data, self.balance, limits, step.order, caps, reserve, running, budget
+            jobs.data, self.usage, limits, step.order, caps, reserve, running, budget
         )
         assert step.lend is None or jobs.running[step.lend.guest].all(), "a guest did not come in"
         lost = np.concatenate([step.evict, ran.lost])
@@ -136,7 +136,7 @@ class SimulatedEngine:
     def complete(self, ran: Ran, now: float) -> Done:
         """Let the iteration end now: tokens come out. Returns what is finished by it."""
         jobs = self.jobs
-        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
+        rows = kernels.complete(jobs.data, self.usage, self.target, ran.rows, ran.tokens, now)
         done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
         for name in done.ids:
             jobs.remove(name)

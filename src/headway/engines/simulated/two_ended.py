@@ -15,7 +15,7 @@ import numpy as np
 from headway.compiled import compiled
 from headway.engines.simulated import kernels
 from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
-from headway.engines.simulated.kernels import HOLDING, Limits, Rows
+from headway.engines.simulated.kernels import Limits, Rows, Usage
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation, checkpoint
 from headway.memory.two_ended import block_table as slots_of
@@ -145,7 +145,7 @@ class TwoEndedEngine(HostPoolEngine):
         """Decide and account one iteration that begins now: real-time rows first, then best effort."""
         jobs, book, dropped = self.jobs, self.book, int(self.book.counts[DROPPED])
         step = self.packer.pack(jobs, self.ledger, now)
-        rows, tokens, lost, admitted = account(jobs, book, self.balance, self.limits, step)
+        rows, tokens, lost, admitted = account(jobs, book, self.usage, self.limits, step)
         self.dropped = int(book.counts[DROPPED]) - dropped
         evicted, copied = np.concatenate([step.evict, lost]), int(book.counts[COPIED])
         paused = self._paused(rows)
@@ -154,7 +154,7 @@ class TwoEndedEngine(HostPoolEngine):
     def complete(self, ran: Ran, now: float) -> Done:
         """Let the iteration end now: tokens come out, and who is finished leaves the book."""
         jobs = self.jobs
-        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
+        rows = kernels.complete(jobs.data, self.usage, self.target, ran.rows, ran.tokens, now)
         for row in rows:
             checkpoint.forget(self.book, row)
             self.book.kind[row] = 0
@@ -169,30 +169,30 @@ class TwoEndedEngine(HostPoolEngine):
         rows = self.jobs.rows()
         assert (self.jobs.blocks[rows] == self.book.held[rows]).all()
         assert (self.jobs.saved[rows] == self.book.host[rows]).all()
-        assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running[rows])
+        assert self.usage["held_slots"] == np.count_nonzero(self.jobs.running[rows])
 
 
 def account(
-    jobs: Jobs, book: TwoEndedTable, balance: Ints, limits: Limits, step: Step
+    jobs: Jobs, book: TwoEndedTable, usage: Usage, limits: Limits, step: Step
 ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
     """Account a step on the book, within what the step and the engine allow; returns what `run` does."""
     caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
     most = limits.slots if step.max_running is None else step.max_running
     budget = limits.budget if step.token_budget is None else min(step.token_budget, limits.budget)
     within = limits._replace(budget=budget)
-    return run(jobs.data, book, balance, within, step.order, caps, step.evict, step.save, most)
+    return run(jobs.data, book, usage, within, step.order, caps, step.evict, step.save, most)
 
 
 @compiled
 def run(
-    jobs: Rows, book: TwoEndedTable, balance: Ints, limits: Limits, order: Ints, caps: Ints, evict: Ints, save: Ints,
+    jobs: Rows, book: TwoEndedTable, usage: Usage, limits: Limits, order: Ints, caps: Ints, evict: Ints, save: Ints,
     max_running: int,
 ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
     """Account one iteration on the book. Returns rows and tokens (aligned), who lost all KV, who came: n."""
     allocation.begin(book)
     for row in evict:
-        _leave(jobs, book, balance, row)
-    _send_away(jobs, book, balance, save)
+        _leave(jobs, book, usage, row)
+    _send_away(jobs, book, usage, save)
     book.pinned[order] = book.kind[order] == BEST_EFFORT
     rows, tokens = np.empty(order.size, np.int64), np.empty(order.size, np.int64)
     size, admitted, left = 0, 0, limits.budget
@@ -210,22 +210,22 @@ def run(
             blocked = (
                 kind == BEST_EFFORT and book.pinned[row] == 0
             )  # a real-time row has just taken its slots
-            full = fresh and balance[HOLDING] >= limits.slots
+            full = fresh and usage["held_slots"] >= limits.slots
             may = give > 0 and not blocked and not full
             if not may or not (_next_slot(arrays, limits.size, row, give) or _hold(book, row, give)):
                 book.pinned[row] = 0
                 if fresh and book.held[row] > 0:  # read back, but no room for more
-                    balance[HOLDING] += 1
+                    usage["held_slots"] += 1
                     jobs["running"][row] = True
                 continue
-            balance[HOLDING] += fresh
+            usage["held_slots"] += fresh
             admitted += fresh
             jobs["running"][row] = True
             rows[size], tokens[size] = row, give
             size, left = size + 1, left - give
             if kind == BEST_EFFORT and book.counts[DECODE_ONLY]:
                 allocation.turn_back(book, row)
-    lost = _settle(jobs, book, balance)
+    lost = _settle(jobs, book, usage)
     return rows[:size], tokens[:size], lost, admitted
 
 
@@ -257,32 +257,32 @@ def _hold(book: TwoEndedTable, row: int, tokens: int) -> bool:
 
 
 @compiled
-def _leave(jobs: Rows, book: TwoEndedTable, balance: Ints, row: int) -> None:
+def _leave(jobs: Rows, book: TwoEndedTable, usage: Usage, row: int) -> None:
     """Take all of a row's KV."""
     if book.host[row] > 0:
         slots_of.order(book, FREE, row, 0, book.table.shape[1] * book.counts[SIZE], 0, 0)
     checkpoint.forget(book, row)
-    balance[HOLDING] -= jobs["running"][row]
+    usage["held_slots"] -= jobs["running"][row]
     jobs["running"][row] = False
     jobs["computed"][row], jobs["blocks"][row], jobs["saved"][row] = 0, 0, 0
     jobs["evictions"][row] += 1
 
 
 @compiled
-def _send_away(jobs: Rows, book: TwoEndedTable, balance: Ints, save: Ints) -> None:
+def _send_away(jobs: Rows, book: TwoEndedTable, usage: Usage, save: Ints) -> None:
     """Copy rows to the host as a whole; where there is no room they lose their KV."""
     for row in save:
         if not checkpoint.away(book, row):
-            _leave(jobs, book, balance, row)
+            _leave(jobs, book, usage, row)
             continue
-        balance[HOLDING] -= jobs["running"][row]
+        usage["held_slots"] -= jobs["running"][row]
         jobs["running"][row] = False
         jobs["blocks"][row], jobs["saved"][row] = 0, book.host[row]
         jobs["evictions"][row] += 1
 
 
 @compiled
-def _settle(jobs: Rows, book: TwoEndedTable, balance: Ints) -> Ints:
+def _settle(jobs: Rows, book: TwoEndedTable, usage: Usage) -> Ints:
     """Bring the table's columns up to date with the book; return rows that lost all of their KV."""
     lost, size = np.empty(jobs.size, np.int64), 0
     for row in range(jobs.size):
@@ -295,7 +295,7 @@ def _settle(jobs: Rows, book: TwoEndedTable, balance: Ints) -> Ints:
             jobs["evictions"][row] += 1
             if there == 0 and jobs["running"][row]:
                 jobs["running"][row] = False
-                balance[HOLDING] -= 1
+                usage["held_slots"] -= 1
                 lost[size] = row
                 size += 1
     return lost[:size]

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 from headway.engines.vllm.plugin.control import PendingUrgency, install
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, kv_policy_of
-from headway.engines.vllm.plugin.scheduler_stats import Counting, Recorder
+from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.request_metadata import RequestMetadata, finite, read_metadata
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.memory.budget import KvBudget
@@ -41,7 +41,7 @@ class HeadwayMixin:
     requests: dict[str, Any]
     connector: Any
     kv_cache_manager: Any
-    recorder: Recorder
+    stats: SchedulerStats
     # Both are virtual in clockwork.py: instants as clients count them, and what measures durations.
     clock: Callable[[], float] = staticmethod(time.time)
     timer: Callable[[], float] = staticmethod(time.perf_counter)
@@ -265,7 +265,7 @@ class HeadwayMixin:
 
     # ---- control: called between steps on the engine's own thread (control.py)
 
-    def _away(self) -> int:
+    def _tokens_on_host(self) -> int:
         return self.holding.away()
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +307,7 @@ class HeadwayMixin:
             "blocks_total": self._total,
             "block_size": self._block_size,
             **self._limits,
-            "counters": self.recorder.counters | self.counters | self.holding.counters(),
+            "counters": self.stats.counters | self.counters | self.holding.counters(),
             **self.holding.state(),
             "jobs": [self._job(int(row)) for row in rows],
             "log": [list(entry) for entry in list(self.log)[-log:]] if log else [],
@@ -334,9 +334,9 @@ class HeadwayMixin:
         }
 
 
-class HeadwayScheduler(HeadwayMixin, Counting, Scheduler):
+class HeadwayScheduler(HeadwayMixin, StatsMixin, Scheduler):
     """Headway inside vLLM's synchronous loop."""
 
 
-class HeadwayAsyncScheduler(HeadwayMixin, Counting, AsyncScheduler):
+class HeadwayAsyncScheduler(HeadwayMixin, StatsMixin, AsyncScheduler):
     """Headway inside vLLM's overlapped loop (GPU)."""

@@ -127,6 +127,6 @@ def _two_ended(scheduler: Any) -> KvPolicy:
 
     why = two_ended.why_not(scheduler)
     if why is None:
-        return two_ended.TwoEnds(scheduler)
+        return two_ended.TwoEndedKv(scheduler)
     _log.warning("%s runs without two-ended blocks here: %s.", scheduler.recipe.name, why)
     return StockKv(why)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.engines.simulated.kernels import Limits
+from headway.engines.simulated.kernels import Limits, usage_of
 from headway.engines.simulated.two_ended import account
 from headway.engines.vllm.plugin.right_aligned_attention import reads_from_the_right
 from headway.engines.vllm.plugin.slot_copies import HostSlots, copies_of
@@ -63,7 +63,7 @@ def why_not(scheduler: Any) -> str | None:
     return "this machine's attention does not read a block from the right"
 
 
-class TwoEnds:
+class TwoEndedKv:
     """vLLM's KV as a `memory.slots.TwoEndedTable`; a `KvPolicy`.
 
     TwoEndedTable block b is vLLM's block b + 1 (its block 0 is nobody's). vLLM's pool itself stays untouched: its
@@ -140,21 +140,21 @@ class TwoEnds:
 
     def _run(self, step: Step) -> tuple[Ints, Ints]:
         """Return who computes how many tokens."""
-        balance = np.array([0, np.count_nonzero(self.inside)])
-        rows, tokens, _, _ = account(self.jobs, self.book, balance, self.limits, step)
+        usage = usage_of(0, np.count_nonzero(self.inside))
+        rows, tokens, _, _ = account(self.jobs, self.book, usage, self.limits, step)
         return rows, tokens
 
     def _tell(self, rows: Ints) -> None:
         """Write down for the worker what to copy, and who writes to the right."""
-        book, ends = self.book, self.pool.ends
+        book, metadata = self.book, self.pool.metadata
         orders = book.orders[: book.counts[ORDERS]]
         for kind, name in _COPIES:
             self.done[name] += int(orders[orders[:, 0] == kind, 3].sum())
-        ends.copies += copies_of(book, self.host)
+        metadata.copies += copies_of(book, self.host)
         row = rows[book.kind[rows] == BEST_EFFORT]
         last = book.held[row] - 1
         right = book.mirrored[book.table[row, last]] == 1
-        ends.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
+        metadata.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
 
     def _lost(self, rows: Ints) -> Ints:
         """Of rows whose KV was taken: let those without their end go back there, return those without any."""
@@ -165,7 +165,7 @@ class TwoEnds:
             if computed == 0 and had:
                 out.append(row)
                 continue
-            self.scheduler.recorder.preempted(request.request_id, had)  # vLLM sees neither of these
+            self.scheduler.stats.preempted(request.request_id, had)  # vLLM sees neither of these
             request.num_computed_tokens = min(had, computed)
         return np.array(out, np.int64)
 
@@ -206,7 +206,7 @@ class TwoEnds:
         blocks = [self.blocks[block] for block in table]
         self.manager.coordinator.single_type_managers[0].req_to_blocks[id] = blocks
         if table[: len(known)] != known:
-            self.pool.ends.tables[id] = table
+            self.pool.metadata.tables[id] = table
             blocks, known = [], []
         return self.manager.create_kv_cache_blocks((blocks[len(known) :],))
 

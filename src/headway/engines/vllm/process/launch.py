@@ -95,7 +95,7 @@ def _hooked(engine: Engine, recipe: str) -> list[str]:
 
 
 def _counted(engine: Engine, policy: str) -> list[str]:
-    name = "CountingAsyncScheduler" if engine.async_scheduling else "CountingScheduler"
+    name = "StatsAsyncScheduler" if engine.async_scheduling else "StatsScheduler"
     return [
         "--scheduling-policy",
         policy,
