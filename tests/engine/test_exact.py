@@ -119,12 +119,12 @@ def small(engine: Engine) -> Iterator[Engine]:
 def reserving(small: Engine) -> Iterator[Engine]:
     """The same with EcoServe inside."""
     scheduler = small.scheduler
-    before = scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots
+    before = scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots
     scheduler.recipe = find("ecoserve")
     scheduler.packer = scheduler.recipe.packer(8, 512, scheduler.latency)
-    scheduler.holding = kv_policy_of(scheduler)
+    scheduler.kv_policy = kv_policy_of(scheduler)
     yield small
-    scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots = before
+    scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots = before
 
 
 def run_long(engine: Engine) -> list[list[int]]:

@@ -28,20 +28,20 @@ def build(
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, cls))
 
 
-def decisions(case: Case, clock: SchedulerOracle) -> list[tuple[Any, ...]]:
+def decisions(case: Case, engine: SchedulerOracle) -> list[tuple[Any, ...]]:
     """Run a workload to its end; return every step: order and tokens, preemptions, free blocks."""
     steps, todo = [], sorted(enumerate(case.tasks), key=lambda item: item[1].at)
-    pool = clock.scheduler.kv_cache_manager.block_pool
-    while todo or clock.busy:
-        while todo and todo[0][1].at <= clock.now:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    while todo or engine.busy:
+        while todo and todo[0][1].at <= engine.now:
             i, task = todo.pop(0)
             metadata = _metadata(f"r{i}", task)
-            clock.add(
+            engine.add(
                 f"r{i}", task.prompt, task.output, priority=task.priority, metadata=metadata, arrival=task.at
             )
-        ran = clock.step(0.05)
-        lost = {id: request.num_preemptions for id, request in clock.scheduler.requests.items()}
-        steps.append((list(ran.items()), lost, pool.get_num_free_blocks(), list(clock.finished)))
+        ran = engine.step(0.05)
+        lost = {id: request.num_preemptions for id, request in engine.scheduler.requests.items()}
+        steps.append((list(ran.items()), lost, pool.get_num_free_blocks(), list(engine.finished)))
     return steps
 
 
@@ -73,9 +73,9 @@ def test_what_was_computed_adds_up(cls: type[Any], recipe: str | None, policy: s
     lost = 0
     for seed in range(12):
         case = tight(seed)
-        clock = build(case, cls, policy=policy, recipe=recipe)
-        found = decisions(case, clock)
-        counters = clock.scheduler.stats.counters
+        engine = build(case, cls, policy=policy, recipe=recipe)
+        found = decisions(case, engine)
+        counters = engine.scheduler.stats.counters
         computed = sum(tokens for ran, *_ in found for _, tokens in ran)
         assert computed == sum(task.prompt + task.output - 1 for task in case.tasks) + counters["recomputed"]
         assert 0 < counters["kv_seconds"] <= counters["busy_seconds"]
@@ -83,28 +83,28 @@ def test_what_was_computed_adds_up(cls: type[Any], recipe: str | None, policy: s
         assert counters["alloc_failures"] <= counters["preempted"]
         if cls is StatsScheduler:
             assert bool(counters["alloc_failures"]) == bool(counters["preempted"])
-        assert not clock.scheduler.stats._owed, "all that was owed has been paid"
+        assert not engine.scheduler.stats._owed, "all that was owed has been paid"
         lost += counters["preempted"]
     assert lost > 0, "nobody ran out of KV: the workloads show nothing"
 
 
 def test_preempted_is_what_vllm_counts() -> None:
     case = tight(1)
-    clock = build(case, StatsScheduler)
+    engine = build(case, StatsScheduler)
     most: dict[str, int] = {}
-    for _, lost, *_ in decisions(case, clock):
+    for _, lost, *_ in decisions(case, engine):
         most |= {id: max(count, most.get(id, 0)) for id, count in lost.items()}
-    assert clock.scheduler.stats.counters["preempted"] == sum(most.values())
+    assert engine.scheduler.stats.counters["preempted"] == sum(most.values())
 
 
 def test_by_hand() -> None:
     """Two of 48 tokens in 7 blocks of 16: at 64 the second wants a block too many, and computes all again."""
-    clock = build(Case((), 2, 512, 7, 112, 0), StatsScheduler)
-    clock.add("a", 48, 40)
-    clock.add("b", 48, 40)
-    while clock.busy:
-        clock.step(0.05)
-    counters = clock.scheduler.stats.counters
+    engine = build(Case((), 2, 512, 7, 112, 0), StatsScheduler)
+    engine.add("a", 48, 40)
+    engine.add("b", 48, 40)
+    while engine.busy:
+        engine.step(0.05)
+    counters = engine.scheduler.stats.counters
     assert (counters["alloc_failures"], counters["preempted"], counters["recomputed"]) == (1, 1, 48)
 
 
@@ -136,13 +136,13 @@ def test_one_shortage_counts_once_in_an_iteration() -> None:
 
 
 def test_it_answers_on_the_control_route_and_obeys_nothing() -> None:
-    clock = build(tight(1), StatsScheduler)
+    engine = build(tight(1), StatsScheduler)
 
     class Core:
-        scheduler = clock.scheduler
+        scheduler = engine.scheduler
 
     state = _control(Core, {"op": "state"})
-    assert state["counters"] == clock.scheduler.stats.counters
+    assert state["counters"] == engine.scheduler.stats.counters
     assert state["blocks_free"] == state["blocks_total"]
     assert "error" in _control(Core, {"op": "pause", "ids": []})
 

@@ -31,8 +31,8 @@ def hook_rows(quick: bool, seed: int) -> list[Row]:
 
 
 def _rows(running: int, steps: int, seed: int) -> list[Row]:
-    clocks = {name: steady(running, name, steps, seed) for name in ("stock", *RECIPES)}
-    times = _measure(clocks, steps)
+    engines = {name: steady(running, name, steps, seed) for name in ("stock", *RECIPES)}
+    times = _measure(engines, steps)
     stock = float(np.median(times["stock"]))
     rows = [Row("hook.schedule_us", "stock", f"{running} running", stock * 1e6, "us")]
     for name in RECIPES:
@@ -53,25 +53,25 @@ def steady(running: int, name: str, steps: int, seed: int) -> SchedulerOracle:
         max_running=running, max_batched_tokens=8192, max_model_len=2048, block_size=_BLOCK,
         recipe=None if name == "stock" else name, pool=two_ended_pool(1.0) if ends else None,
     )  # fmt: skip
-    clock = SchedulerOracle(scheduler(setup, blocks, _BLOCK, None if name == "stock" else HeadwayScheduler))
+    engine = SchedulerOracle(scheduler(setup, blocks, _BLOCK, None if name == "stock" else HeadwayScheduler))
     rng = np.random.default_rng(seed)
     for i in range(running):
         metadata: dict[str, Any] = {"headway_id": str(i), "headway_arrival": float(rng.uniform(-1, 0))}
         if i % 2:
             metadata |= {"headway_ttft": 1.0, "headway_tpot": 0.1}
-        clock.add(f"r{i}", _PROMPT, steps + 32, metadata=metadata)
+        engine.add(f"r{i}", _PROMPT, steps + 32, metadata=metadata)
     for _ in range(24):  # prompts are computed, caches are warm
-        clock.step(0.02)
-    return clock
+        engine.step(0.02)
+    return engine
 
 
-def _measure(clocks: dict[str, SchedulerOracle], steps: int) -> dict[str, Floats]:
-    """Step all clocks in turn; return seconds of each schedule() call per name."""
-    times = {name: np.zeros(steps) for name in clocks}
+def _measure(engines: dict[str, SchedulerOracle], steps: int) -> dict[str, Floats]:
+    """Step all engines in turn; return seconds of each schedule() call per name."""
+    times = {name: np.zeros(steps) for name in engines}
     for step in range(steps):
-        for name, clock in clocks.items():
+        for name, engine in engines.items():
             began = time.perf_counter()
-            output = clock.schedule()
+            output = engine.schedule()
             times[name][step] = time.perf_counter() - began
-            clock.complete(output, 0.02)
+            engine.complete(output, 0.02)
     return times

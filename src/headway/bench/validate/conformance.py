@@ -286,7 +286,7 @@ class Both:
             "has free": (scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.lean.free),
         }
         if isinstance(self.lean, TwoEndedEngine):
-            pairs["shares and saves"] = (_account(scheduler.holding.book), _account(self.lean.book))
+            pairs["shares and saves"] = (_account(scheduler.kv_policy.kv), _account(self.lean.kv))
         for what, (theirs, mine) in pairs.items():
             if theirs != mine:
                 return f"at {self.real.now:.3f}: vLLM {what} {theirs}, we {mine}"
@@ -296,15 +296,15 @@ class Both:
 def _lost(scheduler: Any, id: str) -> int:
     """Return how often a request's KV was taken; of two-ended blocks vLLM does not see what is saved."""
     jobs = getattr(scheduler, "jobs", None)
-    if jobs is None or not scheduler.holding.state().get("two_ended"):
+    if jobs is None or not scheduler.kv_policy.state().get("two_ended"):
         return int(scheduler.requests[id].num_preemptions)
     return int(jobs.evictions[jobs.row_of[id]])
 
 
-def _account(book: TwoEndedTable) -> tuple[int, ...]:
-    """Return what a book adds up to: tokens on the host, dropped and here, blocks shared, and the copies."""
-    orders = book.orders[: book.counts[ORDERS]].sum(axis=0)
-    return *book.counts[[HOST, DROPPED, SHARED]].tolist(), int(book.stored.sum()), *orders[[0, 2, 3]].tolist()
+def _account(kv: TwoEndedTable) -> tuple[int, ...]:
+    """Return the sums of a table of slots: tokens on the host, dropped and stored, blocks shared, copies."""
+    orders = kv.orders[: kv.counts[ORDERS]].sum(axis=0)
+    return *kv.counts[[HOST, DROPPED, SHARED]].tolist(), int(kv.stored.sum()), *orders[[0, 2, 3]].tolist()
 
 
 def _pooled(

@@ -158,7 +158,9 @@ def _continue(
         if give == 0:
             continue
         more = _grows(jobs, row, give, reserve[i], limits.size)
-        while more > usage["free_blocks"] and end > i:  # vLLM preempts the last row, at the end the row itself
+        while (
+            more > usage["free_blocks"] and end > i
+        ):  # vLLM preempts the last row, at the end the row itself
             end -= 1
             lost[n - 1 - end] = chosen[end]
             evict(jobs, usage, chosen[end : end + 1])

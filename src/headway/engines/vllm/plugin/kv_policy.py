@@ -1,7 +1,7 @@
-"""Whose KV blocks are whose? StockKv vLLM's answer, and where an engine that shares blocks gives another.
+"""The interface by which the hook lets requests share KV blocks, and `StockKv`, which does not.
 
-The hook asks its `KvPolicy` at each point at which KV changes hands; vLLM's own block manager goes on doing
-the work. `StockKv` adds nothing to it.
+The hook calls its `KvPolicy` wherever KV is allocated, freed or accounted; vLLM's own block manager still does
+the work.
 """
 
 from __future__ import annotations
@@ -20,80 +20,79 @@ _NOBODY = np.empty(0, np.int64)
 
 
 class KvPolicy(Protocol):
-    """One scheduler's extra account of KV. Rows are rows of its `Jobs`; calls come in this order in a step.
+    """One scheduler's policy for KV blocks. Rows are rows of its `Jobs`; calls come in this order in a step.
 
-    An implementation wraps what it must of `kv_cache_manager` when it is made, and raises ConfigError there
-    when the engine's settings do not allow it.
+    An implementation wraps methods of `kv_cache_manager` in its constructor.
     """
 
     def leave(self, row: int) -> None:
-        """Forget a row that has lost its KV or is leaving the table; its columns are still there.
+        """Forget a row that has lost its KV or is leaving the table; its columns are still valid.
 
-        Called for the finished and aborted before `refresh`, for the evicted and saved after vLLM has freed
-        their blocks, and for those that vLLM preempted itself after its `schedule()`.
+        Called for finished and aborted requests before `refresh`, for evicted and saved ones after vLLM has
+        freed their blocks, and for those that vLLM preempted itself after its `schedule()`.
         """
 
     def refresh(self, rows: Ints) -> None:
-        """Correct the table's columns of the running `rows`, just read from vLLM (blocks = by computed)."""
+        """Correct the columns of the running `rows`, just read from vLLM (blocks: as computed tokens need)."""
 
-    def ledger(self, plain: KvBudget) -> KvBudget:
-        """Return the account that the packer reads."""
+    def budget(self, stock: KvBudget) -> KvBudget:
+        """Return the budget that the packer reads; stock: by vLLM's own count."""
 
     def plan(self, step: Step) -> Step:
-        """Return the step to carry out instead of the packer's: before its evictions and saves."""
+        """Return the step to execute instead of the packer's; called before its evictions and saves."""
 
     def begin(self, step: Step) -> None:
-        """Prepare what stock is about to allocate: after evictions and saves, before stock schedules."""
+        """Prepare stock's allocations; called after evictions and saves, before stock schedules."""
 
     def check(self, ran: dict[str, int]) -> None:
-        """Assert that what stock has scheduled (request id -> tokens) lies where it may."""
+        """Check what stock has scheduled (request id -> tokens) against the blocks; raises AssertionError."""
 
-    def away(self) -> int:
-        """Return the tokens of requests that run for vLLM and lie on the host."""
+    def tokens_on_host(self) -> int:
+        """Return the tokens on the host of requests that are running for vLLM."""
 
     def counters(self) -> dict[str, int]:
-        """Return what it has done so far, for the hook's counters."""
+        """Return counters for the hook's state."""
 
     def state(self) -> dict[str, Any]:
-        """Return what the hook's state says about it."""
+        """Return further entries of the hook's state."""
 
 
 class StockKv:
-    """vLLM's blocks as they are; `why` they are not otherwise, where the recipe would have it."""
+    """vLLM's own blocks, unshared. why: the reason, where the recipe wants two-ended blocks."""
 
     def __init__(self, why: str | None = None) -> None:
         self.why = why
 
     def leave(self, row: int) -> None:
-        """Nothing is shared."""
+        """Do nothing."""
 
     def refresh(self, rows: Ints) -> None:
-        """A row holds what it has computed."""
+        """Do nothing."""
 
-    def ledger(self, plain: KvBudget) -> KvBudget:
-        """Return it as it is."""
-        return plain
+    def budget(self, stock: KvBudget) -> KvBudget:
+        """Return vLLM's own budget."""
+        return stock
 
     def plan(self, step: Step) -> Step:
-        """Return it as it is."""
+        """Return the packer's step."""
         return step
 
     def begin(self, step: Step) -> None:
-        """vLLM allocates as it goes."""
+        """Do nothing."""
 
     def check(self, ran: dict[str, int]) -> None:
-        """vLLM checks itself."""
+        """Do nothing."""
 
-    def away(self) -> int:
-        """Who is on the host does not run for vLLM."""
+    def tokens_on_host(self) -> int:
+        """Return 0: requests on the host are not running for vLLM."""
         return 0
 
     def counters(self) -> dict[str, int]:
-        """Return nothing."""
+        """Return no counters."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return why blocks have no second end, where a recipe wants them to."""
+        """Return why blocks are not two-ended, where the recipe wants them to be."""
         return {} if self.why is None else {"two_ended": False, "two_ended_why": self.why}
 
 
@@ -104,7 +103,7 @@ class HostPoolKv(StockKv):
         super().__init__()
         self.copy_seconds = copy_seconds
 
-    def ledger(self, plain: KvBudget) -> KvBudget:
+    def budget(self, plain: KvBudget) -> KvBudget:
         """Return it with the seconds that moving a token's KV takes."""
         return TwoEndedBudget(*plain, self.copy_seconds, _NOBODY, False)
 

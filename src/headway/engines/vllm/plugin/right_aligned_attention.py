@@ -93,7 +93,9 @@ def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, posi
 def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
     metadata = stock(builder, common_prefix_len, common, *args, **kwargs)
     metadata.headway = [
-        call for row, k in _right_aligned if row < common.num_reqs and (call := _call(builder, common, row, k))
+        call
+        for row, k in _right_aligned
+        if row < common.num_reqs and (call := _call(builder, common, row, k))
     ]
     return metadata
 
@@ -218,7 +220,9 @@ def layout(cache: Any, size: int) -> Any:
     part = place // (size * dim)  # head by head: its keys, then its values
     order = torch.argsort(slot * (2 * heads * dim) + part * dim + high * 64 + low)
     where = order.view(size, 2 * heads * dim)
-    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), "a slot's elements are not together"
+    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), (
+        "a slot's elements are not together"
+    )
     return where
 
 

@@ -74,14 +74,14 @@ def slots_of(tokens: Ints, block: int, size: int, mirrored: int) -> Ints:
     return (block + 1) * size + (size - 1 - at if mirrored else at)
 
 
-def copies_of(table: TwoEndedTable, host: HostSlots) -> list[Copy]:
+def copies_of(kv: TwoEndedTable, host: HostSlots) -> list[Copy]:
     """Return this iteration's copies in order; neighbours in the same direction to or from the host are merged.
 
     Copies that write the same slot stay apart: a slot freed in between has a new owner, whose KV comes last.
     """
     copies: list[Copy] = []
-    for entry in table.orders[: table.counts[ORDERS]].tolist():
-        copy = _copy(entry, int(table.counts[SIZE]), host)
+    for entry in kv.orders[: kv.counts[ORDERS]].tolist():
+        copy = _copy(entry, int(kv.counts[SIZE]), host)
         if copy is None:
             continue
         if copies and _mergeable(copies[-1], copy):

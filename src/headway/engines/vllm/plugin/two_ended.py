@@ -1,9 +1,9 @@
-"""Whose block may a request grow into, inside vLLM? The same book as in the simulator decides.
+"""Two-ended KV blocks in vLLM (BROS 5), accounted by the same code as in the simulator.
 
-Each step the book grants rows and tokens (`engines/two_ended.account`), vLLM's own `schedule()` is shown just
-these, and its block manager hands out the blocks that the book has given (BROS 5). A best-effort request that
-pauses, or is on the host, stays running for vLLM and is not scheduled; one that has lost all KV is preempted,
-one that has lost its end computes it again.
+In each step `engines/simulated/two_ended.account` decides which rows compute how many tokens in which slots;
+vLLM's own `schedule()` is shown just these, and its block manager hands out these blocks. A best-effort
+request that pauses, or is on the host, stays running for vLLM and is not scheduled; one that has lost all KV
+is preempted; one that has lost the end of its KV computes that again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headway.memory.two_ended.block_table import (
 from headway.pack.bros.algorithm_1 import real_time
 from headway.types import Ints, Step
 
-_NOBODY = np.empty(0, np.int64)
+_NO_ROWS = np.empty(0, np.int64)
 _COPIES = ((SAVE, "saved_tokens"), (LOAD, "loaded_tokens"), (MOVE, "moved_tokens"))
 _MULTIPLE = 32  # tokens: what the CPU attention's blocks consist of
 
@@ -64,10 +64,16 @@ def why_not(scheduler: Any) -> str | None:
 
 
 class TwoEndedKv:
-    """vLLM's KV as a `memory.slots.TwoEndedTable`; a `KvPolicy`.
+    """vLLM's KV slots as a `TwoEndedTable`; a `KvPolicy`.
 
-    TwoEndedTable block b is vLLM's block b + 1 (its block 0 is nobody's). vLLM's pool itself stays untouched: its
-    manager's methods that allocate and free are replaced.
+    Block b of the table is vLLM's block b + 1 (its block 0 is the null block). vLLM's block pool is not used:
+    the methods of its manager that allocate and free are replaced.
+
+    kv: the table of slots.
+    host_slots: slots of the host pool.
+    running: rows that hold a slot and KV.
+    serial: serial of the job that the table knows by each row.
+    granted: tokens of this step by request.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -76,88 +82,90 @@ class TwoEndedKv:
         self.blocks = self.manager.block_pool.blocks
         size, longest, total = int(scheduler.block_size), int(scheduler.max_model_len), len(self.blocks) - 1
         rows = self.jobs.data.size
-        self.book = block_table.new(total, size, longest, self.pool.host_tokens, rows, decode_only=True)
+        self.kv = block_table.new(total, size, longest, self.pool.host_tokens, rows, decode_only=True)
         self.limits = Limits(size, scheduler._slots, scheduler.max_num_scheduled_tokens, longest)
-        self.host = HostSlots(longest)
-        self.inside = np.zeros(rows, np.bool_)  # rows that hold a slot and KV
-        self.serial = np.zeros(rows, np.int64)  # of the job that the book knows by this row
+        self.host_slots = HostSlots(longest)
+        self.running = np.zeros(rows, np.bool_)
+        self.serial = np.zeros(rows, np.int64)
         self.granted: dict[str, int] = {}
-        self.done = dict.fromkeys((name for _, name in _COPIES), 0)
-        self._known: dict[str, list[int]] = {}  # each running request's blocks, as the worker has them
+        self.copied = dict.fromkeys((name for _, name in _COPIES), 0)
+        self._worker_tables: dict[
+            str, list[int]
+        ] = {}  # each running request's blocks, as the worker has them
         self.pool.begin()
-        self._take_over()
-        self._run(Step(_NOBODY, _NOBODY, _NOBODY, _NOBODY))  # compiles it
+        self._wrap_manager()
+        self._run(Step(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))  # compiles it
 
-    def _take_over(self) -> None:
+    def _wrap_manager(self) -> None:
         manager = self.manager
         manager.allocate_slots, manager.free = self.allocate, self.free
-        manager.block_pool.get_num_free_blocks = lambda: int(self.book.counts[EMPTY])
+        manager.block_pool.get_num_free_blocks = lambda: int(self.kv.counts[EMPTY])
 
-    # ---- what the hook asks
+    # ---- called by the hook
 
     def leave(self, row: int) -> None:
-        """Its KV is free already (`free`)."""
-        self.inside[row] = False
+        """Note that a row has lost its slot; `free` has freed its KV."""
+        self.running[row] = False
 
     def refresh(self, rows: Ints) -> None:
-        """Let those who have come or gone into or out of the book; the table's columns are the book's."""
+        """Enter new rows into the table of slots, remove ended ones, and read the jobs' columns from it."""
         jobs = self.jobs
-        if jobs.data.size > self.inside.size:
+        if jobs.data.size > self.running.size:
             self._grow(jobs.data.size)
-        for row in np.flatnonzero(~jobs.live & (self.book.kind != 0)):
+        for row in np.flatnonzero(~jobs.live & (self.kv.kind != 0)):
             self._forget(int(row))
-            self.book.kind[row] = 0
+            self.kv.kind[row] = 0
         fresh = np.flatnonzero(jobs.live & (self.serial != jobs.serial))
         for row in fresh[np.argsort(jobs.serial[fresh])]:
-            allocation.enter(self.book, row, REAL_TIME if real_time(jobs.data, row) else BEST_EFFORT)
-            self.inside[row], self.serial[row] = False, jobs.serial[row]
-        book = self.book
-        jobs.computed[:], jobs.running[:] = book.stored + book.away, self.inside
-        jobs.blocks[:], jobs.saved[:] = book.held, book.host
+            allocation.enter(self.kv, row, REAL_TIME if real_time(jobs.data, row) else BEST_EFFORT)
+            self.running[row], self.serial[row] = False, jobs.serial[row]
+        kv = self.kv
+        jobs.computed[:], jobs.running[:] = kv.stored + kv.away, self.running
+        jobs.blocks[:], jobs.saved[:] = kv.held, kv.host
 
     def _grow(self, rows: int) -> None:
-        more = np.zeros(rows - self.inside.size, np.int64)
-        self.book = block_table.grown(self.book, rows)
+        more = np.zeros(rows - self.running.size, np.int64)
+        self.kv = block_table.grown(self.kv, rows)
         self.serial = np.concatenate([self.serial, more])
-        self.inside = np.concatenate([self.inside, more.astype(np.bool_)])
+        self.running = np.concatenate([self.running, more.astype(np.bool_)])
 
-    def ledger(self, plain: KvBudget) -> TwoEndedBudget:
-        """Return the account of empty blocks, and what each row needs to be read back."""
-        moves = checkpoint.lost_places(self.book, np.arange(self.inside.size))
-        copy, total, free = self.pool.copy_seconds, plain.total, int(self.book.counts[EMPTY])
-        return TwoEndedBudget(total, free, plain.size, plain.slots, copy, moves, True)
+    def budget(self, stock: KvBudget) -> TwoEndedBudget:
+        """Return the empty blocks, and how many of them each row needs to be read back."""
+        moves = checkpoint.lost_places(self.kv, np.arange(self.running.size))
+        copy, total, free = self.pool.copy_seconds, stock.total, int(self.kv.counts[EMPTY])
+        return TwoEndedBudget(total, free, stock.size, stock.slots, copy, moves, True)
 
     def plan(self, step: Step) -> Step:
-        """Account the step on the book. Returns what vLLM is to carry out: who runs, who has lost all KV."""
+        """Account the packer's step. Returns vLLM's: the rows that run, and those that have lost all KV."""
         jobs, before = self.jobs, self.jobs.evictions.copy()
         rows, tokens = self._run(step)
-        self.inside[:] = jobs.running
+        self.running[:] = jobs.running
         self.granted = dict(zip(jobs.names(rows), tokens.tolist(), strict=True))
-        self._tell(rows)
-        evict = self._lost(np.flatnonzero(jobs.evictions != before))
-        jobs.evictions[evict] -= 1  # the hook counts those that vLLM preempts
-        return Step(rows, tokens, evict, _NOBODY, max_running=rows.size, token_budget=int(tokens.sum()))
+        self._fill_metadata(rows)
+        evict = self._lost_rows(np.flatnonzero(jobs.evictions != before))
+        jobs.evictions[evict] -= 1  # the hook counts the preemptions by vLLM
+        return Step(rows, tokens, evict, _NO_ROWS, max_running=rows.size, token_budget=int(tokens.sum()))
 
     def _run(self, step: Step) -> tuple[Ints, Ints]:
-        """Return who computes how many tokens."""
-        usage = usage_of(0, np.count_nonzero(self.inside))
-        rows, tokens, _, _ = account(self.jobs, self.book, usage, self.limits, step)
+        """Account a step; return the rows that compute and their tokens."""
+        usage = usage_of(0, np.count_nonzero(self.running))
+        rows, tokens, _, _ = account(self.jobs, self.kv, usage, self.limits, step)
         return rows, tokens
 
-    def _tell(self, rows: Ints) -> None:
-        """Write down for the worker what to copy, and who writes to the right."""
-        book, metadata = self.book, self.pool.metadata
-        orders = book.orders[: book.counts[ORDERS]]
+    def _fill_metadata(self, rows: Ints) -> None:
+        """Give the worker its copies, and the rows that fill their last block from the right."""
+        kv, metadata = self.kv, self.pool.metadata
+        orders = kv.orders[: kv.counts[ORDERS]]
         for kind, name in _COPIES:
-            self.done[name] += int(orders[orders[:, 0] == kind, 3].sum())
-        metadata.copies += copies_of(book, self.host)
-        row = rows[book.kind[rows] == BEST_EFFORT]
-        last = book.held[row] - 1
-        right = book.mirrored[book.table[row, last]] == 1
+            self.copied[name] += int(orders[orders[:, 0] == kind, 3].sum())
+        metadata.copies += copies_of(kv, self.host_slots)
+        row = rows[kv.kind[rows] == BEST_EFFORT]
+        last = kv.held[row] - 1
+        right = kv.mirrored[kv.table[row, last]] == 1
         metadata.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
 
-    def _lost(self, rows: Ints) -> Ints:
-        """Of rows whose KV was taken: let those without their end go back there, return those without any."""
+    def _lost_rows(self, rows: Ints) -> Ints:
+        """Return those of `rows` that have lost all KV; for the others, which lost its end, set vLLM's count."""
         out = []
         for row in rows.tolist():
             request, computed = self._request(row), int(self.jobs.computed[row])
@@ -165,44 +173,44 @@ class TwoEndedKv:
             if computed == 0 and had:
                 out.append(row)
                 continue
-            self.scheduler.stats.preempted(request.request_id, had)  # vLLM sees neither of these
+            self.scheduler.stats.preempted(request.request_id, had)  # vLLM knows of neither of these
             request.num_computed_tokens = min(had, computed)
         return np.array(out, np.int64)
 
     def begin(self, step: Step) -> None:
-        """The book has given all blocks already (`plan`)."""
+        """Do nothing: `plan` has allocated the blocks."""
 
     def check(self, ran: dict[str, int]) -> None:
-        """Take back what vLLM has left out, such as a request whose grammar is not compiled yet."""
+        """Free the slots of requests that vLLM left out, such as one whose grammar is not compiled yet."""
         for id, tokens in self.granted.items():
             missing = tokens - ran.get(id, 0)
             if missing:
                 row = self.jobs.row_of[id]
-                allocation.trim(self.book, row, self.book.stored[row] - missing)
-                self.inside[row] = self.book.stored[row] > 0
-        assert ran.keys() <= self.granted.keys(), "vLLM runs what has no blocks"
+                allocation.trim(self.kv, row, self.kv.stored[row] - missing)
+                self.running[row] = self.kv.stored[row] > 0
+        assert ran.keys() <= self.granted.keys(), "vLLM runs a request that has no blocks"
 
-    def away(self) -> int:
-        """Return the tokens on the host: their requests stay running for vLLM."""
-        return int(self.book.counts[HOST])
+    def tokens_on_host(self) -> int:
+        """Return the tokens on the host, whose requests stay running for vLLM."""
+        return int(self.kv.counts[HOST])
 
     def counters(self) -> dict[str, int]:
-        """Return blocks that got a second owner, and tokens saved, read back, moved and dropped."""
-        counts = self.book.counts
-        return {**self.done, "shared_blocks": int(counts[SHARED]), "dropped_tokens": int(counts[DROPPED])}
+        """Return the blocks that got a second owner, and the tokens saved, loaded, moved and dropped."""
+        counts = self.kv.counts
+        return {**self.copied, "shared_blocks": int(counts[SHARED]), "dropped_tokens": int(counts[DROPPED])}
 
     def state(self) -> dict[str, Any]:
-        """Return that blocks have two ends."""
+        """Return that blocks are two-ended."""
         return {"two_ended": True}
 
-    # ---- what vLLM's scheduler asks in place of its block manager
+    # ---- in place of vLLM's block manager
 
     def allocate(self, request: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Return the blocks that are new to a request; the book has given them already."""
+        """Stand in for `allocate_slots`: return the blocks that `plan` has newly allocated to a request."""
         id = request.request_id
         row = self.jobs.row_of[id]
-        table = (self.book.table[row, : self.book.held[row]] + 1).tolist()
-        known, self._known[id] = self._known.get(id, []), table
+        table = (self.kv.table[row, : self.kv.held[row]] + 1).tolist()
+        known, self._worker_tables[id] = self._worker_tables.get(id, []), table
         blocks = [self.blocks[block] for block in table]
         self.manager.coordinator.single_type_managers[0].req_to_blocks[id] = blocks
         if table[: len(known)] != known:
@@ -211,18 +219,18 @@ class TwoEndedKv:
         return self.manager.create_kv_cache_blocks((blocks[len(known) :],))
 
     def free(self, request: Any) -> None:
-        """Free what a request has, here and on the host: it has ended, or lost its KV."""
+        """Free the KV of a request that has ended or lost it, on the device and on the host."""
         id = request.request_id
-        self._known.pop(id, None)
+        self._worker_tables.pop(id, None)
         self.manager.coordinator.single_type_managers[0].req_to_blocks.pop(id, None)
         row = self.jobs.row_of.get(id)
         if row is not None and self.serial[row] == self.jobs.serial[row]:
             self._forget(row)
 
     def _forget(self, row: int) -> None:
-        checkpoint.forget(self.book, row)
-        self.host.drop(row)
-        self.inside[row] = False
+        checkpoint.forget(self.kv, row)
+        self.host_slots.drop(row)
+        self.running[row] = False
 
     def _request(self, row: int) -> Any:
         return self.scheduler.requests[str(self.jobs.keys[row])]
