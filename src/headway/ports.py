@@ -1,41 +1,78 @@
-"""Which questions do policies answer? One Protocol each; a policy that is a function stays a function."""
+"""Protocols that policies implement; a policy that is a function stays a function."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
+from headway.core.engine_spec import KvUse
 from headway.types import Batch, Event, Forecast, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
     from headway.core.cluster import Cluster
+    from headway.core.engine_spec import PackerParams
     from headway.memory.budget import KvBudget
 
 
 class Planner(Protocol):
-    """Which instance, in what order, with which model?"""
+    """Assigns requests to instances: in what order, with which model loaded.
+
+    Implementations inherit from it and override what differs from the defaults.
+    """
+
+    __slots__ = ()
+
+    @property
+    def pull(self) -> bool:
+        """Tell whether requests stay outside until an engine has room (else they queue inside the engine)."""
+        return True
+
+    @property
+    def swaps(self) -> bool:
+        """Tell whether plans load other models."""
+        return False
+
+    @property
+    def thinks(self) -> bool:
+        """Tell whether planning takes long enough to be run off the event loop."""
+        return False
 
     def plan(self, cluster: Cluster, now: float) -> Plan: ...
 
+    def on(self, event: Event, cluster: Cluster, now: float) -> None:
+        """Take note of an event; for planners that keep an account of their own (tokens served, rates).
 
-@runtime_checkable
-class Listener(Protocol):
-    """What has happened? Asked for by planners that keep an account of their own (tokens served, rates).
-
-    The controller tells each event once, while the request that it is about stands in the backlog: an
-    arrival just after it was added, an end just before it is taken out.
-    """
-
-    def on(self, event: Event, cluster: Cluster, now: float) -> None: ...
+        The controller calls it once per event, while the request that it is about is in the backlog: for an
+        arrival just after it was added, for an end just before it is removed.
+        """
+        return
 
 
 class Packer(Protocol):
-    """What runs in the next iteration of one engine?"""
+    """Decides what one engine runs in the next iteration. Implementations inherit from it."""
+
+    __slots__ = ()
+
+    @property
+    def kv(self) -> KvUse:
+        """How this packer uses the KV of the engine it was made for."""
+        return KvUse()
+
+    @property
+    def params(self) -> PackerParams | None:
+        """What compiled loops take in its place; None = it is known to Python only."""
+        return None
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What it has done so far, for reports."""
+        return {}
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step: ...
 
 
 class Lengths(Protocol):
-    """How many tokens will the answer have?"""
+    """Forecasts the output tokens of a request."""
 
     def forecast(self, request: Request) -> Forecast: ...
 
@@ -43,7 +80,7 @@ class Lengths(Protocol):
 
 
 class LatencyModel(Protocol):
-    """How long does an iteration of this shape take, in seconds?"""
+    """Forecasts the seconds of an iteration from its shape."""
 
     def seconds(self, batch: Batch) -> float: ...
 

@@ -23,8 +23,8 @@ from headway.bench.simulate import sweep_plots, sweep_report
 from headway.bench.simulate.sweep import Cell, Sweep
 from headway.bench.simulate.whatif import Fleet
 from headway.cli import app
+from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
-from headway.forecast.latency.online import OnlineLatency
 from headway.pack.ranked import Fcfs
 from headway.plan import ordered
 from headway.ports import Packer
@@ -33,21 +33,21 @@ from headway.recipes.recipe import Recipe
 SMALL = Sweep(("vllm", "edf"), (4.0, 8.0), 2, 0, 4.0)
 
 
-class Broken:
+class Broken(Packer):
     """A packer that is wrong: it cannot even begin."""
 
     def pack(self, *_: Any) -> Any:
         raise ZeroDivisionError("nothing to pack by")
 
 
-class Deadly:
+class Deadly(Packer):
     """A packer that takes its process with it, as one that runs out of memory does."""
 
     def pack(self, *_: Any) -> Any:
         os._exit(9)
 
 
-class Slow:
+class Slow(Packer):
     """A packer that takes its time, so that there is some to stop it in."""
 
     def __init__(self, inner: Packer) -> None:
@@ -58,13 +58,13 @@ class Slow:
         return self.inner.pack(*state)
 
 
-def recipe(name: str, packer: Callable[[int, int, OnlineLatency], Any]) -> Recipe:
+def recipe(name: str, packer: Callable[[EngineSpec], Packer]) -> Recipe:
     return Recipe(name, "for tests", lambda: ordered.Ordered(ordered.by_arrival), packer)
 
 
-BROKEN = recipe("broken", lambda *_: Broken())
-DEADLY = recipe("deadly", lambda *_: Deadly())
-SLOW = recipe("slow", lambda running, budget, profile: Slow(Fcfs(running)))
+BROKEN = recipe("broken", lambda _: Broken())
+DEADLY = recipe("deadly", lambda _: Deadly())
+SLOW = recipe("slow", lambda spec: Slow(Fcfs(spec.max_running)))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_another_simulator_or_pace_file_is_another_cell(monkeypatch: pytest.Monk
     cell = SMALL.cells()[0]
     keys = {cell.key}
     for name in ("_code", "_pace"):
-        monkeypatch.setattr(sweeps, name, lambda *_: "other")
+        monkeypatch.setattr(sweeps, name, lambda _: "other")
         keys.add(cell.key)
     assert len(keys) == 3
 

@@ -9,8 +9,8 @@ import pytest
 
 from headway.bench.papers.observers import Gauges, Prompt, inside
 from headway.bench.papers.trial import node
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
 from headway.sim.forecasts import Oracle
@@ -98,7 +98,7 @@ def test_an_engine_has_the_memory_that_its_recipe_uses(
 
 def test_a_timed_recipe_decides_as_the_recipe_itself() -> None:
     clock: list[float] = []
-    packer = inside(find("slack"), clock).packer(8, 512, OnlineLatency())
-    assert not inside(find("slack"), clock).pull
+    packer = inside(find("slack"), clock).packer(EngineSpec(8, 512))
+    assert not inside(find("slack"), clock).planner().pull
     assert packer.pack(Jobs(4), KvBudget(8, 8, 16, 8), 0.0).order.size == 0
     assert len(clock) == 1

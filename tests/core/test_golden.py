@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from headway.core.controller import Controller
+from headway.core.engine_spec import EngineSpec
 from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.registry import RECIPES
@@ -127,7 +128,7 @@ def decisions(recipe: str) -> list[str]:
     policy, latency = RECIPES[recipe], OnlineLatency()
     engines = {
         name: ToyEngine(
-            policy.packer(instance.max_running, BUDGET, latency), blocks=instance.blocks_total,
+            policy.packer(EngineSpec(instance.max_running, BUDGET, instance.block_size, latency=latency)), blocks=instance.blocks_total,
             size=instance.block_size, slots=slots, budget=BUDGET, latency=latency,
         )
         for name, (instance, slots) in FLEET.items()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.engine_spec import EngineSpec
 from headway.forecast.latency.online import OnlineLatency
 from headway.recipes.registry import RECIPES
 from headway.types import Slo
@@ -28,7 +29,7 @@ def task(i: int, bits: Bits, blocks: int) -> Task:
 
 def engine(recipe: str, *, blocks: int, running: int, slots: int, budget: int) -> ToyEngine:
     latency = OnlineLatency()
-    packer = RECIPES[recipe].packer(running, budget, latency)
+    packer = RECIPES[recipe].packer(EngineSpec(running, budget, SIZE, latency=latency))
     if recipe == "slack":
         packer.min_chunk = 8  # type: ignore[attr-defined]
     return ToyEngine(packer, blocks=blocks, size=SIZE, slots=slots, budget=budget, latency=latency)

@@ -14,7 +14,6 @@ from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process import launch
 from headway.engines.vllm.process.launch import two_ended_pool
 from headway.memory.two_ended import allocation
-from headway.memory.two_ended.allocation import TwoEndedBudget
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCKS = 12
@@ -151,7 +150,7 @@ def test_an_engine_is_started_with_the_pool_that_its_recipe_needs(
 
 
 def test_plain_blocks_know_what_a_swap_costs() -> None:
-    ledger = build("bros-plain-blocks").scheduler._ledger()
-    assert isinstance(ledger, TwoEndedBudget)
-    assert not ledger.shared
-    assert ledger.copy_seconds == 1e-5
+    spec, use = (scheduler := build("bros-plain-blocks").scheduler).spec, scheduler.packer.kv
+    assert spec.two_ended
+    assert not use.two_ended
+    assert spec.copy_seconds == 1e-5

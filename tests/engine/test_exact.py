@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.engines.vllm.plugin.kv_policy import kv_policy_of
+from headway.engines.vllm.plugin.setup import kv_policy_of
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
+from headway.pack.ecoserve.packer import EcoServe, Options
+from headway.ports import Packer
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts
@@ -22,7 +24,7 @@ TOKENS = [5, 24, 40, 61, 17, 33, 48, 9, 30, 55, 28, 12]
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
     """Each request's tokens when it has the engine to itself."""
-    engine.scheduler.packer = find("vllm").packer(8, 512, engine.scheduler.latency)
+    engine.scheduler.packer = find("vllm").packer(replace(engine.scheduler.spec, max_running=8))
     out = []
     for prompt, tokens in zip(prompts(len(TOKENS)), TOKENS, strict=True):
         engine.add("alone", prompt, tokens)
@@ -30,7 +32,7 @@ def alone(engine: Engine) -> list[list[int]]:
     return out
 
 
-class Chaos:
+class Chaos(Packer):
     """Random order, pauses, evictions, swaps, batch limits, budgets and chunk sizes: the worst packer."""
 
     def __init__(self, seed: int) -> None:
@@ -76,7 +78,9 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
 
 @pytest.mark.parametrize("recipe", ["vllm", "priority", "edf", "slack"])
 def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe: str) -> None:
-    engine.scheduler.packer = find(recipe).packer(4, 128, engine.scheduler.latency)
+    engine.scheduler.packer = find(recipe).packer(
+        replace(engine.scheduler.spec, max_running=4, token_budget=128)
+    )
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
@@ -84,7 +88,9 @@ def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe:
 
 def test_reranks_change_no_token(engine: Engine, alone: list[list[int]]) -> None:
     rng, before = np.random.default_rng(1), engine.counters()
-    engine.scheduler.packer = find("slack").packer(3, 128, engine.scheduler.latency)
+    engine.scheduler.packer = find("slack").packer(
+        replace(engine.scheduler.spec, max_running=3, token_budget=128)
+    )
     add_all(engine)
     done: dict[str, list[int]] = {}
     while engine.llm.llm_engine.has_unfinished_requests():
@@ -121,7 +127,7 @@ def reserving(small: Engine) -> Iterator[Engine]:
     scheduler = small.scheduler
     before = scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots
     scheduler.recipe = find("ecoserve")
-    scheduler.packer = scheduler.recipe.packer(8, 512, scheduler.latency)
+    scheduler.packer = scheduler.recipe.packer(replace(scheduler.spec, max_running=8))
     scheduler.kv_policy = kv_policy_of(scheduler)
     yield small
     scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots = before
@@ -137,7 +143,7 @@ def run_long(engine: Engine) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> list[list[int]]:
     """What vLLM answers in its own order, with memory for everybody."""
-    engine.scheduler.packer = find("vllm").packer(16, 512, engine.scheduler.latency)
+    engine.scheduler.packer = find("vllm").packer(replace(engine.scheduler.spec, max_running=16))
     return run_long(engine)
 
 
@@ -146,10 +152,10 @@ def test_reserved_and_lent_kv_changes_no_token(
     plain: list[list[int]], reserving: Engine, copy_seconds: float, reserve: float
 ) -> None:
     scheduler = reserving.scheduler
-    scheduler.packer.options = scheduler.packer.options.but(reserve=reserve)
     before = reserving.counters()
-    assert 0 < scheduler.packer.copy_seconds < 1e-3, "the host pool says what a copy costs"
-    scheduler.packer.copy_seconds = copy_seconds
+    assert 0 < scheduler.spec.copy_seconds < 1e-3, "the host pool says what a copy costs"
+    spec = replace(scheduler.spec, max_running=8, copy_seconds=copy_seconds)
+    scheduler.packer = EcoServe(spec, Options(reserve=reserve))
     assert run_long(reserving) == plain
     after, counts = reserving.counters(), scheduler.packer.counts
     seen = {name: after[name] - before.get(name, 0) for name in after}

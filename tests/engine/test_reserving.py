@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.memory import reservations
 from headway.pack.ecoserve.packer import Counts, EcoServe, Options
 from headway.pack.ecoserve.queues import ACTIVE
@@ -24,7 +24,9 @@ class Drive:
     """One engine under an EcoServe packer, with everything checked in every iteration."""
 
     def __init__(self, options: Options, blocks: int, *, copy: float = 1e-5, slots: int = 64) -> None:
-        self.packer = EcoServe(256, OnlineLatency(), options, copy)
+        self.packer = EcoServe(
+            EngineSpec(slots, 256, SIZE, blocks * SIZE, copy, None, reservations=True), options
+        )
         self.engine = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=slots, budget=256, max_model_len=blocks * SIZE
         )
@@ -99,7 +101,7 @@ def test_the_pool_is_never_used_unseen() -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
         run = Drive(Options(reserve=0.1), 80)
-        reserve = run.packer.rule(run.engine.ledger).reserve
+        reserve = run.packer.limits(run.engine.ledger).reserve
         for i in range(30):
             output = int(rng.integers(1, 80))
             run.engine.add(f"r{i}", int(rng.integers(1, 60)), output, arrival=0.0)

@@ -15,7 +15,7 @@ from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.control import _control
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
-from headway.engines.vllm.plugin.scheduler_stats import StatsScheduler, SchedulerStats
+from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsScheduler
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def ask(i: int) -> list[int]:
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
     """Each request's tokens when nobody shares anything with it: best effort only, few at a time."""
-    engine.scheduler.packer = find("vllm").packer(3, 320, engine.scheduler.latency)
+    engine.scheduler.packer = find("vllm").packer(replace(engine.scheduler.spec, max_running=3))
     for i, tokens in enumerate(TOKENS):
         engine.add(f"r{i}", ask(i), tokens)
     done = engine.run()
@@ -95,7 +96,7 @@ def whole(scheduler: Any) -> None:
 
 
 def bros(scheduler: Any) -> Bros:
-    return Bros(8, 320, scheduler.latency, sizing=BatchSize(base=8))
+    return Bros(replace(scheduler.spec, max_running=8), sizing=BatchSize(base=8))
 
 
 def run_all(engine: Engine, order: Sequence[int] = range(12)) -> dict[str, list[int]]:

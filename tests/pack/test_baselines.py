@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from headway.bench.simulate.whatif import Fleet, simulate
 from headway.cli import app
 from headway.config import Config
+from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
-from headway.forecast.latency.online import OnlineLatency
+from headway.plan.ordered import Ordered, by_arrival
 from headway.ports import Packer
 from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.ecoserve import ECOSERVE
@@ -23,7 +24,7 @@ from headway.serve.main import preflight
 from headway.sim.run import InstanceSpec, Simulation
 from headway.sim.workload.traffic import Workload, single
 from headway.types import Batch, Instance
-from tests.pack.driven import Ask, Driven, Limits, limits, loads
+from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 
 NAMES = (
     "vllm-priority",
@@ -32,8 +33,13 @@ NAMES = (
 every = pytest.mark.parametrize("name", NAMES)
 
 
+def spec(limits: Limits) -> EngineSpec:
+    """An engine that can copy KV to a host pool without a stated limit."""
+    return EngineSpec(limits.running, limits.budget, SIZE, copy_seconds=1e-5, host_tokens=None)
+
+
 def packer(name: str, limits: Limits) -> Packer:
-    return find(name).packer(limits.running, limits.budget, OnlineLatency())
+    return find(name).packer(spec(limits))
 
 
 def test_names() -> None:
@@ -54,7 +60,7 @@ def test_every_request_is_served_and_no_iteration_is_wasted(
     name: str, asks: list[Ask], limits: Limits
 ) -> None:
     """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
-    run = Driven(packer(name, limits), limits)
+    run = Driven(packer(name, limits), limits, helps=name == "vllm-priority")
     output_tokens: dict[str, int] = {}
     for seen in run.go(asks):
         output_tokens |= {id: seen.output_tokens[id] + (seen.computed[id] + n >= asks[int(id[1:])].prompt + seen.output_tokens[id])
@@ -67,7 +73,9 @@ def test_every_request_is_served_and_no_iteration_is_wasted(
 @settings(max_examples=15)
 def test_held_rows_are_left_alone(name: str, asks: list[Ask], limits: Limits, data: st.DataObject) -> None:
     """What control has paused keeps its KV and gets no tokens, whatever the packer's own order."""
-    run = Driven(packer(name, limits), Limits(limits.running, limits.budget, 1000, 40))
+    run = Driven(
+        packer(name, limits), Limits(limits.running, limits.budget, 1000, 40), helps=name == "vllm-priority"
+    )
     steps = run.go([*asks, Ask(5, 30)])
     next(steps)
     rows = run.engine.jobs.rows()
@@ -124,7 +132,7 @@ def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatc
     node = InstanceSpec(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512)
     seen: list[int] = []
     recipe = find("vllm")
-    real = type(recipe.packer(8, 512, OnlineLatency())).pack
+    real = type(recipe.packer(EngineSpec(8, 512))).pack
 
     def pack(self: Packer, jobs, ledger, now):  # type: ignore[no-untyped-def]
         seen.append(len(jobs))
@@ -138,13 +146,13 @@ def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatc
 def test_the_compiled_loop_leaves_recipes_without_pull_alone() -> None:
     """It knows only lines that are ours; the outcome must be that of the loop in Python."""
     node = Fleet("opt-13b-a100", max_running=32, budget=512, kv_tokens=2048).nodes("default")[0]
-    recipe = replace(find("vllm"), pull=False)
+    recipe = replace(find("vllm"), planner=lambda: Ordered(by_arrival, displaces=False, pull=False))
     ends = [Simulation(recipe, [node], crowd(60), fast=fast).run().end for fast in (True, False)]
     np.testing.assert_array_equal(*ends)
     assert (ends[0] != Simulation(find("vllm"), [node], crowd(60)).run().end).any()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if BASELINES[name].saves])
+@pytest.mark.parametrize("name", [name for name in NAMES if BASELINES[name].wants.saves])
 def test_who_swaps_is_refused_where_no_engine_can(name: str) -> None:
     with pytest.raises(ConfigError, match="swaps KV to the host"):
         preflight(Config(recipe=name))
@@ -157,11 +165,13 @@ def test_only_those_that_say_so_swap(name: str) -> None:
     """A crowd in little memory: who claims to swap does, the others never touch the host."""
     tight = Limits(running=6, budget=200, blocks=16, slots=12)
     asks = [Ask(60, 40, after=i) for i in range(12)]
-    copied = sum(seen.copied for seen in Driven(packer(name, tight), tight).go(asks))
+    copied = sum(
+        seen.copied for seen in Driven(packer(name, tight), tight, helps=name == "vllm-priority").go(asks)
+    )
     if name == "multires":
         assert copied == 0, "with exact forecasts its allocation never fails"
     else:
-        assert (copied > 0) == BASELINES[name].saves
+        assert (copied > 0) == BASELINES[name].wants.saves
 
 
 def test_the_command_line_names_them_all() -> None:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from headway.core.engine_spec import EngineSpec
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended.allocation import TwoEndedBudget
@@ -27,16 +28,21 @@ def steady() -> OnlineLatency:
     return latency
 
 
-def packer(places: int = 4, **options: object) -> Bros:
-    output_tokens = Bros(places, 2048, steady(), sizing=BatchSize(base=places), **options)  # type: ignore[arg-type]
-    assert output_tokens.sizing.size == places
-    return output_tokens
+def spec(places: int, *, copy: float = 0.0, pool: bool = True) -> EngineSpec:
+    host = 1000 if pool else 0
+    return EngineSpec(places, 2048, SIZE, 2048, copy, host, two_ended=pool, latency=steady())
 
 
-def account(jobs: Jobs, total: int = 100, *, shared: bool = True, copy: float = 0.0) -> TwoEndedBudget:
+def packer(places: int = 4, *, copy: float = 0.0, pool: bool = True, **options: bool) -> Bros:
+    made = Bros(spec(places, copy=copy, pool=pool), sizing=BatchSize(base=places), **options)
+    assert made.sizing.size == places
+    return made
+
+
+def account(jobs: Jobs, total: int = 100) -> TwoEndedBudget:
     free = total - int(jobs.blocks.sum())
     moves: Ints = np.zeros(len(jobs.keys), np.int64)
-    return TwoEndedBudget(total, free, SIZE, 64, copy, moves, shared)
+    return TwoEndedBudget(total, free, SIZE, 64, moves)
 
 
 def answering(jobs: Jobs, id: str, left: float, *, output_tokens: int = 10, prompt: int = 30) -> None:
@@ -128,7 +134,7 @@ def test_copies_count_as_time_when_they_take_longer_than_the_computation() -> No
     answering(jobs, "rt", 0.1)
     batch_job(jobs, "cheap", saved=5)
     batch_job(jobs, "dear", saved=30)
-    step = packer().pack(jobs, account(jobs, copy=0.01), NOW)
+    step = packer(copy=0.01).pack(jobs, account(jobs), NOW)
     assert order(jobs, step) == ["rt", "cheap"], "5 x 10 ms fits into 100 ms, 30 more do not"
 
 
@@ -213,7 +219,7 @@ def test_without_a_host_it_is_evicted_instead() -> None:
     jobs = Jobs()
     batch_job(jobs, "be", prompt=160)
     asking(jobs, "rt", 0.3, prompt=40)
-    step = packer().pack(jobs, KvBudget(11, 1, SIZE, 64), NOW)
+    step = packer(pool=False).pack(jobs, KvBudget(11, 1, SIZE, 64), NOW)
     assert order(jobs, step) == ["rt"]
     assert jobs.names(step.evict) == ["be"]
     assert not step.save.size
@@ -258,7 +264,7 @@ def test_a_request_near_its_limit_resets_the_batch() -> None:
     jobs = Jobs()
     for i in range(2):
         answering(jobs, f"r{i}", 1.0)
-    output_tokens = Bros(8, 2048, steady(), sizing=BatchSize(base=2))
+    output_tokens = Bros(spec(8), sizing=BatchSize(base=2))
     output_tokens.pack(jobs, account(jobs), NOW)
     assert output_tokens.sizing.size == 4
     answering(jobs, "close", 0.04)
@@ -271,13 +277,13 @@ def test_a_request_near_its_limit_resets_the_batch() -> None:
     ("bros-no-replacement", "replaces", False), ("bros-lost-last", "lost_last", True),
 ])  # fmt: skip
 def test_recipes(name: str, field: str, value: bool) -> None:
-    output_tokens = find(name).packer(256, 2048, OnlineLatency())
+    output_tokens = find(name).packer(EngineSpec(256, 2048))
     assert isinstance(output_tokens, Bros)
     assert getattr(output_tokens, field) is value
     assert output_tokens.sizing.size == 128
 
 
 def test_without_sizing_the_batch_stays_at_the_base() -> None:
-    output_tokens = find("bros-no-sizing").packer(256, 2048, OnlineLatency())
+    output_tokens = find("bros-no-sizing").packer(EngineSpec(256, 2048))
     assert isinstance(output_tokens, Bros)
     assert not output_tokens.sizing.adapts

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import Ran, SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.pack.ecoserve import queues
 from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.pack.ecoserve.queues import ACTIVE, MINE, QUEUED
@@ -24,7 +24,9 @@ class Engine:
     """A simulated engine under an EcoServe packer, one iteration at a time."""
 
     def __init__(self, options: Options, blocks: int = 60, copy: float = math.inf) -> None:
-        self.packer = EcoServe(512, OnlineLatency(), options, copy)
+        self.packer = EcoServe(
+            EngineSpec(64, 512, SIZE, blocks * SIZE, copy, None, reservations=True), options
+        )
         self.host = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=64, budget=512, max_model_len=blocks * SIZE
         )

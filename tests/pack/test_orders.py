@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.engine_spec import EngineSpec
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack.baselines.chunked import Chunked
@@ -51,7 +52,7 @@ def test_chunked_has_one_prompt_cut_at_a_time(asks: list[Ask], limits: Limits) -
 
 
 def test_sarathi_has_a_smaller_budget_than_fastgen() -> None:
-    prompts = {name: find(name).packer(8, 2048, PACE) for name in ("fastgen", "sarathi")}
+    prompts = {name: find(name).packer(EngineSpec(8, 2048, latency=PACE)) for name in ("fastgen", "sarathi")}
     room = Limits(budget=2048)
     used = {
         name: sum(next(Driven(packer, room).go([Ask(5000, 2)])).tokens.values())

@@ -9,6 +9,7 @@ import pytest
 
 from headway.core.cluster import Cluster
 from headway.plan.ordered import Ordered, by_arrival
+from headway.ports import Planner
 from headway.types import (
     Instance,
     InstanceDown,
@@ -28,7 +29,7 @@ from tests.plan.place import Place, ask, instance
 
 
 @dataclass
-class Script:
+class Script(Planner):
     """Orders by arrival and says what the test wants said."""
 
     swap: dict[str, str] = field(default_factory=dict)

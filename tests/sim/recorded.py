@@ -10,6 +10,7 @@ from headway.engines.simulated.engine import Ran
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.plan import ordered
+from headway.ports import Packer
 from headway.recipes.registry import RECIPES, Recipe
 from headway.sim.record.recorder import Recorder
 from headway.sim.record.run_folder import Header, Machine, Run
@@ -30,7 +31,7 @@ class Linear:
 
 
 @dataclass
-class HostPoolEngine:
+class HostPoolEngine(Packer):
     """First come, first served, but now and then the youngest running row goes to the host and returns."""
 
     max_running: int
@@ -52,7 +53,7 @@ SWAPPING = Recipe(
     "swapping",
     "for tests",
     lambda: ordered.Ordered(ordered.by_due),
-    lambda n, b, latency: HostPoolEngine(n, b),
+    lambda spec: HostPoolEngine(spec.max_running, spec.token_budget),
 )
 ALL = {**RECIPES, "swapping": SWAPPING}
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.recipes.registry import find
 from headway.types import Slo
 
@@ -36,7 +36,7 @@ def check(engine: SimulatedEngine) -> None:
 def test_blocks_and_slots_are_conserved(
     recipe: str, load: list[tuple[int, int, float | None]], running: int, blocks: int, budget: int, every: int
 ) -> None:
-    packer = find(recipe).packer(running, budget, OnlineLatency())
+    packer = find(recipe).packer(EngineSpec(running, budget, SIZE))
     engine = SimulatedEngine(
         packer, blocks=blocks, size=SIZE, slots=2 * running, budget=budget, max_model_len=LONGEST
     )

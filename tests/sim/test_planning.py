@@ -22,7 +22,7 @@ from tests.sim.machines import at, machine, random_traffic, together
 
 EVERY = [*RECIPES, *ROUTERS]
 _ROUTED = ("round-robin", "least-loaded", "shepherd")
-PULLING = [name for name in EVERY if find(name).pull and name not in _ROUTED]
+PULLING = [name for name in EVERY if find(name).planner().pull and name not in _ROUTED]
 
 
 def test_what_is_sent_is_sent_when_the_planner_has_thought() -> None:

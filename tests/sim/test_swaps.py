@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headway.core.cluster import Cluster
 from headway.errors import ConfigError, HeadwayError
 from headway.plan.ordered import Ordered, by_arrival, by_due
+from headway.ports import Planner
 from headway.recipes.registry import RECIPES, Recipe, find
 from headway.sim.instance import HostMemory
 from headway.sim.run import Failure, Outcome, Simulation
@@ -24,18 +25,19 @@ from tests.sim.machines import at, machine, random_traffic, together
 
 
 @dataclass
-class Whim:
+class Whim(Planner):
     """Swaps and warms by chance as long as it has some left; and whenever it must, so that all get served."""
 
     rng: np.random.Generator
-    swaps: int
+    most: int
+    swaps = True
     order: Ordered = field(default_factory=lambda: Ordered(by_due))
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         swap, warm = self._needed(cluster), {}
         for name, instance in cluster.instances.items():
-            if instance.loadable and self.swaps and self.rng.random() < 0.2:
-                self.swaps -= 1
+            if instance.loadable and self.most and self.rng.random() < 0.2:
+                self.most -= 1
                 model = instance.loadable[int(self.rng.integers(len(instance.loadable)))].model
                 (swap if self.rng.random() < 0.6 else warm).setdefault(name, model)
         return Plan(self.order.plan(cluster, now).lines, swap, warm)
@@ -56,7 +58,7 @@ class Whim:
 
 
 def whimsical(seed: int, swaps: int, packer: str) -> Recipe:
-    return replace(RECIPES[packer], planner=lambda: Whim(np.random.default_rng(seed), swaps), swaps=True)
+    return replace(RECIPES[packer], planner=lambda: Whim(np.random.default_rng(seed), swaps))
 
 
 def everything_ended_once(workload: Workload, outcome: Outcome) -> None:
@@ -111,13 +113,15 @@ def test_nothing_is_lost_or_answered_twice(case: dict[str, Any]) -> None:
 def swapping(*targets: tuple[float, str]) -> Recipe:
     """A planner that has e0 load a model from an instant on."""
 
-    class Timetable:
+    class Timetable(Planner):
+        swaps = True
+
         def plan(self, cluster: Cluster, now: float) -> Plan:
             due = [model for when, model in targets if when <= now]
             lines = Ordered(by_arrival, displaces=False).plan(cluster, now).lines
             return Plan(lines, {"e0": due[-1]} if due else {})
 
-    return replace(RECIPES["vllm"], planner=Timetable, swaps=True)
+    return replace(RECIPES["vllm"], planner=Timetable)
 
 
 def test_a_cold_load_takes_its_time_and_a_warm_one_less() -> None:
@@ -139,14 +143,16 @@ def test_what_does_not_fit_into_host_memory_is_cold_again() -> None:
 def test_what_was_warmed_while_serving_loads_warm() -> None:
     """From 0 s on b comes into host memory, which takes cold - warm = 9 s; the swap at 12 s takes 1 s."""
 
-    class Prewarmer:
+    class Prewarmer(Planner):
+        swaps = True
+
         def plan(self, cluster: Cluster, now: float) -> Plan:
             lines = Ordered(by_arrival, displaces=False).plan(cluster, now).lines
             return Plan(lines, {"e0": "b"} if now >= 12 else {}, {"e0": "b"})
 
     node = machine("e0", "a", "b", host=2, cold=10.0, warm=1.0, each=0.5)
     workload = together(at(0.0, model="a", output=1), at(12.0, model="b", output=1))
-    recipe = replace(RECIPES["vllm"], planner=Prewarmer, swaps=True)
+    recipe = replace(RECIPES["vllm"], planner=Prewarmer)
     outcome = Simulation(recipe, [node], workload).run()
     np.testing.assert_allclose(outcome.end, [0.5, 12.0 + 1.0 + 0.5])
 

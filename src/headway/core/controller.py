@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from headway.core.cluster import Cluster
 from headway.plan.dispatch import sends, swaps, warms
-from headway.ports import Lengths, Listener, Planner
+from headway.ports import Lengths, Planner
 from headway.types import (
     OBJECTIVES,
     Arrived,
@@ -48,10 +48,6 @@ class Controller:
     _queued: int = 0
     _serial: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    _listener: Listener | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._listener = self.planner if isinstance(self.planner, Listener) else None
 
     @property
     def queued(self) -> int:
@@ -87,8 +83,7 @@ class Controller:
                 self._warmed(instance)
             case InstanceDown(id):
                 self._forget(id)
-        if self._listener is not None:
-            self._listener.on(event, self.cluster, now)
+        self.planner.on(event, self.cluster, now)
         match event:
             case Finished(id, output_tokens):
                 self._end(id, output_tokens, now)

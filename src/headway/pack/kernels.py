@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.core.engine_spec import PackerParams
 from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints
@@ -21,16 +22,6 @@ FCFS, PRIORITY, DUE, SLACK = range(4)
 NO_CAP = 1 << 60
 _GRAIN = 32  # tokens; prompts are sized in steps of this
 _KEYS = 4
-
-
-class PackerParams(NamedTuple):
-    """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer."""
-
-    kind: int
-    max_running: int
-    budget: int
-    min_chunk: int
-    max_step: float
 
 
 class CompiledStep(NamedTuple):
@@ -179,7 +170,7 @@ def _share(
 ) -> tuple[Bools, Bools]:
     """Return masks of the rows that run and of those that pause, most urgent first.
 
-    A prompt is admitted only whole (vLLM's own rule), and with a block to spare so that its first tokens do
+    A prompt is admitted only whole (vLLM's own params), and with a block to spare so that its first tokens do
     not evict somebody at once. One in progress then keeps room for its rest without more ado: as long as it
     is not complete it takes all tokens, and nobody less urgent is admitted.
     """
@@ -261,19 +252,19 @@ def _without(jobs: Rows, ranked: Ints, hungry: int) -> Ints:
 
 @compiled
 def pack(
-    rule: PackerParams, jobs: Rows, rows: Ints, ledger: KvBudget, now: float, theta: Floats
+    params: PackerParams, jobs: Rows, rows: Ints, ledger: KvBudget, now: float, theta: Floats
 ) -> CompiledStep:
     """Return the step of one of the four packers; rows: all of the engine's, in any order."""
     held = jobs["held"][rows]
     others = int(np.count_nonzero(jobs["running"][rows] & held))
     rows = rows[~held]
-    if rule.kind == SLACK:
-        return _slack(rule, jobs, rows, others, ledger, now, theta)
-    ranked = rows[ordered(keys_of(rule.kind, jobs, rows), jobs["serial"][rows])]
-    if rule.kind != FCFS:
-        return allocate(jobs, ranked, others, ledger, rule.max_running, rule.budget, rule.budget)
+    if params.kind == SLACK:
+        return _slack(params, jobs, rows, others, ledger, now, theta)
+    ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
+    if params.kind != FCFS:
+        return allocate(jobs, ranked, others, ledger, params.max_running, params.budget, params.budget)
     running = np.count_nonzero(jobs["running"][ranked])
-    order = ranked[: running + rule.max_running]
+    order = ranked[: running + params.max_running]
     return CompiledStep(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
 
 
@@ -294,10 +285,10 @@ def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
 
 @compiled
 def _slack(
-    rule: PackerParams, jobs: Rows, rows: Ints, others: int, ledger: KvBudget, now: float, theta: Floats
+    params: PackerParams, jobs: Rows, rows: Ints, others: int, ledger: KvBudget, now: float, theta: Floats
 ) -> CompiledStep:
     """Return the step of `slack.Slack`."""
-    token = seconds_of(theta, rule.max_running, rule.max_running * 512.0, 0.0, 0.0)
+    token = seconds_of(theta, params.max_running, params.max_running * 512.0, 0.0, 0.0)
     keys, serial, one = np.zeros((_KEYS, rows.size)), jobs["serial"][rows], prefill_of(theta, 1.0)
     for i in range(rows.size):
         want = missing_of(jobs, rows[i])
@@ -305,25 +296,25 @@ def _slack(
         keys[0, i] = jobs["urgency"][rows[i]]
         keys[1, i] = lateness_class(jobs, rows[i], keys[3, i])
     order = ordered(keys, serial)
-    chunk = _chunk(rule, jobs, rows[order], keys[3][order], theta)
-    step = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
+    chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
+    step = allocate(jobs, rows[order], others, ledger, params.max_running, params.budget, chunk)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
         order = ordered(keys, serial)
-        step = allocate(jobs, rows[order], others, ledger, rule.max_running, rule.budget, chunk)
+        step = allocate(jobs, rows[order], others, ledger, params.max_running, params.budget, chunk)
     return step
 
 
 @compiled
-def _chunk(rule: PackerParams, jobs: Rows, ranked: Ints, slack: Floats, theta: Floats) -> int:
+def _chunk(params: PackerParams, jobs: Rows, ranked: Ints, slack: Floats, theta: Floats) -> int:
     """Return the prompt tokens for this iteration: as many as the answers in progress can wait for."""
     decodes, context = 0, 0
-    for row in ranked[: rule.max_running]:
+    for row in ranked[: params.max_running]:
         if jobs["running"][row] and missing_of(jobs, row) == 1:
             decodes, context = decodes + 1, context + jobs["computed"][row]
-    limit = _limit(rule, jobs, ranked[: rule.max_running], slack)
-    low, high = rule.min_chunk, max(rule.budget - decodes, rule.min_chunk)
+    limit = _limit(params, jobs, ranked[: params.max_running], slack)
+    low, high = params.min_chunk, max(params.budget - decodes, params.min_chunk)
     if seconds_of(theta, decodes, context, high, high * high // 2) <= limit:
         return high
     while high - low > _GRAIN:  # the pace grows with the prompt, so halving finds the largest that fits
@@ -336,13 +327,13 @@ def _chunk(rule: PackerParams, jobs: Rows, ranked: Ints, slack: Floats, theta: F
 
 
 @compiled
-def _limit(rule: PackerParams, jobs: Rows, head: Ints, slack: Floats) -> float:
+def _limit(params: PackerParams, jobs: Rows, head: Ints, slack: Floats) -> float:
     """Return the seconds this iteration may take.
 
     Answers in progress must not fall behind. Slack they have gained is spent only for a first token that
     has a promise, not for best-effort prompts, so that it is there when somebody arrives.
     """
-    limit, latency, fresh = rule.max_step, np.inf, False
+    limit, latency, fresh = params.max_step, np.inf, False
     for i in range(head.size):
         if not np.isfinite(slack[i]):
             continue

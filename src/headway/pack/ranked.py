@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.core.engine_spec import PackerParams
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
 from headway.pack.allocation import allocate, free_to_run
-from headway.pack.kernels import PackerParams
+from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
 Rank = Callable[[Jobs, Ints, float], tuple[Floats | Ints, ...]]
@@ -35,24 +36,24 @@ _KINDS: dict[Rank, int] = {by_priority: kernels.PRIORITY, by_due: kernels.DUE}
 
 
 @dataclass(frozen=True, slots=True)
-class Fcfs:
+class Fcfs(Packer):
     """vLLM's first come, first served: nobody is displaced, tokens go to the running ones first."""
 
     max_running: int
 
     @property
-    def rule(self) -> PackerParams:
+    def params(self) -> PackerParams:
         """What compiled loops take for this packer."""
         return PackerParams(kernels.FCFS, self.max_running, 0, 0, 0.0)
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return running rows and enough waiting ones to fill the batch, all in order of arrival."""
-        step = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, _NO_PACE)
+        step = kernels.pack(self.params, jobs.data, jobs.rows(), ledger, now, _NO_PACE)
         return Step(step.order, max_running=self.max_running)
 
 
 @dataclass(frozen=True, slots=True)
-class StockPriority:
+class StockPriority(Packer):
     """vLLM's own priority policy: who is more urgent comes in first, who is least urgent loses memory first.
 
     Nobody is displaced when the batch is full. Those inside are served by priority, stock serves them in the
@@ -72,7 +73,7 @@ class StockPriority:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(Packer):
     """The most urgent `max_running` jobs run, wherever they stand; urgency set from outside goes first."""
 
     rank: Rank
@@ -80,7 +81,7 @@ class Ranked:
     budget: int
 
     @property
-    def rule(self) -> PackerParams | None:
+    def params(self) -> PackerParams | None:
         """What compiled loops take for this packer; None for a rank that only Python knows."""
         kind = _KINDS.get(self.rank)
         return None if kind is None else PackerParams(kind, self.max_running, self.budget, 0, 0.0)

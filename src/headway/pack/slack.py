@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.core.engine_spec import PackerParams
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
-from headway.pack.kernels import PackerParams
+from headway.ports import Packer
 from headway.types import Jobs, Step
 
 
 @dataclass(slots=True)
-class Slack:
+class Slack(Packer):
     """Least slack first, prompt chunks sized by the pace.
 
     budget: most tokens of an iteration. min_chunk: prompt tokens computed in any iteration, so that nobody
@@ -31,7 +32,7 @@ class Slack:
     max_step: float = 0.5
 
     @property
-    def rule(self) -> PackerParams:
+    def params(self) -> PackerParams:
         """What compiled loops take for this packer."""
         return PackerParams(kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step)
 
@@ -41,5 +42,5 @@ class Slack:
         Slack alone pauses but never evicts: who waits has ever less of it, so two equals would take each
         other's KV in turn and recompute their prompts for ever. Among equals what holds KV goes on.
         """
-        step = kernels.pack(self.rule, jobs.data, jobs.rows(), ledger, now, self.latency.theta)
+        step = kernels.pack(self.params, jobs.data, jobs.rows(), ledger, now, self.latency.theta)
         return Step(step.order, step.caps, step.evict, max_running=self.max_running, token_budget=self.budget)

@@ -14,6 +14,7 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.plan.virtual_queue import line
+from headway.ports import Planner
 from headway.types import Backlog, Floats, Ints, Plan
 
 # Rank columns, most significant first; smaller goes earlier.
@@ -46,11 +47,16 @@ def by_attainable_deadline(backlog: Backlog, rows: Ints, now: float) -> tuple[Fl
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
-    """One rank for every instance. `displaces`: queued requests may overtake those inside an engine."""
+class Ordered(Planner):
+    """One rank for every instance.
+
+    displaces: queued requests may overtake those inside an engine.
+    pull: requests stay outside until an engine has room for them.
+    """
 
     rank: Rank
     displaces: bool = True
+    pull: bool = True
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return for each instance all requests inside it and all it may still get, in rank order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headway.forecast.latency.online import OnlineLatency
+from headway.core.engine_spec import EngineSpec
 from headway.pack import ranked as packers
 from headway.pack.baselines.chunked import Chunked
 from headway.pack.baselines.fastserve import FastServe
@@ -29,10 +29,8 @@ from headway.recipes.recipe import Recipe
 _SARATHI_BUDGET = 512
 
 
-def _baseline(
-    name: str, about: str, packer: Callable[[int, int, OnlineLatency], Packer], *, saves: bool = False
-) -> Recipe:
-    return Recipe(name, about, lambda: Ordered(by_arrival, displaces=False), packer, pull=False, saves=saves)
+def _baseline(name: str, about: str, packer: Callable[[EngineSpec], Packer]) -> Recipe:
+    return Recipe(name, about, lambda: Ordered(by_arrival, displaces=False, pull=False), packer)
 
 
 BASELINES = {
@@ -41,60 +39,59 @@ BASELINES = {
         _baseline(
             "vllm-priority",
             "vLLM V1 with its own priority policy, which displaces nobody",
-            lambda running, budget, latency: packers.StockPriority(running),
+            lambda spec: packers.StockPriority(spec.max_running),
         ),
         _baseline(
             "vllm-v0",
             "vLLM as the papers knew it: prompts first, in iterations of their own; recompute on overflow",
-            lambda running, budget, latency: VllmV0(running, budget),
+            lambda spec: VllmV0(spec.max_running, spec.token_budget),
         ),
         _baseline(
             "vllm-v0-swap",
             "the same, with swapping to the host on overflow",
-            lambda running, budget, latency: VllmV0(running, budget, swap=True),
-            saves=True,
+            lambda spec: VllmV0(spec.max_running, spec.token_budget, swap=True),
         ),
         _baseline(
             "orca",
             "Orca: iteration-level first come, first served with memory reserved for the longest answer",
-            lambda running, budget, latency: Orca(running, budget),
+            lambda spec: Orca(spec.max_running, spec.token_budget),
         ),
         _baseline(
             "fastserve",
             "FastServe: skip-join multi-level feedback queue with proactive swapping",
-            FastServe,
-            saves=True,
+            lambda spec: FastServe(spec.max_running, spec.token_budget, spec.latency),
         ),
         _baseline(
             "srtf",
             "shortest remaining time first, by forecast length, preemptive",
-            Srtf,
+            lambda spec: Srtf(spec.max_running, spec.token_budget, spec.latency),
         ),
         _baseline(
             "sjf",
             "shortest job first, by forecast length, not preemptive",
-            lambda running, budget, latency: Srtf(running, budget, latency, preempts=False),
+            lambda spec: Srtf(spec.max_running, spec.token_budget, spec.latency, preempts=False),
         ),
         _baseline(
             "fastgen",
             "DeepSpeed-FastGen's Dynamic SplitFuse: every iteration filled to the token budget",
-            lambda running, budget, latency: Chunked(running, budget),
+            lambda spec: Chunked(spec.max_running, spec.token_budget),
         ),
         _baseline(
             "sarathi",
             "Sarathi-Serve: stall-free batches of answers and prompt chunks, 512 tokens an iteration",
-            lambda running, budget, latency: Chunked(running, max(min(_SARATHI_BUDGET, budget), running)),
+            lambda spec: Chunked(
+                spec.max_running, max(min(_SARATHI_BUDGET, spec.token_budget), spec.max_running)
+            ),
         ),
         _baseline(
             "multires",
             "EcoServe's MultiRes: requests whose demand is nearest to the free tokens and KV",
-            lambda running, budget, latency: MultiRes(running, budget),
-            saves=True,
+            lambda spec: MultiRes(spec.max_running, spec.token_budget),
         ),
         _baseline(
             "rr",
             "round robin between real-time and best-effort requests (BROS's baseline)",
-            lambda running, budget, latency: RoundRobin(running, budget),
+            lambda spec: RoundRobin(spec.max_running, spec.token_budget),
         ),
     )
 }
@@ -107,38 +104,37 @@ ROUTERS = {
             "round-robin",
             "each request to the next instance in turn, first come first served inside",
             load_balancing.round_robin,
-            lambda running, budget, latency: packers.Fcfs(running),
+            lambda spec: packers.Fcfs(spec.max_running),
         ),
         Recipe(
             "least-loaded",
             "each request to the instance with the fewest, first come first served inside",
             load_balancing.least_loaded,
-            lambda running, budget, latency: packers.Fcfs(running),
+            lambda spec: packers.Fcfs(spec.max_running),
         ),
         Recipe(
             "shepherd",
             "models assigned to instances by mean rates, fixed batches by deadline (as in QLM 8)",
             Shepherd,
-            lambda running, budget, latency: packers.Ranked(packers.by_due, running, budget),
-            swaps=True,
+            lambda spec: packers.Ranked(packers.by_due, spec.max_running, spec.token_budget),
         ),
         Recipe(
             "parrot",
             "application runs first come, first served, each as a whole (Parrot)",
             Parrot,
-            lambda running, budget, latency: packers.Fcfs(running),
+            lambda spec: packers.Fcfs(spec.max_running),
         ),
         Recipe(
             "vtc",
             "equal service per tenant by the Virtual Token Counter",
             VirtualTokenCounter,
-            lambda running, budget, latency: packers.Fcfs(running),
+            lambda spec: packers.Fcfs(spec.max_running),
         ),
         Recipe(
             "llm-d-like",
             "bands by objective, EDF inside, a saturation gate, sheddable work refused behind it",
             FlowControl,
-            lambda running, budget, latency: packers.Ranked(packers.by_priority, running, budget),
+            lambda spec: packers.Ranked(packers.by_priority, spec.max_running, spec.token_budget),
         ),
     )
 }

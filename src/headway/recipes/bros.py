@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
-from headway.forecast.latency.online import OnlineLatency
+from headway.core.engine_spec import EngineSpec
 from headway.pack.bros.batch_size import BatchSize
 from headway.pack.bros.packer import Bros
 from headway.plan.ordered import Ordered, by_due
 from headway.recipes.recipe import Recipe
 
 
-def _without_sizing(running: int, budget: int, latency: OnlineLatency) -> Bros:
-    return Bros(running, budget, latency, sizing=BatchSize(adapts=False))
+def _without_sizing(spec: EngineSpec) -> Bros:
+    return Bros(spec, sizing=BatchSize(adapts=False))
 
 
-# Recipes: what each is, and its packer(max_running, token budget, pace).
-VARIANTS: dict[str, tuple[str, Callable[[int, int, OnlineLatency], Bros]]] = {
+# Recipes: what each is, and its packer.
+VARIANTS: dict[str, tuple[str, Callable[[EngineSpec], Bros]]] = {
     "bros": ("BROS: real-time by time left, best effort by swap cost, blocks shared from both ends", Bros),
     "bros-plain-blocks": (
         "BROS without two-ended blocks: whole requests are swapped to the host",
@@ -38,8 +37,7 @@ VARIANTS: dict[str, tuple[str, Callable[[int, int, OnlineLatency], Bros]]] = {
 
 def _recipe(name: str) -> Recipe:
     about, packer = VARIANTS[name]
-    kv: Literal["beside", "two-ended"] = "beside" if name == "bros-plain-blocks" else "two-ended"
-    return Recipe(name, about, lambda: Ordered(by_due), packer, pull=False, kv=kv)
+    return Recipe(name, about, lambda: Ordered(by_due, pull=False), packer)
 
 
 BROS = {name: _recipe(name) for name in VARIANTS}

@@ -14,25 +14,25 @@ DEFAULT = {
             "vllm",
             "vLLM's own order: first come, first served",
             lambda: ordered.Ordered(ordered.by_arrival, displaces=False),
-            lambda running, budget, latency: Fcfs(running),
+            lambda spec: Fcfs(spec.max_running),
         ),
         Recipe(
             "priority",
             "vLLM's priorities, which also displace running work when the batch is full",
             lambda: ordered.Ordered(ordered.by_priority),
-            lambda running, budget, latency: Ranked(by_priority, running, budget),
+            lambda spec: Ranked(by_priority, spec.max_running, spec.token_budget),
         ),
         Recipe(
             "edf",
             "earliest deadline first, in the queue and in the engine",
             lambda: ordered.Ordered(ordered.by_due),
-            lambda running, budget, latency: Ranked(by_due, running, budget),
+            lambda spec: Ranked(by_due, spec.max_running, spec.token_budget),
         ),
         Recipe(
             "slack",
             "least slack first, prompt chunks sized so that running answers keep their pace (BROS 4.2)",
             lambda: ordered.Ordered(ordered.by_attainable_deadline),
-            lambda running, budget, latency: Slack(running, budget, latency),
+            lambda spec: Slack(spec.max_running, spec.token_budget, spec.latency),
         ),
     )
 }

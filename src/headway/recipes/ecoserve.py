@@ -9,9 +9,10 @@ swapped where an engine has a host pool and copying is cheaper, else computed ag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
-from headway.forecast.latency.online import OnlineLatency
+from headway.core.engine_spec import EngineSpec
 from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.plan.ordered import Ordered, by_arrival
 from headway.ports import Packer
@@ -25,15 +26,13 @@ VARIANTS = {
 }
 
 
-def _packer(options: Options) -> Callable[[int, int, OnlineLatency], Packer]:
-    return lambda running, budget, latency: EcoServe(budget, latency, options)
+def _packer(options: Options) -> Callable[[EngineSpec], Packer]:
+    return lambda spec: EcoServe(spec, options)
 
 
 def _recipe(name: str, about: str, options: Options, lengths: Literal["padded", "oracle"]) -> Recipe:
-    return Recipe(
-        name, about, lambda: Ordered(by_arrival, displaces=False), _packer(options), pull=False,
-        reserves=True, lengths=lengths,
-    )  # fmt: skip
+    planner = partial(Ordered, by_arrival, displaces=False, pull=False)
+    return Recipe(name, about, planner, _packer(options), lengths)
 
 
 def _recipes() -> Iterator[Recipe]:

@@ -1,4 +1,4 @@
-"""A recipe: one planner for the slow loop and one packer for the fast loop, with what they need."""
+"""A recipe: one planner for the slow loop and one packer for the fast loop."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from headway.forecast.latency.online import OnlineLatency
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.ports import Packer, Planner
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """planner() and packer(max_running, token_budget, pace) make fresh policies; `about`: one line.
+    """Factories of fresh policies under a name.
 
-    pull: as in `Cluster`. saves: the packer uses `Step.save`, which needs an engine that can copy KV to the
-    host; reserves: `Step.reserve` and `Step.lend`, which need an engine that shares no prefixes
-    (`engines/vllm/plugin/reservations.py`). swaps: the planner loads other models where instances can. lengths: whose
-    forecasts it is meant for: those that the host has, those padded, or an oracle's, which only a simulation
-    has. kv: how an engine with a host pool keeps KV for it: in two-ended blocks, or in plain ones, copies (in
-    simulations) before or beside the computation.
+    name: as in the registry.
+    about: one line for people.
+    planner: makes a planner.
+    packer: makes a packer for one engine.
+    lengths: the length forecasts that it is meant for: learned while serving, those padded, or an oracle's
+        true lengths, which only a simulation has.
     """
 
     name: str
     about: str
     planner: Callable[[], Planner]
-    packer: Callable[[int, int, OnlineLatency], Packer]
-    pull: bool = True
-    saves: bool = False
-    swaps: bool = False
-    reserves: bool = False
-    lengths: Literal["host", "padded", "oracle"] = "host"
-    kv: Literal["before", "beside", "two-ended"] = "before"
+    packer: Callable[[EngineSpec], Packer]
+    lengths: Literal["learned", "padded", "oracle"] = "learned"
+
+    @property
+    def wants(self) -> KvUse:
+        """How its packer uses the KV of an engine that can do everything."""
+        able = EngineSpec(1, 1, copy_seconds=0.0, host_tokens=1 << 40, two_ended=True, reservations=True)
+        return self.packer(able).kv

@@ -113,10 +113,10 @@ class Dispatcher:
         self.recipe = find(config.recipe)
         self.metrics = Metrics()
         self.foresight = LengthService(self.recipe, config.predictor, self.metrics, config.history)
+        planner = self.recipe.planner()
         self.controller = Controller(
-            self.recipe.planner(), self.foresight.lengths, config.server.max_queued,
-            Cluster(pull=self.recipe.pull),
-        )  # fmt: skip
+            planner, self.foresight.lengths, config.server.max_queued, Cluster(pull=planner.pull)
+        )
         log_dir = log_dir or state_dir()
         self.engines = {
             f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir, self.tell)

@@ -17,7 +17,8 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from headway.config import Config
-from headway.engines.vllm.process.launch import check_installed
+from headway.core.engine_spec import check
+from headway.engines.vllm.process.launch import check_installed, spec
 from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
@@ -39,14 +40,10 @@ def preflight(config: Config) -> None:
             f"Serve with {config.recipe.removesuffix('-oracle')}, or try it with headway simulate.",
             param="recipe",
         )
-    if recipe.reserves:
-        _check_reserving(config)
-    if recipe.saves and not all(e.host_kv_gib for e in config.engines if e.url is None):
-        raise ConfigError(
-            f"{config.recipe} swaps KV to the host, and an engine has no memory for it there.",
-            "Give every [[engines]] a host_kv_gib, or serve with another recipe.",
-            param="engines.host_kv_gib",
-        )
+    for engine in config.engines:
+        if engine.url is None:
+            can = spec(engine)
+            check(can, recipe.packer(can).kv, config.recipe)
     if recipe.lengths == "padded":
         locate(config.predictor.embedding)
     names = [engine.name for engine in config.engines]
@@ -65,23 +62,6 @@ def preflight(config: Config) -> None:
                 f"{engine.url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
                 param="engines.url",
             )  # fmt: skip
-
-
-def _check_reserving(config: Config) -> None:
-    """Raise ConfigError for an engine that cannot keep what a recipe reserves and lends."""
-    started = [engine for engine in config.engines if engine.url is None]
-    sharing = any("--enable-prefix-caching" in engine.args for engine in started)
-    found = {
-        "shares prefixes": (sharing, "Take --enable-prefix-caching out of args"),
-        "runs overlapped": (any(e.async_scheduling for e in started), "Set async_scheduling = false"),
-    }
-    for what, (there, mend) in found.items():
-        if there:
-            raise ConfigError(
-                f"{config.recipe} reserves and lends KV, which an engine that {what} cannot keep.",
-                f"{mend}, or serve with another recipe.",
-                param="engines",
-            )
 
 
 def bind(host: str, port: int) -> socket.socket:

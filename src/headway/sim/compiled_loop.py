@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.core.engine_spec import PackerParams
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import Limits, Usage, usage_of
 from headway.forecast.latency.laws import law
@@ -20,7 +21,7 @@ from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.memory.budget import KvBudget
-from headway.pack.kernels import SLACK, PackerParams, pack
+from headway.pack.kernels import SLACK, pack
 from headway.plan.ordered import Ordered, Rank, by_arrival, by_attainable_deadline, by_due, by_priority
 from headway.recipes.recipe import Recipe
 from headway.sim.workload.traffic import Workload
@@ -78,7 +79,7 @@ class RunState(NamedTuple):
     end: Floats
     law_kind: int
     prior: int
-    rule: PackerParams
+    params: PackerParams
     line: Line
     limits: Limits
     forget: float
@@ -113,11 +114,11 @@ def _begin(w: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     rows = w.rows[: w.counts[ROWS]]
     ledger = KvBudget(w.line.blocks, w.usage["free_blocks"], w.limits.size, w.limits.slots)
-    step = pack(w.rule, w.jobs, rows, ledger, now, w.theta)
+    step = pack(w.params, w.jobs, rows, ledger, now, w.theta)
     engine.evict(w.jobs, w.usage, step.evict)
     paused = w.usage["held_slots"] - np.count_nonzero(w.jobs["running"][step.order])
-    budget = w.rule.budget if w.rule.budget else w.limits.budget
-    ran = engine.run(w.jobs, w.usage, w.limits, step.order, step.caps, w.rule.max_running, budget)
+    budget = w.params.budget if w.params.budget else w.limits.budget
+    ran = engine.run(w.jobs, w.usage, w.limits, step.order, step.caps, w.params.max_running, budget)
     size = ran.rows.size
     w.counts[RUNNING], w.counts[RAN] = size > 0, size
     if size == 0:
@@ -136,7 +137,7 @@ def _seconds(w: RunState, rows: Ints, tokens: Ints) -> float:
     """Return how long an iteration takes, and teach the packer's pace."""
     decodes, context, prefill, pairs = shape(w.jobs, rows, tokens)
     seconds = max(law(w.law_kind, w.law, decodes, context, prefill, pairs), SHORTEST)
-    if w.rule.kind == SLACK:
+    if w.params.kind == SLACK:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
         learn(w.theta, w.cov, w.cap, *parts, seconds, w.forget, w.surprise)
     return float(seconds)
@@ -318,10 +319,10 @@ _RANKS: dict[tuple[Rank, bool], int] = {
 def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskLengths) -> RunState | None:
     """Return the start of a compiled run; None when a part of it is known to Python only."""
     instance, planner, latency = node.instance, recipe.planner(), OnlineLatency()
-    rule = getattr(recipe.packer(instance.max_running, node.budget, latency), "rule", None)
+    params = recipe.packer(node.spec(latency)).params
     kind = _RANKS.get((planner.rank, planner.displaces)) if isinstance(planner, Ordered) else None
     simple = workload.models == (instance.model,) and not lengths.taught
-    if rule is None or kind is None or not isinstance(node.latency, FixedLatency) or not simple:
+    if params is None or kind is None or not isinstance(node.latency, FixedLatency) or not simple:
         return None
     n, slots, size = len(workload), node.slots, instance.block_size
     never, none = np.full(n, np.nan), np.zeros(n, np.int64)
@@ -331,7 +332,7 @@ def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskL
         np.zeros((len(workload.tiers), lengths.window), np.int64), np.zeros(len(workload.tiers), np.int64),
         latency.theta, latency.cov, latency.cap, node.latency.law[1], usage_of(instance.blocks_total),
         np.zeros(HEAP + _HEAPS, np.int64), np.zeros(2), never, never.copy(), node.latency.law[0], lengths.prior,
-        rule, Line(kind, instance.window, instance.blocks_total, size),
+        params, Line(kind, instance.window, instance.blocks_total, size),
         Limits(size, slots, node.budget, instance.max_model_len), latency.forget, latency.surprise,
     )  # fmt: skip
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
-from headway.pack.ecoserve.packer import EcoServe
 from headway.ports import LatencyModel, Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.workload.traffic import Workload
@@ -64,6 +64,14 @@ class InstanceSpec:
     def delays(self) -> bool:
         """Tell whether anything lies between clients and this engine."""
         return bool(self.request_overhead or self.token_overhead or self.interruption)
+
+    def spec(self, latency: OnlineLatency) -> EngineSpec:
+        """Return what packers are told about this instance; every simulated engine keeps reservations."""
+        instance = self.instance
+        return EngineSpec(
+            instance.max_running, self.budget, instance.block_size, instance.max_model_len, self.copy_seconds,
+            self.host_tokens, two_ended=bool(self.host_tokens), reservations=True, latency=latency,
+        )  # fmt: skip
 
     def forms(self) -> dict[str, InstanceSpec]:
         """Return this node by the model that it serves, its first one first."""
@@ -136,11 +144,8 @@ class SimulatedInstance:
         self._empty()
 
     def _empty(self) -> None:
-        instance, self.learned = self.form.instance, OnlineLatency()
-        packer = self._recipe.packer(instance.max_running, self.form.budget, self.learned)
-        if isinstance(packer, EcoServe):
-            packer.copy_seconds, packer.longest = self.form.copy_seconds, instance.max_model_len
-        self.engine = engine(packer, self.form, self._recipe)
+        self.learned = OnlineLatency()
+        self.engine = engine(self._recipe.packer(self.form.spec(self.learned)), self.form)
         self.door: list[Submission] = []
         self.running: Ran | None = None
         self.stolen = 0.0
@@ -227,37 +232,36 @@ class SimulatedInstance:
             self.memory.keep(model, load.bytes)
 
 
-def engine(packer: Packer, node: InstanceSpec, recipe: Recipe) -> SimulatedEngine:
-    """Return the engine of a node: with a host pool where there is one and the recipe uses it."""
-    instance = node.instance
-    host = node.host_tokens if pools(recipe, node) else None
+def engine(packer: Packer, node: InstanceSpec) -> SimulatedEngine:
+    """Return the engine of a node: with a host pool where there is one and the packer uses it."""
+    instance, use = node.instance, packer.kv
     common: dict[str, Any] = {
         "blocks": instance.blocks_total, "size": instance.block_size, "slots": node.slots,
         "budget": node.budget, "max_model_len": instance.max_model_len, "copy_seconds": node.copy_seconds,
     }  # fmt: skip
+    host = node.host_tokens if pools(use, node) else None
     if host is None:
         return SimulatedEngine(packer, **common)
-    kind = TwoEndedEngine if recipe.kv == "two-ended" else HostPoolEngine
-    return kind(packer, host=host, overlap=recipe.kv != "before", **common)
+    kind = TwoEndedEngine if use.two_ended else HostPoolEngine
+    return kind(packer, host=host, overlap=use.overlaps_copies, **common)
 
 
-def pools(recipe: Recipe, node: InstanceSpec) -> bool:
-    """Tell whether a recipe uses this node's host pool. One that reserves counts on room for all it saves;
-    BROS does without where the host has no room at all, as on a vLLM without a pool."""
-    if recipe.kv != "before":
-        return bool(node.host_tokens)
-    return node.host_tokens is not None and recipe.saves and not recipe.reserves
+def pools(use: KvUse, node: InstanceSpec) -> bool:
+    """Tell whether a packer's saves are held against this node's host pool.
+
+    Those of a packer that reserves find room for all, as do those on a node that states no limit.
+    """
+    return use.saves and not use.reserves and node.host_tokens is not None
 
 
 def words(recipe: Recipe, node: InstanceSpec) -> str:
     """Say how a recipe is simulated on a node, where that is not plain blocks and learned lengths."""
-    parts, there = [], pools(recipe, node)
-    if recipe.kv != "before" or recipe.saves or recipe.reserves:
-        kind = "two-ended" if there and recipe.kv == "two-ended" else "plain"
-        room = "unbounded" if recipe.saves or recipe.reserves else "no"
-        room = f"{node.host_tokens:,} tokens of" if there else room
+    parts, use = [], recipe.packer(node.spec(OnlineLatency())).kv
+    if use != KvUse():
+        kind, room = "two-ended" if use.two_ended else "plain", "unbounded" if use.saves else "no"
+        room = f"{node.host_tokens:,} tokens of" if pools(use, node) else room
         parts.append(f"{kind} KV blocks, {room} host room")
-    if recipe.lengths != "host":
+    if recipe.lengths != "learned":
         parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
     return ", ".join(parts)
 

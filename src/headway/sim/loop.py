@@ -53,8 +53,9 @@ class Loop:
         self.workload, self.outcome = simulation.workload, Outcome.of(len(simulation.workload))
         self.observer = observer
         recipe = simulation.recipe
+        planner = recipe.planner()
         self.controller = Controller(
-            recipe.planner(), simulation.lengths, simulation.max_queued, Cluster(pull=recipe.pull)
+            planner, simulation.lengths, simulation.max_queued, Cluster(pull=planner.pull)
         )
         self.hosts = {node.instance.id: SimulatedInstance(node, recipe) for node in simulation.nodes}
         self._codes = {name: i for i, name in enumerate(self.hosts)}

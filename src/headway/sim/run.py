@@ -73,7 +73,7 @@ class Simulation:
         when requests wait that the planner sends nowhere.
         """
         check(self.nodes)
-        check_fleet(self.nodes, self.workload, swaps=self.recipe.swaps)
+        check_fleet(self.nodes, self.workload, swaps=self.recipe.planner().swaps)
         self._check_failures()
         if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
             return outcome
@@ -85,7 +85,7 @@ class Simulation:
         """Run as one compiled loop; None when this run has a part that is known to Python only."""
         plain = len(self.nodes) == 1 and not self.failures and self.plan_seconds is no_time
         plain = plain and math.isinf(self.until)
-        plain = plain and self.recipe.pull and not self.nodes[0].others and not self.nodes[0].delays
+        plain = plain and self.recipe.planner().pull and not self.nodes[0].others and not self.nodes[0].delays
         if not plain or type(self.lengths) is not TaskLengths:
             return None
         world = compiled_loop.world(self.recipe, self.nodes[0], self.workload, self.lengths)

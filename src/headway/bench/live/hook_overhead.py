@@ -48,7 +48,7 @@ def steady(running: int, name: str, steps: int, seed: int) -> SchedulerOracle:
 
     length = _PROMPT + steps + 64
     blocks = running * (length // _BLOCK + 2) + 2
-    ends = name != "stock" and find(name).kv == "two-ended"
+    ends = name != "stock" and find(name).wants.two_ended
     setup = config(
         max_running=running, max_batched_tokens=8192, max_model_len=2048, block_size=_BLOCK,
         recipe=None if name == "stock" else name, pool=two_ended_pool(1.0) if ends else None,

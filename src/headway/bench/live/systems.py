@@ -42,9 +42,7 @@ def check(systems: tuple[str, ...], engine: Engine) -> None:
 
 def _usable(name: str, engine: Engine) -> Engine:
     """Return the engine with the host pool only where the recipe can use it."""
-    recipe = find(name)
-    copies = recipe.saves or recipe.reserves or recipe.kv != "before"
-    return engine if copies else replace(engine, host_kv_gib=0.0)
+    return engine if find(name).wants.saves else replace(engine, host_kv_gib=0.0)
 
 
 async def counted(name: str, url: str) -> dict[str, float]:

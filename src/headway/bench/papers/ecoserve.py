@@ -170,8 +170,8 @@ def _figures(t: Trial) -> Iterator[tuple[str, float, str]]:
     yield "compute.utilization", 100 * t.compute, "%"
     yield "kv.alloc_failures_pct", 100 * t.failures, "%"
     yield "sched.share_pct", 100 * t.thinking, "%"
-    if t.counts is not None:
-        yield "sched.kept_pct", 100 * t.counts.kept / t.iterations, "%"
+    if "kept" in t.counts:
+        yield "sched.kept_pct", 100 * t.counts["kept"] / t.iterations, "%"
 
 
 def _rows(trials: Sequence[Trial]) -> list[Row]:

@@ -7,15 +7,16 @@ as the papers run them: everything waits inside the engine, and decisions are ti
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
-from headway.ports import Packer
+from headway.ports import Packer, Planner
 from headway.recipes.recipe import Recipe
 from headway.sim.observer import Observer
 from headway.sim.workload.traffic import Workload
@@ -30,14 +31,16 @@ def inside(recipe: Recipe, clock: list[float]) -> Recipe:
     clock: gets the wall seconds of each decision.
     """
 
-    def packer(running: int, budget: int, latency: OnlineLatency) -> Packer:
-        return _Timed(recipe.packer(running, budget, latency), clock)
+    def packer(spec: EngineSpec) -> Packer:
+        return _Timed(recipe.packer(spec), clock)
 
-    return replace(recipe, pull=False, lengths="host", packer=packer, planner=_AtOnce)
+    return replace(recipe, lengths="learned", packer=packer, planner=_AtOnce)
 
 
-class _AtOnce:
+class _AtOnce(Planner):
     """All that comes goes in: there is nothing to order where everything is inside one engine."""
+
+    pull = False
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         new = np.flatnonzero(cluster.backlog.live & ~cluster.backlog.sent)
@@ -45,9 +48,17 @@ class _AtOnce:
 
 
 @dataclass(slots=True)
-class _Timed:
+class _Timed(Packer):
     packer: Packer
     clock: list[float]
+
+    @property
+    def kv(self) -> KvUse:
+        return self.packer.kv
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return self.packer.counters
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         began = time.perf_counter()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headway.bench.papers.observers import Gauges, inside
+from headway.core.engine_spec import EngineSpec
 from headway.forecast.latency import profiles
-from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.padded import Padded
-from headway.pack.ecoserve.packer import Counts, EcoServe, Options
+from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.ports import Lengths, Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.forecasts import Noisy, Oracle
@@ -49,7 +50,7 @@ class Trial:
     """What one system did. Seconds per request (jct), seconds per output token (normalized), shares 0..1.
 
     failures: share of requests that lost KV or paused for want of it. thinking: wall seconds of decisions
-    per simulated second. counts: of EcoServe's packer only.
+    per simulated second. counts: what the packer has counted, by name.
     """
 
     system: str
@@ -65,7 +66,7 @@ class Trial:
     failures: float
     thinking: float
     iterations: int
-    counts: Counts | None
+    counts: Mapping[str, int]
 
 
 def node() -> InstanceSpec:
@@ -113,28 +114,23 @@ def trial(
     """Run a recipe on a workload; `options` replace those of an EcoServe recipe."""
     place, clock, packers = node(), list[float](), list[Packer]()
 
-    def packer(running: int, budget: int, latency: OnlineLatency) -> Packer:
-        packers.append(recipe.packer(running, budget, latency))
-        if isinstance(packers[0], EcoServe):  # the simulation does not see it: it is timed
-            packers[0].copy_seconds = place.copy_seconds
-            packers[0].longest = place.instance.max_model_len
-            packers[0].options = options or packers[0].options
+    def packer(spec: EngineSpec) -> Packer:
+        packers.append(recipe.packer(spec) if options is None else EcoServe(spec, options))
         return packers[0]
 
     kv = place.instance.blocks_total * place.instance.block_size
     gauges = Gauges(kv, TFS, float(load.arrival.max(initial=0.0)), clock)
     timed = inside(replace(recipe, packer=packer), clock)
     outcome = Simulation(timed, [place], load, lengths).run(observer=gauges)
-    counts = packers[0].counts if isinstance(packers[0], EcoServe) else None
-    return _figures(recipe.name, data, rate, load, outcome, gauges, counts)
+    return _figures(recipe.name, data, rate, load, outcome, gauges, packers[0].counters)
 
 
 def _figures(
     name: str, data: Data, rate: float, load: Workload, outcome: Outcome, gauges: Gauges,
-    counts: Counts | None,
+    counts: Mapping[str, int],
 ) -> Trial:  # fmt: skip
     jct = outcome.end - load.arrival
-    stalled = counts.stalled if counts else 0
+    stalled = counts.get("stalled", 0)
     return Trial(
         name, data.name, rate, float(jct.mean()), float(np.quantile(jct, 0.99)),
         float((jct / load.output).mean()), float((jct <= load.e2e).mean()),

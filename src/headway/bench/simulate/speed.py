@@ -20,7 +20,7 @@ from headway.bench.load.metrics import Row
 from headway.bench.output.plots import png
 from headway.bench.output.results import deliver
 from headway.bench.simulate.whatif import Fleet
-from headway.forecast.latency.online import OnlineLatency
+from headway.core.engine_spec import EngineSpec
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
 from headway.sim.run import Simulation
@@ -118,7 +118,7 @@ def decisions(steps: int, seed: int) -> list[Row]:
 
     stock = steady(RUNNING, "stock", steps, seed)
     jobs, ledger = crowd(seed)
-    packers = {name: find(name).packer(RUNNING, 8192, OnlineLatency()) for name in RECIPES}
+    packers = {name: find(name).packer(EngineSpec(RUNNING, 8192)) for name in RECIPES}
     times: dict[str, Floats] = {name: np.zeros(steps) for name in ("stock", *packers)}
     for step in range(steps):
         began = time.perf_counter()

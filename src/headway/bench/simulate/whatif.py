@@ -19,10 +19,12 @@ from rich.progress import Progress
 from headway.bench.load.mix import promise
 from headway.bench.load.records import Counters, Record
 from headway.bench.output import report
+from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
+from headway.forecast.latency.online import OnlineLatency
 from headway.recipes.registry import find
 from headway.sim import fleet as fleets
-from headway.sim.instance import pools, words
+from headway.sim.instance import words
 from headway.sim.record import run_folder
 from headway.sim.record.recorder import Recorder, Recording
 from headway.sim.record.run_folder import Header, Machine, Run
@@ -172,10 +174,11 @@ def _check(recipes: Sequence[str], nodes: Sequence[InstanceSpec]) -> None:
         unknown = [
             node.instance.id
             for node in nodes
-            if not math.isfinite(node.copy_seconds) and (recipe.saves or pools(recipe, node))
+            if not math.isfinite(node.copy_seconds) and recipe.packer(node.spec(OnlineLatency())).kv.saves
         ]
         if unknown:
-            other = "take another recipe" if recipe.saves else "say host_kv_gib=0 in --instance"
+            needs = recipe.packer(EngineSpec(1, 1)).kv.saves
+            other = "take another recipe" if needs else "say host_kv_gib=0 in --instance"
             raise ConfigError(
                 f"{name} copies KV to the host, and how fast {unknown[0]} does that is not known.",
                 f"Add kv_copy_gb_s to a copy of its latency profile, or {other}.",

@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 
 from headway.bench.load.metrics import Row
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
-from headway.engines.vllm.process.launch import two_ended_pool
+from headway.engines.vllm.process.launch import host_pool, two_ended_pool
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.two_ended.block_table import DROPPED, HOST, ORDERS, SHARED, TwoEndedTable
-from headway.pack.ecoserve.packer import EcoServe
-from headway.ports import Packer
 from headway.recipes.registry import find
 from headway.types import Slo
 
@@ -200,8 +199,7 @@ class Both:
             self.real, self.lean = _pooled(case, self.budget, self.slots, recipe, self.latency)
         else:
             self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
-            packer = find(recipe).packer(case.max_running, self.budget, self.latency)
-            _tell(case, packer, getattr(self.real.scheduler, "packer", packer))
+            packer = find(recipe).packer(_spec(case, self.budget, BLOCK, self.latency))
             self.lean = SimulatedEngine(
                 packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
                 max_model_len=case.max_model_len,
@@ -315,14 +313,15 @@ def _pooled(
 
     scarce = case.blocks * BLOCK // (3 * _TWO_ENDED)  # so that there is something to share
     blocks = max(scarce, -(-case.max_model_len // _TWO_ENDED))
-    packer = find(recipe).packer(case.max_running, budget, latency)
-    ends = find(recipe).kv == "two-ended"
+    ends = find(recipe).wants.two_ended
     host = int(np.random.default_rng(case.seed).choice((0, 40, 400, 100_000))) if ends else 1 << 30
     setup = oracle.config(
         max_running=case.max_running, max_batched_tokens=budget, max_model_len=case.max_model_len,
         block_size=_TWO_ENDED, recipe=recipe, slots=slots,
         pool=two_ended_pool(1, host_tokens=host, copy_seconds=_COPY),
     )  # fmt: skip
+    spec = _spec(case, budget, _TWO_ENDED, latency)
+    packer = find(recipe).packer(replace(spec, copy_seconds=_COPY, host_tokens=host, two_ended=ends))
     settings: dict[str, Any] = {
         "blocks": blocks, "size": _TWO_ENDED, "slots": slots, "budget": budget, "host": host,
         "max_model_len": case.max_model_len, "copy_seconds": _COPY,
@@ -337,25 +336,33 @@ def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) ->
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     policy = "priority" if name == "vllm-priority" else "fcfs"
-    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy)
+    wants = KvUse() if recipe is None else find(recipe).wants
+    copy = case.copy_seconds if wants.saves else math.inf
+    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy, copy)
     hook = None if recipe is None else HeadwayScheduler
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 
-def _tell(case: Case, *packers: Packer) -> None:
-    """Let packers that weigh copies know what one costs, and how long a request may get."""
-    for packer in packers:
-        if isinstance(packer, EcoServe):
-            packer.copy_seconds, packer.longest = case.copy_seconds, case.max_model_len
+def _spec(case: Case, budget: int, size: int, latency: OnlineLatency) -> EngineSpec:
+    return EngineSpec(
+        case.max_running, budget, size, case.max_model_len, case.copy_seconds, None, reservations=True,
+        latency=latency,
+    )  # fmt: skip
 
 
 @cache
-def _config(running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str) -> Any:
-    """Configurations are read only by what is made of them, and slow to make."""
+def _config(
+    running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str,
+    copy_seconds: float = math.inf,
+) -> Any:  # fmt: skip
+    """Configurations are read only by what is made of them, and slow to make.
+
+    copy_seconds: to move one token's KV to the engine's host pool; inf = it has none.
+    """
     return oracle.config(
         max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
         recipe=recipe, slots=slots, policy=policy if recipe is None else "fcfs",
-        host_gib=1.0 if recipe is not None and (find(recipe).saves or find(recipe).reserves) else 0.0,
+        pool=host_pool(1.0, copy_seconds=copy_seconds) if math.isfinite(copy_seconds) else None,
     )  # fmt: skip
 
 

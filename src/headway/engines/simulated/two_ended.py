@@ -35,8 +35,6 @@ from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
 from headway.types import Ints, Jobs, Slo, Step
 
-_NONE = np.empty(0, np.int64)
-
 
 class HostPoolEngine(SimulatedEngine):
     """A simulated engine with plain blocks and a host pool of `host` tokens; the packer says who is saved.
@@ -53,12 +51,6 @@ class HostPoolEngine(SimulatedEngine):
             copy_seconds=copy_seconds,
         )  # fmt: skip
         self.host, self.overlap = host, overlap
-
-    @property
-    def ledger(self) -> TwoEndedBudget:
-        return TwoEndedBudget(
-            self.blocks, self.free, self.size, self.limits.slots, self.copy_seconds, _NONE, False
-        )
 
     def schedule(self, now: float) -> Ran:
         """Decide on one iteration and account its KV; rows that do not fit on the host are evicted instead."""
@@ -81,7 +73,7 @@ class HostPoolEngine(SimulatedEngine):
         return max(execution, ran.copied * self.copy_seconds) if ran.copied else execution
 
 
-class _Bounded:
+class _Bounded(Packer):
     """A packer whose saves fit the host."""
 
     def __init__(self, packer: Packer, engine: HostPoolEngine) -> None:
@@ -127,8 +119,7 @@ class TwoEndedEngine(HostPoolEngine):
     def ledger(self) -> TwoEndedBudget:
         rows = np.arange(self.target.size)
         moves = checkpoint.lost_places(self.kv, rows)
-        size, most = self.size, self.limits.slots
-        return TwoEndedBudget(self.blocks, self.free, size, most, self.copy_seconds, moves, True)
+        return TwoEndedBudget(self.blocks, self.free, self.size, self.limits.slots, moves)
 
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,

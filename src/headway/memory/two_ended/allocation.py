@@ -289,19 +289,14 @@ def come_back(book: TwoEndedTable, row: int) -> bool:
 class TwoEndedBudget(KvBudget):
     """The balance of a two-ended pool: `free` are the blocks with two free ends.
 
-    copy_seconds: to move one token's KV to or from the host. moves: per row of the jobs' table, empty blocks
-    that it needs to be read back. shared: False = plain blocks, with the host behind them.
+    moves: per row of the jobs' table, empty blocks that it needs to be read back.
     """
 
-    copy_seconds: float
     moves: Ints
-    shared: bool
 
-    def __new__(
-        cls, total: int, free: int, size: int, slots: int, copy_seconds: float, moves: Ints, shared: bool
-    ) -> TwoEndedBudget:
+    def __new__(cls, total: int, free: int, size: int, slots: int, moves: Ints) -> TwoEndedBudget:
         self = super().__new__(cls, total, free, size, slots)
-        self.copy_seconds, self.moves, self.shared = copy_seconds, moves, shared
+        self.moves = moves
         return self
 
 

@@ -13,11 +13,12 @@ import numpy as np
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.pack.baselines.arrival_order import by_coming, in_prompt
+from headway.ports import Packer
 from headway.types import Jobs, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
+class Chunked(Packer):
     """Dynamic SplitFuse of DeepSpeed-FastGen (arXiv 2401.08671, 3) and Sarathi-Serve (OSDI'24, Algorithm 3).
 
     Both fill `budget` tokens in the same order: every answer in progress, prompts begun before, then new

@@ -12,9 +12,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from headway.core.engine_spec import KvUse
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate, missing
+from headway.ports import Packer
 from headway.tables import Table
 from headway.types import Batch, Floats, Ints, Jobs, Step
 
@@ -37,7 +39,7 @@ class Ladder(Table):
 
 
 @dataclass(slots=True)
-class FastServe:
+class FastServe(Packer):
     """FastServe's skip-join MLFQ with proactive swapping.
 
     A request of level i is demoted one level after a quantum of 2**i times the shortest iteration, by the
@@ -57,6 +59,11 @@ class FastServe:
     spare: float = 0.02
     ladder: Ladder = field(default_factory=Ladder)
     _places: int = 0
+
+    @property
+    def kv(self) -> KvUse:
+        """Requests scheduled last are swapped to the host."""
+        return KvUse(saves=True)
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return the step that serves the lowest levels first."""

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.core.engine_spec import KvUse
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate, missing
 from headway.pack.baselines.arrival_order import by_coming, places
+from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
 
 @dataclass(frozen=True, slots=True)
-class MultiRes:
+class MultiRes(Packer):
     """EcoServe's comparator: the nearest demand first, iteration by iteration.
 
     Nobody inside is displaced. Free tokens: the `budget` less what those inside compute; free KV: all
@@ -30,6 +32,11 @@ class MultiRes:
 
     max_running: int
     budget: int
+
+    @property
+    def kv(self) -> KvUse:
+        """Preempted requests are swapped to the host."""
+        return KvUse(saves=True)
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return everybody inside, who was swapped out, and the newcomers that fill the batch best."""

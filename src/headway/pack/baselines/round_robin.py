@@ -8,11 +8,12 @@ import numpy as np
 
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
+from headway.ports import Packer
 from headway.types import Ints, Jobs, Step
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRobin:
+class RoundRobin(Packer):
     """Round robin over two queues, the simple way to share one engine (BROS 6.1, baseline).
 
     Requests with a promise and those without stand in queues of their own, each first come, first served.

@@ -14,13 +14,14 @@ import numpy as np
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate, missing
+from headway.ports import Packer
 from headway.types import Batch, Floats, Ints, Jobs, Step
 
 _CONTEXT = 512  # tokens per answer in the batch that a token's time is taken from
 
 
 @dataclass(frozen=True, slots=True)
-class Srtf:
+class Srtf(Packer):
     """Srtf first, by forecast. `preempts`: also before what runs already.
 
     Who is displaced pauses, and is recomputed later when its blocks are needed (`room.py`).

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.core.engine_spec import KvUse
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import grant, missing
 from headway.pack.baselines.arrival_order import by_coming, fitting, in_prompt, places
+from headway.ports import Packer
 from headway.types import Ints, Jobs, Step
 
 _NOBODY = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class VllmV0:
+class VllmV0(Packer):
     """vLLM 0.2 to 0.4, `Scheduler._schedule` (SOSP'23, 4.5: first come first served, the last come yields).
 
     As long as nobody is swapped out and the first waiting prompts fit, whole, into `budget` tokens and the
@@ -37,6 +39,11 @@ class VllmV0:
     budget: int
     swap: bool = False
     watermark: float = 0.01
+
+    @property
+    def kv(self) -> KvUse:
+        """Preempted requests are swapped to the host."""
+        return KvUse(saves=self.swap)
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return a step of prompts only, or of answers only."""
@@ -106,7 +113,7 @@ class VllmV0:
 
 
 @dataclass(frozen=True, slots=True)
-class Orca:
+class Orca(Packer):
     """Orca (OSDI'22, Algorithm 1 `Select`): first come first served, iteration by iteration.
 
     At most `max_running` are chosen. A newcomer is let in, in order of coming, only when the room for its

@@ -27,30 +27,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.forecast.latency.online import OnlineLatency
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended.allocation import TwoEndedBudget
 from headway.pack.bros.algorithm_1 import CHOSEN, SAVED, StepLimits, algorithm_1, forecast, near_limit
 from headway.pack.bros.batch_size import BatchSize
+from headway.ports import Packer
 from headway.types import Ints, Jobs, Step
 
 _NOBODY = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
-class Bros:
+class Bros(Packer):
     """Algorithm 1 with its adaptive batch size.
 
-    two_ended: use two-ended blocks where the engine has them (its ledger is shared). replaces: best-effort
+    two_ended: use two-ended blocks where the engine has them. replaces: best-effort
     requests may take the place of real-time ones. near: a request is near its limit when less than this
     share of its promise is left after the iteration. spare, crowded: see above. watermark: share of blocks
     that newcomers leave free of real-time KV. lost_last: not in the paper; first tokens that are late
     already go behind those that can still be in time.
     """
 
-    max_running: int
-    budget: int
-    latency: OnlineLatency
+    spec: EngineSpec
     two_ended: bool = True
     replaces: bool = True
     spare: float = 2.0
@@ -61,30 +60,36 @@ class Bros:
     sizing: BatchSize = field(default_factory=BatchSize)
 
     def __post_init__(self) -> None:
-        self.sizing = BatchSize(self.sizing.base, self.max_running, self.sizing.adapts)
+        self.sizing = BatchSize(self.sizing.base, self.spec.max_running, self.sizing.adapts)
+
+    @property
+    def kv(self) -> KvUse:
+        """It saves where the engine has a pool of stated size, or two-ended blocks, which include one."""
+        shared = self.two_ended and self.spec.two_ended
+        return KvUse(shared or bool(self.spec.host_tokens), two_ended=shared, overlaps_copies=True)
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         terms, moves = self._terms(ledger)
-        step = algorithm_1(terms, jobs.data, rows, moves, now, self.latency.theta)
+        step = algorithm_1(terms, jobs.data, rows, moves, now, self.spec.latency.theta)
         taken = int(step.room[CHOSEN])
         order, save = step.rows[:taken], step.save[: step.room[SAVED]]
-        seconds = forecast(step.sums, self.latency.theta, terms.copy)
+        seconds = forecast(step.sums, self.spec.latency.theta, terms.copy)
         near = near_limit(jobs.data, rows, now, now + seconds, self.near)
         self.sizing.learn(full=taken >= terms.places, near=near)
-        tokens, host = step.tokens[:taken], isinstance(ledger, TwoEndedBudget)
-        evict, save = (_NOBODY, save) if host else (save, _NOBODY)
-        return Step(order, tokens, evict, save, max_running=terms.places, token_budget=self.budget)
+        tokens = step.tokens[:taken]
+        evict, save = (_NOBODY, save) if self.kv.saves else (save, _NOBODY)
+        return Step(order, tokens, evict, save, max_running=terms.places, token_budget=self.spec.token_budget)
 
     def _terms(self, ledger: KvBudget) -> tuple[StepLimits, Ints]:
-        copy, moves, shared = 0.0, _NOBODY, False
-        if isinstance(ledger, TwoEndedBudget):
-            copy, moves, shared = ledger.copy_seconds, ledger.moves, self.two_ended and ledger.shared
-        places = min(self.sizing.size, self.max_running)
+        spec, use = self.spec, self.kv
+        moves = ledger.moves if isinstance(ledger, TwoEndedBudget) else _NOBODY
+        copy = spec.copy_seconds if use.saves else 0.0
+        places = min(self.sizing.size, spec.max_running)
         terms = StepLimits(
-            places, self.budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy, shared,
+            places, spec.token_budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy, use.two_ended,
             self.replaces, self.spare, self.watermark, self.lost_last,
             self.crowded,
         )  # fmt: skip

@@ -13,18 +13,19 @@ generate and answers that outgrow their prediction alike; a guest may still be a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.forecast.latency.online import OnlineLatency
+from headway.core.engine_spec import EngineSpec, KvUse
 from headway.memory.budget import KvBudget
 from headway.memory.exact import reserve_of
 from headway.pack.ecoserve import step_buffer as places
 from headway.pack.ecoserve.iteration import decide
 from headway.pack.ecoserve.queues import MINE
 from headway.pack.ecoserve.step_buffer import EcoServeParams
+from headway.ports import Packer
 from headway.types import Ints, Jobs, Loans, Step
 
 
@@ -73,50 +74,56 @@ class Counts:
 
 
 @dataclass(slots=True)
-class EcoServe:
+class EcoServe(Packer):
     """EcoServe's scheduler. It keeps its queues from one iteration to the next: one packer for one engine.
 
-    `Jobs.left` must forecast the whole answer when a row comes in (padded, `forecast/lengths/padded.py`). budget:
-    most tokens of an iteration. copy_seconds: to move one token's KV between device and host, inf = the
-    engine does not swap. longest: tokens, prompt and answer together, that the engine lets one request have.
+    `Jobs.left` must forecast the whole answer when a row comes in (padded, `forecast/lengths/padded.py`).
+    It saves to the host where the engine can copy and that is cheaper than computing again.
     """
 
-    budget: int
-    latency: OnlineLatency
+    spec: EngineSpec
     options: Options = field(default_factory=Options)
-    copy_seconds: float = math.inf
-    longest: int = 1 << 31
     mine: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, MINE))
     marks: Ints = field(default_factory=lambda: np.zeros(9, np.int64))
+
+    @property
+    def kv(self) -> KvUse:
+        """It reserves whole answers, and saves where the engine can copy."""
+        return KvUse(saves=math.isfinite(self.spec.copy_seconds), reserves=True)
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return the step; the engine must keep `Step.reserve` and `Step.lend`."""
         if self.mine.size < jobs.data.size:
             more = np.zeros(jobs.data.size - self.mine.size, MINE)
             self.mine = np.concatenate([self.mine, more])
-        rule, theta = self.rule(ledger), self.latency.theta
-        desk = decide(rule, jobs.data, self.mine, self.marks, jobs.rows(), ledger, now, theta)
+        theta = self.spec.latency.theta
+        desk = decide(self.limits(ledger), jobs.data, self.mine, self.marks, jobs.rows(), ledger, now, theta)
         runs, loans = desk.n[places.ORDER], desk.n[places.LOANS]
         lend = None
         if loans:
             lend = Loans(desk.guest[:loans], desk.host[:loans], desk.start[:loans], desk.span[:loans])
         return Step(
             desk.order[:runs], desk.tokens[:runs], desk.evict[: desk.n[places.EVICTS]],
-            desk.save[: desk.n[places.SAVES]], token_budget=self.budget, reserve=desk.hold[:runs],
+            desk.save[: desk.n[places.SAVES]], token_budget=self.spec.token_budget, reserve=desk.hold[:runs],
             lend=lend,
         )  # fmt: skip
 
-    def rule(self, ledger: KvBudget) -> EcoServeParams:
+    def limits(self, ledger: KvBudget) -> EcoServeParams:
         """Return the options as compiled loops take them."""
-        o = self.options
+        o, spec = self.options, self.spec
         idle = max(int(o.idle * ledger.total), 1)
         return EcoServeParams(
-            min(o.tfs, self.budget), self.budget, reserve_of(ledger.total, o.reserve), o.buffer, ledger.size,
-            o.extra, idle, o.synced, o.ordered, o.lends, self.copy_seconds,
-            min(self.longest, ledger.total * ledger.size),
+            min(o.tfs, spec.token_budget), spec.token_budget, reserve_of(ledger.total, o.reserve), o.buffer, ledger.size,
+            o.extra, idle, o.synced, o.ordered, o.lends, spec.copy_seconds,
+            min(spec.max_model_len, ledger.total * ledger.size),
         )  # fmt: skip
 
     @property
     def counts(self) -> Counts:
         """Return what it has done so far."""
         return Counts(*(int(count) for count in self.marks[places.FULL :]))
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Return `counts` by name."""
+        return asdict(self.counts)

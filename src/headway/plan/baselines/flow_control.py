@@ -15,13 +15,14 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.plan.virtual_queue import inside, line
+from headway.ports import Planner
 from headway.types import OBJECTIVES, Bools, Ints, Plan
 
 _BEST_EFFORT = OBJECTIVES.index("best_effort")
 
 
 @dataclass(frozen=True, slots=True)
-class FlowControl:
+class FlowControl(Planner):
     """depth: requests waiting inside an engine from which on it is saturated (at most its `lead`, which is
     all that is ever sent ahead); kv: share of its KV in use from which on it is (llm-d: 5 and 0.8)."""
 

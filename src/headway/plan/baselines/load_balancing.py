@@ -14,6 +14,7 @@ import numpy as np
 from headway.core.cluster import Cluster
 from headway.plan.request_column import RequestColumn
 from headway.plan.virtual_queue import eligible, inside
+from headway.ports import Planner
 from headway.types import Floats, Ints, Plan
 
 
@@ -27,7 +28,7 @@ class Choice(Protocol):
     def __call__(self, cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str: ...
 
 
-class Router:
+class Router(Planner):
     """Binds each request to the instance that `choice` names, once."""
 
     def __init__(self, choice: Choice) -> None:

@@ -14,10 +14,11 @@ import numpy as np
 from headway.core.cluster import Cluster
 from headway.plan.ordered import Ordered
 from headway.plan.request_column import RequestColumn
+from headway.ports import Planner
 from headway.types import Arrived, Backlog, Event, Floats, Ints, Plan, Stage
 
 
-class Parrot:
+class Parrot(Planner):
     """Orders by the run's beginning; a request of no run is a run of its own. Nothing running is displaced.
 
     remembered: how many runs' beginnings are kept, the least recently active going first.

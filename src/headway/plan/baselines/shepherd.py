@@ -25,6 +25,7 @@ import numpy as np
 from headway.core.cluster import Cluster
 from headway.errors import ConfigError
 from headway.plan.virtual_queue import inside, line
+from headway.ports import Planner
 from headway.types import Arrived, Batch, Event, Instance, Ints, Plan
 
 _MOST = 200_000  # assignments that are still enumerated
@@ -70,9 +71,10 @@ def assign(
 
 
 @dataclass(slots=True)
-class Shepherd:
+class Shepherd(Planner):
     """period: seconds between two assignments, and over which demand is averaged. flex: see above."""
 
+    swaps = True
     period: float = 30.0
     flex: float = 3.03
     _asked: dict[str, deque[tuple[float, int, float]]] = field(default_factory=lambda: defaultdict(deque))

@@ -16,10 +16,11 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.plan.ordered import Ordered
+from headway.ports import Planner
 from headway.types import Arrived, Backlog, Event, Failed, Finished, Floats, Ints, Plan
 
 
-class VirtualTokenCounter:
+class VirtualTokenCounter(Planner):
     """Virtual Token Counter over tenants. prompt_weight, answer_weight: what a token costs its tenant."""
 
     def __init__(self, prompt_weight: float = 1.0, answer_weight: float = 2.0) -> None:

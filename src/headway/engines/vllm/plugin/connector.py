@@ -52,7 +52,7 @@ class HostPool(KVConnectorBase_V1):
         each = max(size // max(kv_cache_config.num_blocks, 1), 1)
         self.free = int(float(options.get("host_gib", 0)) * _GIB) // each
         self.num_blocks, self.size = kv_cache_config.num_blocks, vllm_config.cache_config.block_size
-        self.copy_seconds = _copy_seconds(each / self.size)
+        self.copy_seconds = float(options.get("copy_seconds") or _copy_seconds(each / self.size))
         self.saved: dict[str, int] = {}
         self._held: dict[str, int] = {}  # blocks of the pool per request
         self._next = Copies()

@@ -19,10 +19,12 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from headway.core.engine_spec import check
 from headway.engines.vllm.plugin.control import PendingUrgency, install
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
-from headway.engines.vllm.plugin.kv_policy import KvPolicy, kv_policy_of
+from headway.engines.vllm.plugin.kv_policy import KvPolicy
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
+from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
 from headway.engines.vllm.request_metadata import RequestMetadata, finite, read_metadata
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.memory.budget import KvBudget
@@ -55,7 +57,9 @@ class HeadwayMixin:
         self._limits = {"max_running": running, "token_budget": int(stock.max_num_scheduled_tokens)}
         self.latency = OnlineLatency()
         self.recipe = find(options.get("recipe", "vllm"))
-        self.packer = self.recipe.packer(running, stock.max_num_scheduled_tokens, self.latency)
+        self.spec = spec_of(self, running)
+        self.packer = self.recipe.packer(self.spec)
+        check(self.spec, self.packer.kv, self.recipe.name)
         self.jobs = Jobs()
         names = ("steps", "evictions", "saves", "swapped_tokens", "pauses", "loans")
         self.counters: dict[str, float] = dict.fromkeys(names, 0) | {"step_seconds": 0.0}

@@ -6,17 +6,10 @@ the work.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Protocol
 
-import numpy as np
-
 from headway.memory.budget import KvBudget
-from headway.memory.two_ended.allocation import TwoEndedBudget
 from headway.types import Ints, Step
-
-_log = logging.getLogger(__name__)
-_NOBODY = np.empty(0, np.int64)
 
 
 class KvPolicy(Protocol):
@@ -94,38 +87,3 @@ class StockKv:
     def state(self) -> dict[str, Any]:
         """Return why blocks are not two-ended, where the recipe wants them to be."""
         return {} if self.why is None else {"two_ended": False, "two_ended_why": self.why}
-
-
-class HostPoolKv(StockKv):
-    """Plain blocks with a host pool behind them: the packer swaps whole requests and knows what it costs."""
-
-    def __init__(self, copy_seconds: float) -> None:
-        super().__init__()
-        self.copy_seconds = copy_seconds
-
-    def budget(self, plain: KvBudget) -> KvBudget:
-        """Return it with the seconds that moving a token's KV takes."""
-        return TwoEndedBudget(*plain, self.copy_seconds, _NOBODY, False)
-
-
-def kv_policy_of(scheduler: Any) -> KvPolicy:
-    """Return how a scheduler's KV is held; asked once, when all else of the hook is there."""
-    from headway.engines.vllm.plugin.reservations import reservations_of  # it subclasses `StockKv`
-
-    if scheduler.recipe.reserves:
-        return reservations_of(scheduler)
-    wants = getattr(scheduler.packer, "two_ended", None)
-    if wants:
-        return _two_ended(scheduler)
-    swaps = wants is not None and hasattr(scheduler.connector, "save")
-    return HostPoolKv(scheduler.connector.copy_seconds) if swaps else StockKv()
-
-
-def _two_ended(scheduler: Any) -> KvPolicy:
-    from headway.engines.vllm.plugin import two_ended
-
-    why = two_ended.why_not(scheduler)
-    if why is None:
-        return two_ended.TwoEndedKv(scheduler)
-    _log.warning("%s runs without two-ended blocks here: %s.", scheduler.recipe.name, why)
-    return StockKv(why)

@@ -8,15 +8,13 @@ loans (`memory/reservations.py`), as in the simulated engine; vLLM counts the fr
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import Obstacle
 from headway.engines.vllm.plugin.kv_policy import StockKv
-from headway.errors import ConfigError
 from headway.memory import reservations
-from headway.pack.ecoserve.packer import EcoServe
 from headway.types import Ints, Jobs, Loans, Step
 
 
@@ -120,26 +118,17 @@ class ReservedKv(StockKv):
         return {"loans": self._loans}
 
 
-def reservations_of(scheduler: Any) -> ReservedKv:
-    """Return a scheduler's reservations. ConfigError where its engine cannot keep them."""
+def obstacle(scheduler: Any) -> Obstacle | None:
+    """Return why this engine cannot keep reservations, None = it can."""
     manager, config = scheduler.kv_cache_manager, scheduler.vllm_config
     kinds = [type(one).__name__ for one in manager.coordinator.single_type_managers]
-    _require(not manager.enable_caching, "shares prefixes", 'args = ["--no-enable-prefix-caching"]')
-    _require(not config.scheduler_config.async_scheduling, "runs overlapped", "async_scheduling = false")
-    _require(not scheduler.num_lookahead_tokens, "speculates", "no --speculative-config in args")
-    _require(
-        kinds == ["FullAttentionManager"], f"keeps KV as {', '.join(kinds)}", "a model of full attention"
-    )
-    if isinstance(scheduler.packer, EcoServe):
-        scheduler.packer.longest = int(scheduler.max_model_len)
-        scheduler.packer.copy_seconds = getattr(scheduler.connector, "copy_seconds", math.inf)
-    return ReservedKv(manager, scheduler.jobs)
-
-
-def _require(kept: bool, what: str, mend: str) -> None:
-    if not kept:
-        raise ConfigError(
-            f"A recipe that reserves and lends KV cannot run in an engine that {what}.",
-            f"Start the engine with {mend}, or choose another recipe.",
-            param="engines",
-        )
+    hinders = {
+        Obstacle("shares prefixes", 'args = ["--no-enable-prefix-caching"]'): manager.enable_caching,
+        Obstacle("runs overlapped", "async_scheduling = false"): config.scheduler_config.async_scheduling,
+        Obstacle("speculates", "no --speculative-config in args"): scheduler.num_lookahead_tokens,
+        Obstacle(
+            f"keeps KV as {', '.join(kinds)}", "a model of full attention"
+        ): kinds != ["FullAttentionManager"],
+    }  # fmt: skip
+    found = next((why for why, hinders in hinders.items() if hinders), None)
+    return found and Obstacle(found.reason, f"Start the engine with {found.hint}")

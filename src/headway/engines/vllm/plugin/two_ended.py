@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import Obstacle
 from headway.engines.simulated.kernels import Limits, usage_of
 from headway.engines.simulated.two_ended import account
 from headway.engines.vllm.plugin.right_aligned_attention import reads_from_the_right
@@ -40,14 +41,15 @@ _COPIES = ((SAVE, "saved_tokens"), (LOAD, "loaded_tokens"), (MOVE, "moved_tokens
 _MULTIPLE = 32  # tokens: what the CPU attention's blocks consist of
 
 
-def why_not(scheduler: Any) -> str | None:
+def obstacle(scheduler: Any) -> Obstacle | None:
     """Return why this engine cannot have two-ended blocks, None = it can."""
+    if not isinstance(scheduler.connector, TwoEndedPool):
+        return Obstacle("its connector was not given at start", "start the engine by Headway")
     config, cache = scheduler.vllm_config, scheduler.vllm_config.cache_config
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec
     plain = type(spec).__name__ == "FullAttentionSpec" and getattr(spec, "sliding_window", None) is None
     reasons = {
-        "its connector was not given at start": not isinstance(scheduler.connector, TwoEndedPool),
         "it is not the CPU's attention": config.device_config.device_type != "cpu",
         "the model's layers differ in their KV, or have a window": len(groups) != 1 or not plain,
         "prefix caching is on; start with --no-enable-prefix-caching": cache.enable_prefix_caching,
@@ -58,9 +60,9 @@ def why_not(scheduler: Any) -> str | None:
         f"blocks are not multiples of {_MULTIPLE} tokens": scheduler.block_size % _MULTIPLE != 0,
     }
     found = next((why for why, hinders in reasons.items() if hinders), None)
-    if found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype):
-        return found
-    return "this machine's attention does not read a block from the right"
+    if not (found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)):
+        found = "this machine's attention does not read a block from the right"
+    return Obstacle(found, "choose bros-plain-blocks") if found else None
 
 
 class TwoEndedKv:
@@ -89,9 +91,8 @@ class TwoEndedKv:
         self.serial = np.zeros(rows, np.int64)
         self.granted: dict[str, int] = {}
         self.copied = dict.fromkeys((name for _, name in _COPIES), 0)
-        self._worker_tables: dict[
-            str, list[int]
-        ] = {}  # each running request's blocks, as the worker has them
+        # Each running request's blocks, as the worker has them
+        self._worker_tables: dict[str, list[int]] = {}
         self.pool.begin()
         self._wrap_manager()
         self._run(Step(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))  # compiles it
@@ -132,8 +133,7 @@ class TwoEndedKv:
     def budget(self, stock: KvBudget) -> TwoEndedBudget:
         """Return the empty blocks, and how many of them each row needs to be read back."""
         moves = checkpoint.lost_places(self.kv, np.arange(self.running.size))
-        copy, total, free = self.pool.copy_seconds, stock.total, int(self.kv.counts[EMPTY])
-        return TwoEndedBudget(total, free, stock.size, stock.slots, copy, moves, True)
+        return TwoEndedBudget(stock.total, int(self.kv.counts[EMPTY]), stock.size, stock.slots, moves)
 
     def plan(self, step: Step) -> Step:
         """Account the packer's step. Returns vLLM's: the rows that run, and those that have lost all KV."""
@@ -148,7 +148,7 @@ class TwoEndedKv:
 
     def _run(self, step: Step) -> tuple[Ints, Ints]:
         """Account a step; return the rows that compute and their tokens."""
-        usage = usage_of(0, np.count_nonzero(self.running))
+        usage = usage_of(0, int(np.count_nonzero(self.running)))
         rows, tokens, _, _ = account(self.jobs, self.kv, usage, self.limits, step)
         return rows, tokens
 

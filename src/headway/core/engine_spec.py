@@ -1,0 +1,96 @@
+"""What one engine can do (`EngineSpec`) and what a packer makes of it (`KvUse`, `PackerParams`).
+
+A spec is the argument of every packer's factory: in vLLM, in the simulator, in tests. What an engine cannot
+do is known before the packer is made, so a packer can say at once how it uses the KV there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headway.errors import ConfigError
+from headway.forecast.latency.online import OnlineLatency
+
+UNLIMITED = 1 << 31  # tokens: longer than any request
+
+
+class Obstacle(NamedTuple):
+    """Why an engine lacks an ability ("an engine that ..."), and what to change so that it has it."""
+
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Limits and abilities of one engine.
+
+    max_running: requests that compute in one iteration.
+    token_budget: most tokens of one iteration.
+    block_size: tokens of a KV block.
+    max_model_len: tokens of the longest request, prompt and answer together.
+    copy_seconds: to move one token's KV between device and host; inf = the engine cannot.
+    host_tokens: tokens that the host pool holds, 0 = no pool; None = a simulation that states no limit.
+    two_ended: blocks can be filled from both ends.
+    reservations: the engine carries out `Step.reserve` and `Step.lend`.
+    latency: what iterations take, as learned on this engine.
+    why_not: ability (a field's name) -> why the engine lacks it.
+    """
+
+    max_running: int
+    token_budget: int
+    block_size: int = 16
+    max_model_len: int = UNLIMITED
+    copy_seconds: float = math.inf
+    host_tokens: int | None = 0
+    two_ended: bool = False
+    reservations: bool = False
+    latency: OnlineLatency = field(default_factory=OnlineLatency)
+    why_not: Mapping[str, Obstacle] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """How a packer uses the KV of the engine it was made for.
+
+    saves: it copies KV to the host (`Step.save`) instead of dropping it.
+    reserves: it uses `Step.reserve` and `Step.lend`.
+    two_ended: it counts on two-ended blocks.
+    overlaps_copies: copies run beside the computation, not before it (as simulations charge them).
+    """
+
+    saves: bool = False
+    reserves: bool = False
+    two_ended: bool = False
+    overlaps_copies: bool = False
+
+
+class PackerParams(NamedTuple):
+    """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer."""
+
+    kind: int
+    max_running: int
+    budget: int
+    min_chunk: int
+    max_step: float
+
+
+def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:
+    """Raise ConfigError when a recipe's packer needs what its engine cannot do."""
+    if kv.reserves and not spec.reservations:
+        why = spec.why_not.get("reservations", Obstacle("does not support it", "Start the engine by Headway"))
+        raise ConfigError(
+            f"{recipe} reserves and lends KV, which is not possible in an engine that {why.reason}.",
+            f"{why.hint}, or choose another recipe.",
+            param="engines",
+        )
+    # Two-ended blocks keep an account of what the host has no room for; saving whole requests needs a pool.
+    if kv.saves and not kv.two_ended and spec.host_tokens == 0:
+        raise ConfigError(
+            f"{recipe} swaps KV to the host, and an engine has no memory for it there.",
+            "Give every [[engines]] a host_kv_gib, or choose another recipe.",
+            param="engines.host_kv_gib",
+        )
