@@ -9,10 +9,10 @@ import pytest
 
 from headway.config import Engine
 from headway.engines.vllm import oracle
+from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process import launch
-from headway.engines.vllm.process.launch import two_ended_pool
 from headway.memory.two_ended import allocation
 
 pytestmark = pytest.mark.filterwarnings("default")

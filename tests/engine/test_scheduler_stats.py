@@ -1,4 +1,4 @@
-"""The counters change no decision of vLLM and are right: by comparison with stock, and by sums that must agree."""
+"""The counters change no decision of vLLM and are right: beside stock, and by sums that must agree."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.plugin import right_aligned_attention
-from headway.engines.vllm.process.launch import two_ended_pool
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation
 from headway.models import resolve

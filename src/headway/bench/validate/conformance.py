@@ -20,8 +20,8 @@ from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.engines.vllm import oracle
+from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle
-from headway.engines.vllm.process.launch import host_pool, two_ended_pool
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.two_ended.block_table import DROPPED, HOST, ORDERS, SHARED, TwoEndedTable

@@ -1,8 +1,8 @@
 """The simulated engine: vLLM's scheduling on numpy columns, without vLLM.
 
-It applies a packer's `Step` as `engines/vllm/plugin/hook.py` and vLLM's `schedule()` apply it together, on the
-same `Jobs` table, and accounts KV blocks itself. `tests/engine/test_licence.py` requires identical steps from
-vLLM's own scheduler. The seconds of an iteration come from a latency model.
+It applies a packer's `Step` as `engines/vllm/plugin/hook.py` and vLLM's `schedule()` apply it together, on
+the same `Jobs` table, and accounts KV blocks itself. `tests/engine/test_licence.py` requires identical steps
+from vLLM's own scheduler. The seconds of an iteration come from a latency model.
 """
 
 from __future__ import annotations

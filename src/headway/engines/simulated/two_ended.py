@@ -1,9 +1,9 @@
 """Simulated engines with a host pool for KV, with plain or two-ended blocks (BROS 5).
 
-`HostPoolEngine` has plain blocks and swaps whole requests to the host. `TwoEndedEngine` accounts every KV slot
-in a `memory.two_ended.block_table.TwoEndedTable`: a paused best-effort request keeps its KV until a real-time
-request grows into it, and only what is overwritten is copied to the host and back. Both overlap copies with
-the computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
+`HostPoolEngine` has plain blocks and swaps whole requests to the host. `TwoEndedEngine` accounts every KV
+slot in a `memory.two_ended.block_table.TwoEndedTable`: a paused best-effort request keeps its KV until a
+real-time request grows into it, and only what is overwritten is copied to the host and back. Both overlap
+copies with the computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostPoolEngine(SimulatedEngine):
         self.host, self.overlap = host, overlap
 
     def schedule(self, now: float) -> Ran:
-        """Decide on one iteration and account its KV; rows that do not fit on the host are evicted instead."""
+        """Decide on one iteration and account its KV; rows that do not fit on the host are evicted."""
         packer = self.packer
         self.packer = _Bounded(packer, self)
         try:
@@ -96,7 +96,7 @@ class TwoEndedEngine(HostPoolEngine):
 
     kv: the table of slots.
     dropped: tokens whose KV the last iteration dropped, in want of slots.
-    decode_only: the right end of a shared block only decodes, as in vLLM (`engines/vllm/plugin/two_ended.py`).
+    decode_only: the right end of a shared block only decodes, as in vLLM (`vllm/plugin/two_ended.py`).
     """
 
     def __init__(
@@ -179,10 +179,10 @@ def account(
 
 @compiled
 def run(
-    jobs: Rows, kv: TwoEndedTable, usage: Usage, limits: Limits, order: Ints, caps: Ints, evict: Ints, save: Ints,
-    max_running: int,
+    jobs: Rows, kv: TwoEndedTable, usage: Usage, limits: Limits, order: Ints, caps: Ints, evict: Ints,
+    save: Ints, max_running: int,
 ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
-    """Account one iteration. Returns rows and tokens (aligned), rows that lost all KV, number of rows admitted."""
+    """Account one iteration. Returns rows and tokens (aligned), rows that lost all KV, rows admitted: n."""
     allocation.begin(kv)
     for row in evict:
         _evict(jobs, kv, usage, row)

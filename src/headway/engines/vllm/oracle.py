@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.engines.vllm.process.launch import host_pool
+from headway.engines.vllm.kv_transfer import host_pool
 from headway.models.resolve import resolve
 
 _TOKEN = 7  # every prompt and answer consists of it
@@ -123,7 +123,7 @@ class SchedulerOracle:
 def run(
     oracle: SchedulerOracle, arrivals: Sequence[tuple[float, str, int, int]], seconds: float = 0.05
 ) -> list[Any]:
-    """Add each (instant, id, prompt, output) at its instant and run to the end; return every step's tokens."""
+    """Run (instant, id, prompt, output) requests to the end; return the tokens of every step, in order."""
     steps, todo = [], sorted(arrivals)
     while todo or oracle.busy:
         while todo and todo[0][0] <= oracle.now:

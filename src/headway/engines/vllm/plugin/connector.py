@@ -1,4 +1,4 @@
-"""A KV connector with a bounded host pool, to which requests are swapped (QLM 5, KV swap; BROS 5.2 builds on it).
+"""A KV connector with a bounded host pool for swapped requests (QLM 5, KV swap; BROS 5.2 builds on it).
 
 vLLM V1 preempts by recomputing, and its offload connectors keep full blocks by content. This one keeps the KV
 of a whole request, the partial block too: `Step.save` copies it out before its blocks are used again, and

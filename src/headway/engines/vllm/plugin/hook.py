@@ -1,9 +1,9 @@
 """vLLM's scheduler with Headway's packer inside.
 
-A subclass of vLLM's own scheduler. Before each `schedule()` it updates the `Jobs` table, calls the packer, and
-shows the stock code only the requests that the `Step` names, in its order; afterwards it puts the others back.
-Stock code is called, never copied, so prefix caching, structured output, speculation and connectors keep
-working. `tests/engine/test_names.py` pins every internal of vLLM used here.
+A subclass of vLLM's own scheduler. Before each `schedule()` it updates the `Jobs` table, calls the packer,
+and shows the stock code only the requests that the `Step` names, in its order; afterwards it puts the others
+back. Stock code is called, never copied, so prefix caching, structured output, speculation and connectors
+keep working. `tests/engine/test_names.py` pins every internal of vLLM used here.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class HeadwayMixin:
         self.counters["evictions"] += 1
 
     def _save(self, request: Any) -> None:
-        """Copy a request's KV to the host pool; without one, or when it is full, the KV is recomputed later."""
+        """Copy a request's KV to the host pool; without a pool, or when it is full, it is recomputed."""
         tokens = request.num_computed_tokens
         blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0][: -(-tokens // self._block_size)]
         save = getattr(self.connector, "save", None)

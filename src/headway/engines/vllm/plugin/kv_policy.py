@@ -1,7 +1,7 @@
 """The interface by which the hook lets requests share KV blocks, and `StockKv`, which does not.
 
-The hook calls its `KvPolicy` wherever KV is allocated, freed or accounted; vLLM's own block manager still does
-the work.
+The hook calls its `KvPolicy` wherever KV is allocated, freed or accounted; vLLM's own block manager still
+does the work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KvPolicy(Protocol):
         """
 
     def refresh(self, rows: Ints) -> None:
-        """Correct the columns of the running `rows`, just read from vLLM (blocks: as computed tokens need)."""
+        """Correct the columns of the running `rows`, just read from vLLM (blocks: by computed tokens)."""
 
     def budget(self, stock: KvBudget) -> KvBudget:
         """Return the budget that the packer reads; stock: by vLLM's own count."""

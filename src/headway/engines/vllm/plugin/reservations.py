@@ -75,7 +75,7 @@ class ReservedKv(StockKv):
             self._loans += 1
 
     def allocate(self, request: Any, tokens: int, **options: Any) -> Any:
-        """Stand in for `allocate_slots`: allocate for as many tokens as are reserved; a loan counts as allocated."""
+        """Replace `allocate_slots`: allocate for the tokens reserved; a loan counts as allocated."""
         end = request.num_computed_tokens + tokens + options.get("num_external_computed_tokens", 0)
         ahead = self._reserve.get(request.request_id, 0) - end
         options["num_lookahead_tokens"] = max(options.get("num_lookahead_tokens", 0), ahead)
@@ -85,7 +85,7 @@ class ReservedKv(StockKv):
         return self._admit_borrower(request, tokens, loan, options)
 
     def _admit_borrower(self, request: Any, tokens: int, loan: list[Any], options: dict[str, Any]) -> Any:
-        """Allocate a borrower's first blocks: its list is its own blocks, new ones included, then its loan."""
+        """Allocate a borrower's first blocks: its list is its own blocks, old and new, then its loan."""
         blocks = self._blocks_of[request.request_id]
         before = len(blocks)
         blocks.extend(loan)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Of this step: (row in the batch, index of its last block), for requests whose last block fills from the right.
+# Of this step, for requests whose last block fills from the right: row in the batch, index of that block.
 _right_aligned: list[tuple[int, int]] = []
 
 
@@ -206,9 +206,9 @@ def attend(cache: Any, query: Any, blocks: list[int], tokens: int, window: int) 
 def layout(cache: Any, size: int) -> Any:
     """Return the offsets of each slot's KV in a flattened block, shape (slots, elements), found by probing.
 
-    The inner order of a block differs between instruction sets. Three probes write, for every element of every
-    slot, the slot's number and the element's number in two digits; all are small integers, exact in any float
-    type.
+    The inner order of a block differs between instruction sets. Three probes write, for every element of
+    every slot, the slot's number and the element's number in two digits; all are small integers, exact in any
+    float type.
     """
     _, heads, _, width = cache.shape
     dim = width // 2

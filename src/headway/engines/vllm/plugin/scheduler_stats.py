@@ -1,8 +1,8 @@
 """Counters of what KV memory costs a scheduler, the same for stock vLLM and for Headway's hook.
 
-`StatsMixin` goes before a scheduler class in the method resolution order and decides nothing. It counts failed
-block allocations of running requests, preemptions, recomputed tokens, and the fill level of the KV cache over
-time. Every counter only grows, so the difference of two readings is what happened between them.
+`StatsMixin` goes before a scheduler class in the method resolution order and decides nothing. It counts
+failed block allocations of running requests, preemptions, recomputed tokens, and the fill level of the KV
+cache over time. Every counter only grows, so the difference of two readings is what happened between them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SchedulerStats:
         self._owed[id] = max(computed, self._owed.get(id, 0))
 
     def ran(self, tokens: Mapping[str, int], computed: Callable[[str], int]) -> None:
-        """Count the tokens that an iteration recomputes; those read from the host or a prefix cache do not count.
+        """Count recomputed tokens; those read from the host or a prefix cache do not count.
 
         tokens: tokens scheduled per request. computed: a request's computed tokens after this iteration.
         """
@@ -69,7 +69,7 @@ class SchedulerStats:
 
 
 class StatsMixin:
-    """Counts for the scheduler class behind it; stands behind Headway's hook in the method resolution order."""
+    """Counts for the scheduler class behind it; in the method resolution order it follows Headway's hook."""
 
     # Stock attributes used here; declared because mypy does not see vLLM.
     running: list[Any]

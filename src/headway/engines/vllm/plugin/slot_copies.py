@@ -75,7 +75,7 @@ def slots_of(tokens: Ints, block: int, size: int, mirrored: int) -> Ints:
 
 
 def copies_of(kv: TwoEndedTable, host: HostSlots) -> list[Copy]:
-    """Return this iteration's copies in order; neighbours in the same direction to or from the host are merged.
+    """Return this iteration's copies in order; neighbours in the same direction are merged.
 
     Copies that write the same slot stay apart: a slot freed in between has a new owner, whose KV comes last.
     """

@@ -165,7 +165,7 @@ class TwoEndedKv:
         metadata.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
 
     def _lost_rows(self, rows: Ints) -> Ints:
-        """Return those of `rows` that have lost all KV; for the others, which lost its end, set vLLM's count."""
+        """Return the rows that have lost all KV; correct vLLM's count of those that have lost its end."""
         out = []
         for row in rows.tolist():
             request, computed = self._request(row), int(self.jobs.computed[row])

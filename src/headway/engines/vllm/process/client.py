@@ -132,7 +132,7 @@ class VllmEngine:
             await asyncio.sleep(_POLL)
 
     async def _watch(self) -> None:
-        """Return when the instance no longer answers or `lost` was called; EngineError when its child exited."""
+        """Return when the instance stops answering or `lost` is called; EngineError when its child exits."""
         misses = 0
         while misses < 3 and self.up.is_set():
             await asyncio.sleep(_POLL)
@@ -240,7 +240,7 @@ def _state(text: str) -> dict[str, Any] | None:
 
 
 async def _uninterrupted(work: Callable[[], None]) -> None:
-    """Run `work` in a thread and wait for its end even when cancelled, so that no child starts unsupervised."""
+    """Run `work` in a thread to its end even when cancelled, so that no child starts unsupervised."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(task)
