@@ -40,12 +40,12 @@ PAIRS = (
     ("bros", POOL),
     ("bros-plain-blocks", POOL),
 )
-_PROMISES = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
+_SLOS = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 _LONGEST = 1024  # tokens of one request, prompt and answer
 _NOISE = 0.5  # of predicted lengths, log-normal
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 _TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
-_STANDSTILL = 200  # steps in a row in which nobody runs although somebody waits
+_STANDSTILL = 200  # steps in a row in which no request runs although some wait
 _COPY = 1e-5  # seconds to move a token's KV to the host
 _URGENCIES = (-math.inf, -1.0, 0.0, 0.5, 2.0, math.inf)
 _RANKED = 0.5  # share of drawn workloads whose requests come with an urgency, which then changes now and then
@@ -114,7 +114,7 @@ def draw(rng: np.random.Generator) -> Case:
     tasks = tuple(
         Task(
             float(at), int(rng.integers(1, long)), int(rng.integers(1, chatty)),
-            _PROMISES[rng.integers(len(_PROMISES))], int(rng.integers(4)),
+            _SLOS[rng.integers(len(_SLOS))], int(rng.integers(4)),
         )
         for at in arrivals
     )  # fmt: skip
@@ -185,15 +185,12 @@ class Both:
     """vLLM's scheduler and the simulated engine, given the same work at the same instants."""
 
     def __init__(self, case: Case, recipe: str, host: str) -> None:
-        self.case, self.latency, self.idle = (
-            case,
-            OnlineLatency(),
-            0,
-        )  # idle: steps in a row in which nobody ran
+        self.case, self.latency = case, OnlineLatency()
+        self.idle = 0  # steps in a row in which no request ran
         self.budget = max(case.budget, case.max_running)
         self.slots = case.max_running if host == STOCK else 2 * case.max_running
-        # Stock serves those inside in the order in which they came in, whatever their priority.
-        # What comes back from the host comes in first inside vLLM: the order within an iteration is its own.
+        # Stock vLLM serves running requests in the order of admission, whatever their priority, and admits
+        # restored requests first: the order within an iteration is its own.
         self.ordered = host == HOOK or (host, recipe) == (STOCK, "vllm")
         if host == POOL:
             self.real, self.lean = _pooled(case, self.budget, self.slots, recipe, self.latency)
@@ -213,7 +210,7 @@ class Both:
         rng, difference = np.random.default_rng(self.case.seed), None
         while self.todo or self.real.busy:
             if self.idle > _STANDSTILL:
-                yield f"at {self.real.now:.3f}: nobody runs, and only {len(self.real.finished)} have ended"
+                yield f"at {self.real.now:.3f}: nothing runs, and only {len(self.real.finished)} have ended"
                 return
             self._arrive()
             self._rerank()

@@ -37,8 +37,9 @@ from headway.types import Ints, Jobs, Slo, Step
 
 
 class HostPoolEngine(SimulatedEngine):
-    """A simulated engine with plain blocks and a host pool of `host` tokens; the packer says who is saved.
+    """A simulated engine with plain blocks and a host pool, to which the packer saves requests (`Step.save`).
 
+    host: tokens that the pool holds.
     overlap: copies run beside the computation instead of before it.
     """
 
@@ -61,10 +62,10 @@ class HostPoolEngine(SimulatedEngine):
         finally:
             self.packer = packer
 
-    def room(self, rows: Ints) -> int:
+    def fitting(self, rows: Ints) -> int:
         """Return how many of `rows`, from the first on, still fit on the host."""
-        there = int(self.jobs.saved[self.jobs.live].sum())
-        return int(np.searchsorted(there + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
+        saved = int(self.jobs.saved[self.jobs.live].sum())
+        return int(np.searchsorted(saved + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
 
     def seconds(self, ran: Ran, execution: float) -> float:
         """Return the seconds of an iteration that computes for `execution` seconds."""
@@ -81,7 +82,7 @@ class _Bounded(Packer):
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         step = self.packer.pack(jobs, ledger, now)
-        fits = self.engine.room(step.save)
+        fits = self.engine.fitting(step.save)
         if fits == step.save.size:
             return step
         lost = np.concatenate([step.evict, step.save[fits:]])

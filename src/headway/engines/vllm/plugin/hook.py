@@ -131,6 +131,9 @@ class HeadwayMixin:
             num_new_tokens = min(num_new_tokens, cap)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))  # type: ignore[misc]
 
+    def _tokens_on_host(self) -> int:  # called by `StatsMixin`
+        return self.kv_policy.tokens_on_host()
+
     # ---- the table
 
     def _enter(self, request: Any, metadata: RequestMetadata) -> None:
@@ -270,9 +273,6 @@ class HeadwayMixin:
         return batch_of(self.jobs, rows, tokens)
 
     # ---- control messages, between steps on the engine's own thread (control.py)
-
-    def _tokens_on_host(self) -> int:
-        return self.kv_policy.tokens_on_host()
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         """Execute a control message and return the scheduler's state (`control.py` lists the messages)."""
