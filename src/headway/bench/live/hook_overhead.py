@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from headway.bench.output.results import Row
+from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle, config, scheduler
-from headway.engines.vllm.process.launch import two_ended_pool
 from headway.recipes.registry import find
 from headway.types import Floats
 
