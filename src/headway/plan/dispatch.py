@@ -53,6 +53,8 @@ def spread(offers: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[tu
 
 def swaps(plan: Plan, cluster: Cluster) -> list[Swap]:
     """Return the swaps to begin: instances that take work and shall serve another model than they do."""
+    if not plan.swap:
+        return []
     wanted = [
         Swap(name, model)
         for name, model in plan.swap.items()
@@ -65,6 +67,8 @@ def swaps(plan: Plan, cluster: Cluster) -> list[Swap]:
 
 def warms(plan: Plan, cluster: Cluster) -> list[Warm]:
     """Return the weights to bring into host memories: one model at a time per instance, none twice."""
+    if not plan.warm:
+        return []
     wanted = [
         Warm(name, model)
         for name, model in plan.warm.items()

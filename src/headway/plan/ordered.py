@@ -124,6 +124,11 @@ class Ordered(Planner):
         backlog, inside = cluster.backlog, peers.inside
         rows: list[int] = []
         among, blocks = inside.everything()
+        if self.pull and peers.head is not None:  # the common case: nothing belongs inside
+            tokens = float(backlog.tokens[peers.head[4]])
+            if not inside.belongs(peers.head, tokens, 0, among, blocks, self.displaces):
+                return {}
+            among, blocks = inside.everything()
         offered = np.zeros(among.size, np.int64)
         for entry in peers.walk(backlog, now):
             tokens = float(backlog.tokens[entry[4]])

@@ -61,19 +61,27 @@ class WaitingQueue:
         self.head = None
 
     def walk(self, backlog: Backlog, now: float) -> Iterator[Entry]:
-        """Yield waiting requests in order, from the head on; what was yielded is kept for the next walk."""
+        """Yield waiting requests in order, from the head on.
+
+        One is taken off its heap when the next is asked for, and kept for other walks until `put_back`.
+        """
         at = 0
         while True:
-            if at == len(self._front):
+            if at < len(self._front):
+                yield self._front[at]
+            else:
                 self.settle(backlog, now)
                 if self.head is None:
                     return
-                self._front.append(heapq.heappop(self._heaps[self.head[0]]))
-            yield self._front[at]
+                yield self.head
+                if at == len(self._front):
+                    self._front.append(heapq.heappop(self._heaps[self.head[0]]))
             at += 1
 
     def put_back(self, taken: set[int]) -> None:
         """Put back what was walked over, except the rows that were taken. Ends the walks."""
+        if not self._front:
+            return
         for entry in self._front:
             if entry[4] not in taken:
                 self.push(entry)
