@@ -144,9 +144,8 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
     fits = measured.fits()
     law = fits.forms["additive"]
     shapes = Shapes.of([Batch(2, 500, 0), Batch(4, 1000, 0), Batch(0, 0, 256, 32_768)])
-    # A sleep lasts up to a millisecond longer than asked for, and the loop has work of its own.
+    # A sleep is never shorter than asked for; on a busy machine it is longer.
     assert np.all(law.seconds(shapes) > 0.9 * LAW.seconds(shapes))
-    assert np.all(law.seconds(shapes) < LAW.seconds(shapes) + 0.004)
     profile = measured.profile(fits, "FAKE")
     assert profile.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
     assert profile.weights_bytes == 1000

@@ -305,7 +305,7 @@ def test_no_file_is_a_clear_error(tmp_path: Path) -> None:
         (["--recipes", "slak"], "slack"),
         (["--slo", "ttfd:3"], "ttft"),
         (["--profile", "opt-13"], "opt-13b-a100"),
-        (["--rates", "2,x"], "no list of rates"),
+        (["--rates", "2,x"], "not a list of rates"),
         (["--kv-tokens", "100"], "hold no request"),
     ],
 )

@@ -157,7 +157,7 @@ def test_the_compiled_loop_leaves_recipes_without_pull_alone() -> None:
 def test_who_swaps_is_refused_where_no_engine_can(name: str) -> None:
     with pytest.raises(ConfigError, match="swaps KV to the host"):
         preflight(Config(recipe=name))
-    with pytest.raises(ConfigError, match="how fast e0 does that is not known"):
+    with pytest.raises(ConfigError, match="profile of e0 has no"):
         simulate([name], Fleet("smollm2-135m-cpu2"), crowd(3), bar=False)
 
 
