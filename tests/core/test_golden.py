@@ -23,6 +23,7 @@ from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
 from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.task import TaskLengths
+from headway.plan.ordered import Ordered
 from headway.recipes.registry import RECIPES
 from headway.types import Arrived, Event, Finished, Instance, InstanceUp, Request, Send, Slo, Started
 from tests.helpers.stepping import MAX_MODEL_LEN, Iteration, Stepper, Task
@@ -135,9 +136,10 @@ def decisions(recipe: str) -> list[str]:
         )  # fmt: skip
         engines[name] = Stepper(engine, latency)
     requests = workload()
-    replay = Replay(
-        Controller(policy.planner(), TaskLengths(prior=32)), engines, {r.id: n for r, n in requests}
-    )
+    order = policy.planner()
+    assert isinstance(order, Ordered)
+    pulling = Ordered(order.kind, order.displaces)  # the logs are of queues that pull, bros's too
+    replay = Replay(Controller(pulling, TaskLengths(prior=32)), engines, {r.id: n for r, n in requests})
     for instance, _ in FLEET.values():
         replay.at(0.0, InstanceUp(instance))
     for request, _ in requests:
