@@ -23,11 +23,11 @@ MARKERS = {
     "serve": ("server",),
     "bench": ("slow",),
     "broker/test_crash.py": ("slow",),
-    "sim/test_fast.py": ("slow",),
+    "sim/test_compiled_loop.py": ("slow",),
     "sim/test_planning.py": ("slow",),
     "sim/test_recorder.py": ("slow",),
     "sim/test_run.py": ("slow",),
-    "sim/test_story.py": ("slow",),
+    "sim/test_timeline.py": ("slow",),
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
