@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
@@ -22,15 +21,14 @@ from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.memory.budget import KvBudget
-from headway.pack.kernels import SLACK, pack
+from headway.pack.kernels import SLACK, Rows, pack
 from headway.plan.ordered import Ordered
 from headway.recipes.recipe import Recipe
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.workload.traffic import Workload
-from headway.types import Floats, Instance, Ints, Jobs
+from headway.types import Floats, Ints, Jobs
 
-Rows = NDArray[np.void]
 _HEAPS = 3  # one per level of `core/ranks.py`; only `ATTAINABLE` uses more than the first
 # Kinds of rank and `displaces` of the planners that this loop knows.
 _PLANNERS = {(ARRIVAL, False), (PRIORITY, True), (DUE, True), (ATTAINABLE, True)}
@@ -310,9 +308,6 @@ def _leave(run: RunState, i: int) -> None:
     run.inside[run.place[i]], run.place[last] = last, run.place[i]
 
 
-# ---- heaps
-
-
 @compiled
 def _before(requests: Rows, a: int, b: int) -> bool:
     """Tell whether a ranks before b within one class; of equals the first to come."""
@@ -350,9 +345,6 @@ def _pop(run: RunState, heap: int) -> int:
     return int(top)
 
 
-# ---- from a `Simulation` to its outcome
-
-
 def initial_state(
     recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: TaskLengths
 ) -> RunState | None:
@@ -365,25 +357,20 @@ def initial_state(
     if params is None or not isinstance(spec.latency, FixedLatency) or not known:
         return None
     n, tasks = len(workload), len(workload.tiers)
-    law_kind, law_params = spec.latency.law
+    blocks, size = instance.blocks_total, instance.block_size
     return RunState(
         progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload, planner.kind),
         output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
         rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
         lengths=np.zeros((tasks, lengths.window), np.int64), learned=np.zeros(tasks, np.int64),
-        theta=latency.theta, cov=latency.cov, cap=latency.cap, law=law_params,
-        usage=engine.usage_of(instance.blocks_total), first=np.full(n, np.nan), end=np.full(n, np.nan),
-        law_kind=law_kind, prior=lengths.prior, packer=params, planner=_planner(planner, instance),
-        limits=Limits(instance.block_size, spec.slots, spec.budget, instance.max_model_len),
+        theta=latency.theta, cov=latency.cov, cap=latency.cap, law=spec.latency.law[1],
+        usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),
+        law_kind=spec.latency.law[0], prior=lengths.prior, packer=params,
+        planner=PlannerParams(planner.kind, planner.ranked, instance.window, blocks, size),
+        limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
         forget=latency.forget, surprise=latency.surprise,
     )  # fmt: skip
-
-
-def _planner(planner: Ordered, instance: Instance) -> PlannerParams:
-    return PlannerParams(
-        planner.kind, planner.ranked, instance.window, instance.blocks_total, instance.block_size
-    )
 
 
 def outcome(state: RunState) -> Outcome:
@@ -405,10 +392,8 @@ def _jobs(workload: Workload) -> Rows:
 
 def _requests(workload: Workload, kind: int) -> Rows:
     requests = np.zeros(len(workload), RequestColumns)
-    first = np.minimum(workload.ttft, workload.e2e)
+    due = workload.arrival + np.minimum(workload.ttft, workload.e2e)
     requests["max_tokens"], requests["task"] = workload.max_tokens, workload.tier
+    requests["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(kind, due)
     requests["key2"] = workload.arrival
-    requests["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(
-        kind, workload.arrival + first
-    )
     return requests
