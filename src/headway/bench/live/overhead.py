@@ -102,7 +102,7 @@ def _planning(quick: bool) -> list[Row]:
     """Return the rows of a gateway whose planner takes its time."""
     from headway.bench.live.planning_overhead import planning_rows
 
-    return planning_rows(quick)
+    return planning_rows(3.0 if quick else 20.0)
 
 
 # ---- the servers
