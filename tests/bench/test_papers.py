@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headway.bench.cli import bench_app
 from headway.bench.papers import PAPERS, bros
 from headway.bench.papers.bros import Point, judge
-from headway.bench.papers.observers import Prompt
+from headway.bench.papers.observers import TokenDeadlines
 from headway.errors import ConfigError
 from headway.recipes.registry import find
 from headway.sim.outcome import Outcome
@@ -26,10 +26,10 @@ def outcome(first: list[float], end: list[float]) -> Outcome:
 
 def test_figures_by_hand() -> None:
     """Real-time: in time, late first token, slow answer, never ended; and two best-effort requests."""
-    chat = single(np.zeros(4), 10, 11, slo=bros.PROMISE, tier="rt")
+    chat = single(np.zeros(4), 10, 11, slo=bros.SLO, tier="rt")
     work = concat(chat, single(np.zeros(2), 10, 11, tier="be"))
     run = outcome([0.3, 1.0, 0.4, np.nan, 3.0, 3.0], [1.3, 2.0, 4.4, np.nan, 9.0, 11.0])
-    tokens = Prompt(work)
+    tokens = TokenDeadlines(work)
     tokens.steady[:] = [10, 9, 1, 0, 10, 10]
     tokens.ahead[:] = [10, 0, 5, 0, 10, 10]
     found = judge(work, run, tokens, 10.0, [0.001, 0.002, 0.003])
@@ -91,7 +91,8 @@ def test_the_command_prints_one_object_and_writes_pages(
     assert rows["rt.ttft_attainment", "bros"]["ours"] > 99
     assert rows["sched.share_pct", "bros"]["paper"] == 9.0
     assert rows["rt.ttft_attainment.times", "bros vs vllm-v0"]["paper"] == 36.38
-    assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.html", "bros-sharegpt.png"}
+    names = {"report.json", "report.html", "report.md", "bros-sharegpt.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
     assert "SIMULATED" in (tmp_path / "report.html").read_text()
 
 

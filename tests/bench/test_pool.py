@@ -16,7 +16,7 @@ from headway.bench.load.records import Record
 from headway.engines.vllm.process.launch import block_size, command
 from headway.errors import ConfigError
 from headway.types import Slo
-from tests.bench.fake import Fake, serving
+from tests.bench.fake import fake, serving
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None, host_kv_gib=1.0)
 SHORT = mix.Mix("short", (mix.Tier("a", max_tokens=100, prompt_tokens=(200, 200)),))
@@ -59,7 +59,7 @@ async def test_it_never_is_too_small_to_start() -> None:
 def test_stock_vllm_is_counted_and_has_no_host_pool() -> None:
     line = command(replace(ENGINE, blocks=20), 1, None, "priority")
     assert line[line.index("--num-gpu-blocks-override") + 1] == "20"
-    assert line[line.index("--scheduler-cls") + 1].endswith("counting.CountingScheduler")
+    assert line[line.index("--scheduler-cls") + 1].endswith("scheduler_stats.CountingScheduler")
     assert "--kv-transfer-config" not in line
 
 
@@ -69,9 +69,9 @@ def test_only_those_that_swap_have_a_host_pool() -> None:
 
 
 async def test_stock_vllm_says_itself_what_it_counted_and_a_gateway_on_its_page() -> None:
-    async with serving(Fake(counters={"recomputed": 5.0})) as fake:
-        assert await systems.counted("vllm-fcfs", fake.url) == {"preemptions": 7.0, "recomputed": 5.0}
-        assert await systems.counted("slack", fake.url) == {"preemptions": 7.0}
+    async with serving(fake(counters={"recomputed": 5.0})) as url:
+        assert await systems.counted("vllm-fcfs", url) == {"preemptions": 7.0, "recomputed": 5.0}
+        assert await systems.counted("slack", url) == {"preemptions": 7.0}
 
 
 def test_rounds_add_up() -> None:

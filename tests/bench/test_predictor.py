@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headway.bench.live import predictor
-from headway.bench.live.predictor import Asked, Seen
+from headway.bench.live.predictor import DataSet, Forecasts
 from headway.errors import ConfigError
 from headway.forecast.lengths.padded import SHARE
 from headway.forecast.lengths.predictor import features
@@ -33,7 +33,7 @@ class Letters:
         return np.array([self(text) for text in texts])
 
 
-def made_up(n: int = 240) -> Asked:
+def made_up(n: int = 240) -> DataSet:
     """Prompts of one shape; those that begin with an "a" have answers of about 20 tokens, others of 200."""
     rng = np.random.default_rng(0)
     texts = tuple("ab"[i] + "x" * 20 for i in rng.integers(0, 2, n))
@@ -41,18 +41,18 @@ def made_up(n: int = 240) -> Asked:
         [rng.integers(15, 25) if text[0] == "a" else rng.integers(150, 250) for text in texts], float
     )
     looks = np.array([features(text, 8, Letters()(text)) for text in texts])
-    return Asked(
+    return DataSet(
         "made-up", texts, tuple(predictor._request(f"m{i}", 8) for i in range(n)), looks, output_tokens
     )
 
 
-def figures(seen: Seen) -> dict[str, float | None]:
+def figures(seen: Forecasts) -> dict[str, float | None]:
     return {id: value for id, value, _ in predictor.figures(seen)}
 
 
 def test_the_figures_are_what_they_say() -> None:
     expected, output_tokens = np.array([100.0, 100, 100, 100]), np.array([50.0, 95, 110, 200])
-    found = figures(Seen(expected, np.array([50.0, 100, 150, 199]), output_tokens))
+    found = figures(Forecasts(expected, np.array([50.0, 100, 150, 199]), output_tokens))
     assert found["accuracy_pct"] == 75  # 110 is within 10 % padding, 200 is not
     assert found["overpredicted_tokens_pct"] == pytest.approx(100 * (60 + 15 + 0) / 455)
     assert found["within_pct"] == 50
@@ -77,7 +77,7 @@ def test_the_meaning_tells_apart_what_looks_alike_and_the_baselines_cannot() -> 
 def test_online_nothing_is_known_before_it_was_answered() -> None:
     asked = made_up()
     seen = predictor.prequential(asked)
-    changed = Asked(asked.name, asked.texts, asked.requests, asked.features, asked.output_tokens.copy())
+    changed = DataSet(asked.name, asked.texts, asked.requests, asked.features, asked.output_tokens.copy())
     changed.output_tokens[150:] = 7
     again = predictor.prequential(changed)
     for name, one in seen.items():
@@ -91,7 +91,7 @@ def test_online_nothing_is_known_before_it_was_answered() -> None:
 
 
 def test_the_papers_figures_stand_beside_the_predictor_on_alpaca_only() -> None:
-    seen = Seen(np.ones(2), np.ones(2), np.ones(2), None, 0.1, 5.0)
+    seen = Forecasts(np.ones(2), np.ones(2), np.ones(2), None, 0.1, 5.0)
     rows = list(
         predictor.rows_of({"alpaca": {"predictor": seen, "constant": seen}, "all": {"predictor": seen}})
     )

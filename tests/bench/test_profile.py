@@ -19,7 +19,7 @@ from headway.bench.live import profile as live
 from headway.bench.live import profile_report
 from headway.bench.live.profile import Target
 from headway.bench.live.profile_report import Found
-from headway.bench.output.page import About
+from headway.bench.output.results import About, save
 from headway.engines.vllm.plugin.iteration_log import IterationLog
 from headway.errors import ConfigError, EngineError
 from headway.forecast.latency.laws import Additive, Shapes
@@ -157,18 +157,20 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
     measured.passes = [len(measured.rows) // 2, len(measured.rows) - len(measured.rows) // 2]
     assert 0 < (measured.spread(law) or 0) < 0.5
     found = Found(measured, fits, profile)
-    files = profile_report.write(tmp_path / "out", found, 1.0, About())
-    assert {f.name for f in files} == {"pace.json", "report.json", "profile.png", "report.html"}
-    assert load(tmp_path / "out" / "pace.json").additive == law
+    report = profile_report.build(found, 1.0, About())
+    files = save(report, tmp_path / "out", {"profile": profile_report.draw(found)})
+    assert {f.name for f in files} == {"report.json", "profile.png", "report.html", "report.md"}
+    found.profile.save(tmp_path / "pace.json")
+    assert load(tmp_path / "pace.json").additive == law
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert {row["system"] for row in rows if row["id"] == "residual.mean_pct"} == set(fits.forms)
-    assert profile_report.table(found, About()).row_count == len(fits.forms)
+    assert report.table().row_count == len(fits.forms)
 
 
 async def test_what_cannot_be_profiled_says_why(tmp_path: Path) -> None:
     async with serving(Engine(control=False)) as url:
         target = await live.attached(url, None)
-        with pytest.raises(ConfigError, match="no scheduler that could be asked"):
+        with pytest.raises(ConfigError, match="no control route"):
             await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     async with serving(Engine(refuse=True)) as url:
         target = Target(url, url, "fake", str(tmp_path))

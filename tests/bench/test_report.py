@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headway.bench.load import metrics
+from headway.bench.load import metrics, plots, report
 from headway.bench.load.records import Record
-from headway.bench.output import plots, report
+from headway.bench.output import results as output
+from headway.bench.output.results import About, Report, save
 from headway.types import Slo
 
 CHAT = Slo(ttft=1.5, tpot=0.150)
@@ -40,7 +41,7 @@ HAND = [
 
 
 def by_id(results, system="s"):
-    return {(row.id, row.setting): row.ours for row in report.figures(results) if row.system == system}
+    return {(row.id, row.setting): row.ours for row in metrics.figures(results) if row.system == system}
 
 
 def test_figures_against_a_sheet_of_paper():
@@ -123,10 +124,10 @@ def test_failures_are_counted_by_kind():
 
 def test_notes_say_what_one_must_know():
     late = [record(counted=True, sent=0.2)]
-    first, *rest = report.notes({"a": (HAND, {}), "b": (late, {})})
+    first, *rest = report.warnings({"a": (HAND, {}), "b": (late, {})})
     assert first == "a: not completed: 1 HTTP 429."
     assert [line.partition(": ")[2][:20] for line in rest] == [
-        "the generator was la", "the generator was la", "1 answers came witho"
+        "the generator sent r", "the generator sent r", "1 responses had no u"
     ]  # fmt: skip
 
 
@@ -141,6 +142,10 @@ def test_running_attainment_looks_back_a_window():
 # ---- the terminal
 
 
+def built(results, workload="") -> Report:
+    return report.build(results, bench="serve", host="vllm", seconds=12.5, about=About(workload))
+
+
 def printed(output_tokens) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
@@ -149,7 +154,7 @@ def printed(output_tokens) -> str:
 
 
 def test_one_system_is_a_column_per_class():
-    text = printed(report.table({"s": (HAND, {})}, report.About(workload="chat [and] batch")))
+    text = printed(built({"s": (HAND, {})}, "chat [and] batch").table())
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
     assert [cell.strip() for cell in lines["attainment %"]] == ["25.0", "100.0", "50.0"]
     assert [cell.strip() for cell in lines["itl.p50 ms"]] == ["500.0", "-", "500.0"]
@@ -164,7 +169,7 @@ def test_several_systems_have_ratios_to_the_first():
         "head[way]": (faster, {"preemptions": 2.0}),
         "none": ([], {}),
     }
-    text = printed(report.table(systems))
+    text = printed(built(systems).table())
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
     assert [cell.strip() for cell in lines["chat: attainment %"]] == ["25.0", "100.0 (×4.00)", "-"]
     assert [cell.strip() for cell in lines["chat: ttft.p50 ms"]] == ["1000", "500.0 (×0.50)", "-"]
@@ -177,7 +182,7 @@ def test_several_systems_have_ratios_to_the_first():
 
 
 def test_json_keeps_the_contract():
-    data = report.to_json({"s": (HAND, {})}, bench="serve", host="vllm", seconds=12.5)
+    data = built({"s": (HAND, {})}).to_json()
     assert list(data) == ["bench", "host", "rows", "seconds"]
     assert data["rows"][2] == {
         "id": "attainment.chat", "system": "s", "setting": "chat", "paper": None, "ours": 25.0, "unit": "%"
@@ -197,9 +202,10 @@ class Tags(HTMLParser):
 
 @pytest.mark.parametrize("systems", [["s"], ["fcfs", "a <b>"]])
 def test_everything_is_written(tmp_path, systems):
-    about = report.About("headway bench --seed 7 <x>", 7, "chat & batch", {"vllm": "0.32"})
+    about = About("chat & batch", 7, "headway bench --seed 7 <x>", {"vllm": "0.32"})
     results = dict.fromkeys(systems, (HAND, {"preemptions": 1.0}))
-    files = report.write(tmp_path / "out", results, bench="serve", host="sim", seconds=3.0, about=about)
+    shown = report.build(results, bench="serve", host="sim", seconds=3.0, about=about)
+    files = save(shown, tmp_path / "out", plots.draw(results))
     names = ["report.json", "attainment.png", "latency.png", "timeline.png", "report.html", "report.md"]
     assert [file.name for file in files] == names
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:4])
@@ -229,12 +235,12 @@ def test_everything_is_written(tmp_path, systems):
     ],
 )
 def test_odd_records_can_be_drawn(tmp_path, records):
-    files = report.write(tmp_path, {"s": (records, {})}, bench="b", host="vllm", seconds=0)
-    assert files
+    results = {"s": (records, {})}
+    assert save(built(results), tmp_path, plots.draw(results))
 
 
 def test_versions_name_what_is_here():
-    assert {"python", "headway", "numpy", "aiohttp"} <= report.versions().keys()
+    assert {"python", "headway", "numpy", "aiohttp"} <= output.versions().keys()
 
 
 # ---- whatever the records
@@ -266,7 +272,7 @@ counters = st.dictionaries(st.sampled_from(NAMES), st.just(0.0) | st.floats(1, 1
 @settings(max_examples=100)
 def test_figures_are_always_sound(first, second, counted):
     results = {"first": (first, counted), "second": (second, {})}
-    text = json.dumps(report.to_json(results, bench="b", host="sim", seconds=1.0), allow_nan=False)
+    text = json.dumps(built(results).to_json(), allow_nan=False)
     for row in json.loads(text)["rows"]:
         assert row["ours"] is None or row["ours"] >= 0
         if row["id"].startswith("attainment."):
@@ -278,4 +284,4 @@ def test_figures_are_always_sound(first, second, counted):
         for metric in metrics.METRICS:
             marks = [seen[f"{metric}.{p}", "all"] for p in ("p50", "p90", "p99")]
             assert marks == [None] * 3 or marks == sorted(marks)
-    assert printed(report.table(results))
+    assert printed(built(results).table())

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 from headway.bench.simulate import sweep as sweeps
 from headway.bench.simulate import sweep_plots, sweep_report
+from headway.bench.simulate.experiment import Fleet
 from headway.bench.simulate.sweep import Cell, Sweep
-from headway.bench.simulate.whatif import Fleet
+from headway.bench.simulate.sweep_curves import collect
 from headway.cli import app
 from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
@@ -109,7 +110,7 @@ def test_any_change_of_the_setting_is_another_cell(change: dict[str, Any], swept
 def test_another_simulator_or_pace_file_is_another_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = SMALL.cells()[0]
     keys = {cell.key}
-    for name in ("_code", "_pace"):
+    for name in ("_code", "_profile"):
         monkeypatch.setattr(sweeps, name, lambda *_: "other")
         keys.add(cell.key)
     assert len(keys) == 3
@@ -125,11 +126,11 @@ def test_a_half_written_or_foreign_file_is_no_cell(swept: Path, tmp_path: Path) 
 
 def test_a_cell_is_the_simulation_of_its_seed(swept: Path) -> None:
     from headway.bench.load import metrics
-    from headway.bench.load.mix import promise
-    from headway.bench.simulate.whatif import chat_batch, simulate
+    from headway.bench.load.mix import parse_slo
+    from headway.bench.simulate.experiment import chat_batch, simulate
 
     cell = SMALL.cells()[-1]
-    workload = chat_batch(cell.rate, cell.duration, cell.seed, promise(cell.slo), 2048)
+    workload = chat_batch(cell.rate, cell.duration, cell.seed, parse_slo(cell.slo), 2048)
     rows = metrics.figures(simulate([cell.recipe], cell.fleet, workload, bar=False).records)
     data = sweeps.done(cell, swept)
     assert data is not None
@@ -141,9 +142,7 @@ def test_a_cell_is_the_simulation_of_its_seed(swept: Path) -> None:
 
 def test_a_figure_is_the_mean_between_its_extremes(swept: Path) -> None:
     cells = found(swept)
-    rows = {
-        (r.id, r.system, r.setting): r.ours for r in sweep_report.rows(sweep_report.collect(SMALL, cells))
-    }
+    rows = {(r.id, r.system, r.setting): r.ours for r in sweep_report.rows(collect(SMALL, cells))}
     for recipe_name in SMALL.recipes:
         values = [
             figure[2]
@@ -162,10 +161,10 @@ def test_a_figure_is_the_mean_between_its_extremes(swept: Path) -> None:
 
 def test_missing_cells_leave_gaps(swept: Path) -> None:
     cells = {cell: data for cell, data in found(swept).items() if (cell.recipe, cell.rate) != ("edf", 8.0)}
-    curves = sweep_report.collect(SMALL, cells)
+    curves = collect(SMALL, cells)
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(sweep_report.table(curves, ["a [note]"]))
+        console.print(sweep_report.build(SMALL, curves, {SMALL.cells()[0]: "a [note]"}, 1.0).table())
     text = console.export_text()
     assert "a [note]" in text
     assert any("8" in line and line.rstrip(" │").endswith("-") for line in text.splitlines())
@@ -173,7 +172,7 @@ def test_missing_cells_leave_gaps(swept: Path) -> None:
 
 
 def test_nothing_at_all_can_be_drawn() -> None:
-    curves = sweep_report.collect(SMALL, {})
+    curves = collect(SMALL, {})
     assert set(sweep_plots.draw(curves)) == {"attainment-rate", "latency-rate", "throughput-rate"}
 
 
@@ -237,7 +236,7 @@ def test_ctrl_c_leaves_what_is_done_and_no_process(tmp_path: Path) -> None:
     again = headway(*options(tmp_path, "vllm,edf", rates="4,8"))
     _, err = again.communicate(timeout=60)
     assert again.returncode == 0, err
-    assert "2 of 4 cells are there already" in err
+    assert "2 of 4 cells are already computed" in err
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
@@ -281,9 +280,9 @@ def test_a_file_and_options_that_replace_it(tmp_path: Path) -> None:
         ("seeds = true", "seeds is True"),
         ("rates = 3", "rates is 3. It must be a list of numbers"),
         ("rates = ['fast']", "wrong type"),
-        ("recipes = []", "A sweep of nothing"),
-        ("rates = [-1]", "-1.0 is no rate"),
-        ("duration = inf", "inf is no rate or duration"),
+        ("recipes = []", "The sweep is empty"),
+        ("rates = [-1]", "-1.0 is not a rate"),
+        ("duration = inf", "inf is not a rate or duration"),
         ("seeds = ", "is not TOML"),
     ],
 )

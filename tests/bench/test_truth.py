@@ -14,12 +14,13 @@ from headway.bench.live.systems import standard_engine
 from headway.bench.load import mix
 from headway.bench.load.mix import BUILTIN
 from headway.bench.load.records import Call, Record
-from headway.bench.output.page import About
-from headway.bench.simulate import whatif
-from headway.bench.validate import conformance, report, validate
+from headway.bench.output.results import About, save
+from headway.bench.simulate import experiment
+from headway.bench.validate import conformance, report, twin, validate
 from headway.bench.validate.conformance import Tally
+from headway.bench.validate.replay import Replay, Run, Setup, check
 from headway.bench.validate.report import Findings, compared
-from headway.bench.validate.validate import Pair, Replay, Run, Setup
+from headway.bench.validate.twin import Pair
 from headway.errors import ConfigError
 from headway.forecast.latency.measurement import Limits, Samples, fit_all
 from headway.forecast.latency.profiles import LatencyProfile, load
@@ -28,7 +29,7 @@ from headway.sim.run import Simulation
 from headway.sim.workload.traffic import poisson
 
 ENGINE = standard_engine("smollm2", max_running=8, blocks=None)
-PACE = replace(
+PROFILE = replace(
     load("smollm2-135m-cpu2"), request_overhead_s=0.008, token_overhead_s=0.004, interruption_s=0.003
 )
 IDS = {
@@ -38,7 +39,7 @@ IDS = {
 }
 
 
-def asked(rate: float, seed: int = 0) -> list[Call]:
+def planned(rate: float, seed: int = 0) -> list[Call]:
     rng = np.random.default_rng(seed)
     return mix.calls(BUILTIN["chat-batch"], poisson(rate, 30.0, rng), rng, warn=lambda _: None)
 
@@ -54,13 +55,15 @@ def answered(calls: list[Call]) -> list[Record]:
     ]  # fmt: skip
 
 
-def replay(recipe: str, setting: str = "below", rate: float = 2.0, profile: LatencyProfile = PACE) -> Replay:
+def replay(
+    recipe: str, setting: str = "below", rate: float = 2.0, profile: LatencyProfile = PROFILE
+) -> Replay:
     """A 'real' run that the simulator itself made, with a pace of its own."""
-    calls = asked(rate)
-    work = validate.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
-    outcome = Simulation(find(recipe), [validate.node(profile, ENGINE)], work).run()
+    calls = planned(rate)
+    work = twin.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
+    outcome = Simulation(find(recipe), [twin.instance(profile, ENGINE)], work).run()
     rows: list[list[float | None]] = [[0.0, 0.02, 0.021, 4.0, 900.0, 0.0, 0.0]] * 9
-    return Replay(recipe, setting, rate, calls, whatif.records(work, outcome), rows, [], 0.0)
+    return Replay(recipe, setting, rate, calls, experiment.records(work, outcome), rows, [], 0.0)
 
 
 def run_of(replays: list[Replay]) -> Run:
@@ -68,11 +71,11 @@ def run_of(replays: list[Replay]) -> Run:
     measured = Measured(
         Target("", "", "m", ""), Limits(8, 4096, 2048), 128, rows, [], {"sent": []}, [len(rows)]
     )
-    return Run(replays[0].system, replays, measured, fit_all(Samples.of(rows)), PACE)
+    return Run(replays[0].system, replays, measured, fit_all(Samples.of(rows)), PROFILE)
 
 
 def pair_of(one: Replay) -> Pair:
-    return validate.pair(one, run_of([one]), Setup(BUILTIN["chat-batch"], ENGINE))
+    return twin.pair(one, run_of([one]), Setup(BUILTIN["chat-batch"], ENGINE))
 
 
 @pytest.mark.parametrize("recipe", ["vllm", "slack"])
@@ -82,7 +85,7 @@ def test_a_run_that_the_simulator_made_itself_has_no_error(recipe: str) -> None:
 
 
 def test_a_slower_machine_is_seen_in_every_figure_of_an_overload() -> None:
-    slow = replace(PACE, form=replace(PACE.form, decode_base=0.016))  # type: ignore[call-arg]
+    slow = replace(PROFILE, form=replace(PROFILE.form, decode_base=0.016))  # type: ignore[call-arg]
     found = {one.id: one for one in compared(pair_of(replay("vllm", "above", 6.0, slow)))}
     assert (found["tpot.mean"].error or 0) > 5
     assert (found["ttft.mean"].error or 0) > 5
@@ -90,9 +93,9 @@ def test_a_slower_machine_is_seen_in_every_figure_of_an_overload() -> None:
 
 
 def test_the_workload_has_what_the_real_run_had() -> None:
-    calls = asked(3.0)
+    calls = planned(3.0)
     records = answered(calls)
-    work = validate.workload(list(zip(calls, records, strict=True)), "m")
+    work = twin.workload(list(zip(calls, records, strict=True)), "m")
     assert work.output.tolist() == [record.output_tokens for record in records]
     assert work.prompt.tolist() == [record.prompt_tokens for record in records]
     assert work.arrival.tolist() == [call.at for call in calls]
@@ -122,13 +125,15 @@ def test_rows_have_the_agreed_ids_and_attainment_is_in_points(tmp_path: Path) ->
     assert (rows["error.ttft.mean"].system, rows["error.ttft.mean"].setting) == ("slack", "above")
     assert rows["conformance.identical_pct"].ours == pytest.approx(99.8)
     assert any("differs from vLLM" in line for line in found.notes())
-    result = json.loads(json.dumps(report.to_json(found, 1.0), allow_nan=False))
+    built = report.build(found, 1.0, About("load", 0))
+    result = json.loads(json.dumps(built.to_json(), allow_nan=False))
     assert result["host"] == "vllm"
     assert all(row["paper"] is None for row in result["rows"])
-    files = {file.name for file in report.write(tmp_path, found, 1.0, About("command", 0, "load"))}
-    assert files == {"report.json", "report.html", "slack-above.png", "pace-slack.json"}
+    files = [*save(built, tmp_path, report.pictures(found)), *report.save_profiles(found, tmp_path)]
+    names = {"report.json", "report.html", "report.md", "slack-above.png", "pace-slack.json"}
+    assert {file.name for file in files} == names
     assert load(tmp_path / "pace-slack.json").interruption_s == 0.003
-    assert report.table(found, About(workload="load")).row_count == len(IDS) + 1 + 2
+    assert built.table().row_count == len(IDS) + 1 + 2
 
 
 @pytest.mark.parametrize("text", ["1", "1,2,3", "a,b", "0,1", "1,-2", "nan,1"])
@@ -137,11 +142,11 @@ def test_rates_that_are_none(text: str) -> None:
         validate.fixed(text)
 
 
-def test_stock_has_no_diary_and_an_unknown_recipe_is_none() -> None:
+def test_stock_and_unknown_recipes_are_refused() -> None:
     for names in ((), ("vllm-fcfs",), ("slak",)):
         with pytest.raises(ConfigError):
-            validate.check(names)
-    validate.check(("vllm", "slack"))
+            check(names)
+    check(("vllm", "slack"))
 
 
 def test_quick_is_one_system_and_short() -> None:

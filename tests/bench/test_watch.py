@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.bench.papers.observers import Gauges, Prompt, inside
-from headway.bench.papers.trial import node
+from headway.bench.papers.observers import Gauges, TokenDeadlines, inside
+from headway.bench.papers.trial import instance
 from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.memory.budget import KvBudget
@@ -31,7 +31,9 @@ class Second:
         """Know it already."""
 
 
-def run(load: Workload, observer: Prompt | Gauges, clock: list[float], until: float = np.inf) -> Outcome:
+def run(
+    load: Workload, observer: TokenDeadlines | Gauges, clock: list[float], until: float = np.inf
+) -> Outcome:
     place = InstanceSpec(Instance("e0", "default", 8, 64, 16, 512), Second(), 16, 512)
     simulation = Simulation(inside(find("vllm"), clock), [place], load, Oracle(load), until=until)
     return simulation.run(observer=observer)
@@ -42,7 +44,7 @@ def test_tokens_are_judged_one_by_one(tpot: float, steady: int, ahead: int) -> N
     """First token at 2 s, promised by 2.5; the second, beside another's prompt, at 4; the third at 5."""
     chat = single(np.array([0.0]), 10, 3, slo=Slo(ttft=2.5, tpot=tpot))
     load = concat(chat, single(np.array([0.5]), 10, 1))
-    tokens = Prompt(load)
+    tokens = TokenDeadlines(load)
     outcome = run(load, tokens, [])
     assert (outcome.first[0], outcome.end[0]) == (2.0, 5.0)
     assert (tokens.steady[0], tokens.ahead[0]) == (steady, ahead)
@@ -86,7 +88,7 @@ def test_a_run_ends_when_it_is_told_to() -> None:
 def test_an_engine_has_the_memory_that_its_recipe_uses(
     recipe: str, tokens: int | None, kind: type | None, overlap: bool | None, told: str
 ) -> None:
-    place = replace(node(), host_tokens=tokens)
+    place = replace(instance(), host_tokens=tokens)
     engine = SimulatedInstance(place, find(recipe)).engine
     assert isinstance(engine, HostPoolEngine) == (kind is not None)
     if kind is not None and isinstance(engine, HostPoolEngine):

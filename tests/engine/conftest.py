@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.engines.vllm.process.launch import host_pool
+from headway.engines.vllm.kv_transfer import host_pool
 from headway.models import resolve
 
 ENV = {

@@ -9,10 +9,10 @@ import pytest
 
 from headway.config import Engine
 from headway.engines.vllm import oracle
+from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process import launch
-from headway.engines.vllm.process.launch import two_ended_pool
 from headway.memory.two_ended import allocation
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -27,21 +27,21 @@ def build(recipe: str = "bros", *, size: int = 32, pool: dict[str, Any] | None =
     return SchedulerOracle(oracle.scheduler(setup, BLOCKS + 1, size, HeadwayScheduler))
 
 
-def fill(clock: SchedulerOracle, count: int = 6) -> None:
+def fill(engine: SchedulerOracle, count: int = 6) -> None:
     for i in range(count):
         promise = {"headway_ttft": 5.0, "headway_tpot": 1.0} if i % 2 else {}
-        clock.add(
+        engine.add(
             f"r{i}", 40 + 7 * i, 20 + i, metadata={"headway_id": f"r{i}", "headway_arrival": 0.0, **promise}
         )
 
 
-def check_empty(clock: SchedulerOracle) -> None:
-    clock.schedule()
-    holding = clock.scheduler.holding
-    allocation.check_integrity(holding.book)
-    assert not holding.book.kind.any()
-    assert not holding.host.held()
-    assert clock.scheduler._blocks.get_num_free_blocks() == BLOCKS
+def check_empty(engine: SchedulerOracle) -> None:
+    engine.schedule()
+    policy = engine.scheduler.kv_policy
+    allocation.check_integrity(policy.kv)
+    assert not policy.kv.kind.any()
+    assert not policy.host_slots.held()
+    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS
 
 
 def test_state_tells_that_blocks_have_two_ends() -> None:
@@ -57,27 +57,27 @@ def test_state_tells_that_blocks_have_two_ends() -> None:
 def test_where_they_cannot_be_it_says_why_and_runs(
     size: int, pool: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = build(size=size, pool=pool)
-    state = clock.scheduler.control({"op": "state"})
+    engine = build(size=size, pool=pool)
+    state = engine.scheduler.control({"op": "state"})
     assert state["two_ended"] is False
     assert why in state["two_ended_why"]
     assert why in caplog.text
-    fill(clock)
-    while clock.busy:
-        clock.step()
-    assert len(clock.finished) == 6
+    fill(engine)
+    while engine.busy:
+        engine.step()
+    assert len(engine.finished) == 6
 
 
 def test_what_lies_on_the_host_is_not_counted_as_kv_in_use() -> None:
-    clock, most = build(), 0
-    fill(clock, 16)
-    recorder, holding = clock.scheduler.recorder, clock.scheduler.holding
-    while clock.busy:
-        before = dict(recorder.counters)
-        clock.step()
-        most = max(most, holding.away())
-        busy = recorder.counters["busy_seconds"] - before["busy_seconds"]
-        assert recorder.counters["kv_seconds"] - before["kv_seconds"] <= busy * (1 + 1e-9)
+    engine, most = build(), 0
+    fill(engine, 16)
+    stats, policy = engine.scheduler.stats, engine.scheduler.kv_policy
+    while engine.busy:
+        before = dict(stats.counters)
+        engine.step()
+        most = max(most, policy.tokens_on_host())
+        busy = stats.counters["busy_seconds"] - before["busy_seconds"]
+        assert stats.counters["kv_seconds"] - before["kv_seconds"] <= busy * (1 + 1e-9)
     assert most > 32, "the host was used"
 
 
@@ -87,52 +87,52 @@ def test_plain_blocks_say_nothing_of_ends() -> None:
 
 def test_what_stock_leaves_out_gets_its_blocks_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a request whose grammar is being compiled: granted, but vLLM skips it."""
-    clock = build()
-    stock, calls = clock.scheduler._handle_blocked_waiting_request, iter(range(10**6))
+    engine = build()
+    stock, calls = engine.scheduler._handle_blocked_waiting_request, iter(range(10**6))
 
     def reluctant(request: Any) -> Any:
         return next(calls) % 3 == 0 and stock(request)
 
-    monkeypatch.setattr(clock.scheduler, "_handle_blocked_waiting_request", reluctant)
-    fill(clock)
+    monkeypatch.setattr(engine.scheduler, "_handle_blocked_waiting_request", reluctant)
+    fill(engine)
     left_out = 0
-    while clock.busy:
-        ran = clock.step()
-        holding = clock.scheduler.holding
-        left_out += len(holding.granted.keys() - ran.keys())
-        allocation.check_integrity(holding.book)
+    while engine.busy:
+        ran = engine.step()
+        policy = engine.scheduler.kv_policy
+        left_out += len(policy.granted.keys() - ran.keys())
+        allocation.check_integrity(policy.kv)
     assert left_out > 0
-    assert len(clock.finished) == 6
-    check_empty(clock)
+    assert len(engine.finished) == 6
+    check_empty(engine)
 
 
 def test_who_is_aborted_at_any_moment_leaves_nothing() -> None:
     from vllm.v1.request import RequestStatus
 
-    clock = build()
-    fill(clock, 16)
+    engine = build()
+    fill(engine, 16)
     for i in range(8):
         for _ in range(4):
-            clock.step()
+            engine.step()
         if i % 3 != 1:
-            clock.scheduler.finish_requests([f"r{i}"], RequestStatus.FINISHED_ABORTED)
-    while clock.busy:
-        clock.step()
-    check_empty(clock)
-    assert clock.scheduler.holding.counters()["shared_blocks"] > 0
+            engine.scheduler.finish_requests([f"r{i}"], RequestStatus.FINISHED_ABORTED)
+    while engine.busy:
+        engine.step()
+    check_empty(engine)
+    assert engine.scheduler.kv_policy.counters()["shared_blocks"] > 0
 
 
 def test_a_preemption_from_outside_frees_and_computes_again() -> None:
-    clock = build()
-    fill(clock)
+    engine = build()
+    fill(engine)
     for _ in range(5):
-        clock.step()
-    assert clock.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert clock.scheduler._blocks.get_num_free_blocks() == BLOCKS
-    while clock.busy:
-        clock.step()
-    assert len(clock.finished) == 6
-    check_empty(clock)
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS
+    while engine.busy:
+        engine.step()
+    assert len(engine.finished) == 6
+    check_empty(engine)
 
 
 @pytest.mark.parametrize(

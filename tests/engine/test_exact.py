@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.engines.vllm.plugin.kv_policy import kv_policy_of
+from headway.engines.vllm.plugin.setup import kv_policy_of
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.pack.ecoserve.packer import EcoServe, Options
@@ -88,7 +88,9 @@ def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe:
 
 def test_reranks_change_no_token(engine: Engine, alone: list[list[int]]) -> None:
     rng, before = np.random.default_rng(1), engine.counters()
-    engine.scheduler.packer = find("slack").packer(3, 128, engine.scheduler.latency)
+    engine.scheduler.packer = find("slack").packer(
+        replace(engine.scheduler.spec, max_running=3, token_budget=128)
+    )
     add_all(engine)
     done: dict[str, list[int]] = {}
     while engine.llm.llm_engine.has_unfinished_requests():
@@ -123,12 +125,12 @@ def small(engine: Engine) -> Iterator[Engine]:
 def reserving(small: Engine) -> Iterator[Engine]:
     """The same with EcoServe inside."""
     scheduler = small.scheduler
-    before = scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots
+    before = scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots
     scheduler.recipe = find("ecoserve")
     scheduler.packer = scheduler.recipe.packer(replace(scheduler.spec, max_running=8))
-    scheduler.holding = kv_policy_of(scheduler)
+    scheduler.kv_policy = kv_policy_of(scheduler)
     yield small
-    scheduler.recipe, scheduler.holding, scheduler.kv_cache_manager.allocate_slots = before
+    scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots = before
 
 
 def run_long(engine: Engine) -> list[list[int]]:

@@ -40,9 +40,9 @@ def request_metadata(id: str, **values: Any) -> dict[str, Any]:
     return {"headway_id": id, "headway_arrival": 0.0} | {f"headway_{k}": v for k, v in values.items()}
 
 
-def control(clock: SchedulerOracle, **message: Any) -> dict[str, Any]:
+def control(engine: SchedulerOracle, **message: Any) -> dict[str, Any]:
     class Core:
-        scheduler = clock.scheduler
+        scheduler = engine.scheduler
 
     return _control(Core, message)
 
@@ -50,89 +50,89 @@ def control(clock: SchedulerOracle, **message: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", ["priority", "edf", "slack"])
 def test_urgent_takes_the_place_of_running_work_when_the_batch_is_full(make: Make, recipe: str) -> None:
     """vLLM issue 40004: there the urgent one waits until somebody ends."""
-    clock = make(recipe)
-    clock.add("a", 40, 50, priority=5, metadata=request_metadata("a"))
-    clock.add("b", 40, 50, priority=5, metadata=request_metadata("b"))
-    clock.step()
-    clock.add("urgent", 40, 5, priority=0, metadata=request_metadata("urgent", ttft=0.5, tpot=0.1))
-    assert "urgent" in clock.step()
-    held = clock.scheduler.jobs
+    engine = make(recipe)
+    engine.add("a", 40, 50, priority=5, metadata=request_metadata("a"))
+    engine.add("b", 40, 50, priority=5, metadata=request_metadata("b"))
+    engine.step()
+    engine.add("urgent", 40, 5, priority=0, metadata=request_metadata("urgent", ttft=0.5, tpot=0.1))
+    assert "urgent" in engine.step()
+    held = engine.scheduler.jobs
     assert held.computed[held.row_of["b"]] > 0, "the displaced one keeps its KV"
-    while clock.busy:
-        clock.step()
-    assert clock.finished[0] == "urgent"
-    assert clock.scheduler.counters["evictions"] == 0
+    while engine.busy:
+        engine.step()
+    assert engine.finished[0] == "urgent"
+    assert engine.scheduler.counters["evictions"] == 0
 
 
 def test_displacement_evicts_only_when_blocks_are_short(make: Make) -> None:
-    clock = make("edf", blocks=12)
-    clock.add("a", 80, 20, metadata=request_metadata("a"))
-    clock.step()
-    clock.add("urgent", 100, 5, metadata=request_metadata("urgent", ttft=0.5))
-    clock.step()
-    assert clock.scheduler.counters["evictions"] == 1
-    while clock.busy:
-        clock.step()
-    assert clock.finished == ["urgent", "a"]
-    assert clock.scheduler._blocks.get_num_free_blocks() == 11
+    engine = make("edf", blocks=12)
+    engine.add("a", 80, 20, metadata=request_metadata("a"))
+    engine.step()
+    engine.add("urgent", 100, 5, metadata=request_metadata("urgent", ttft=0.5))
+    engine.step()
+    assert engine.scheduler.counters["evictions"] == 1
+    while engine.busy:
+        engine.step()
+    assert engine.finished == ["urgent", "a"]
+    assert engine.scheduler._blocks.get_num_free_blocks() == 11
 
 
 def test_prompt_chunks_go_to_the_urgent_first(make: Make) -> None:
-    clock = make("edf", budget=128)
-    clock.add("long", 600, 5, metadata=request_metadata("long"))
-    assert clock.step() == {"long": 128}
-    clock.add("urgent", 100, 5, metadata=request_metadata("urgent", ttft=0.5))
-    assert clock.step() == {"long": 28, "urgent": 100}
+    engine = make("edf", budget=128)
+    engine.add("long", 600, 5, metadata=request_metadata("long"))
+    assert engine.step() == {"long": 128}
+    engine.add("urgent", 100, 5, metadata=request_metadata("urgent", ttft=0.5))
+    assert engine.step() == {"long": 28, "urgent": 100}
 
 
 def test_control_changes_urgency_while_running(make: Make) -> None:
-    clock = make("slack", running=1)
+    engine = make("slack", running=1)
     for name in "abc":
-        clock.add(name, 20, 10, metadata=request_metadata(name))
-    clock.step()
-    state = control(clock, op="urgency", values={"c": -1})
+        engine.add(name, 20, 10, metadata=request_metadata(name))
+    engine.step()
+    state = control(engine, op="urgency", values={"c": -1})
     assert {job["id"]: job["urgency"] for job in state["jobs"]}["c"] == -1
-    while clock.busy:
-        clock.step()
-    assert clock.finished[0] == "c"
+    while engine.busy:
+        engine.step()
+    assert engine.finished[0] == "c"
 
 
-def finish(clock: SchedulerOracle) -> list[str]:
+def finish(engine: SchedulerOracle) -> list[str]:
     """Run to the end; return the requests in the order in which they ended."""
-    while clock.busy:
-        clock.step()
-    return clock.finished
+    while engine.busy:
+        engine.step()
+    return engine.finished
 
 
 @pytest.mark.parametrize("recipe", ["priority", "edf", "slack"])
 def test_a_rank_given_by_the_gateway_is_the_order_inside(make: Make, recipe: str) -> None:
-    clock = make(recipe, running=1)
+    engine = make(recipe, running=1)
     for name, rank in (("d", math.inf), ("b", 1.0), ("c", 2.5), ("a", -math.inf), ("neutral", 0.0)):
         request = Request(name, "m", 20, 5, 0.0)
         wire = json.dumps(write_metadata(request, Forecast(np.array([5.0])), rank), allow_nan=False)
-        clock.add(name, 20, 5, metadata=json.loads(wire))
-    assert finish(clock) == ["a", "neutral", "b", "c", "d"]
+        engine.add(name, 20, 5, metadata=json.loads(wire))
+    assert finish(engine) == ["a", "neutral", "b", "c", "d"]
 
 
 def test_a_rerank_changes_the_order_of_requests_that_run_or_wait(make: Make) -> None:
-    clock = make("slack", running=1)
+    engine = make("slack", running=1)
     for name in "abc":
-        clock.add(name, 20, 10, metadata=request_metadata(name, urgency=1.0))
-    assert "a" in clock.step()
-    control(clock, op="urgency", values={"a": 3.0, "b": 2.0})
-    assert list(clock.step()) == ["c"], "the running request gives way"
-    assert finish(clock) == ["c", "b", "a"]
+        engine.add(name, 20, 10, metadata=request_metadata(name, urgency=1.0))
+    assert "a" in engine.step()
+    control(engine, op="urgency", values={"a": 3.0, "b": 2.0})
+    assert list(engine.step()) == ["c"], "the running request gives way"
+    assert finish(engine) == ["c", "b", "a"]
 
 
 def test_a_rerank_that_comes_before_its_request_is_kept(make: Make) -> None:
-    clock = make("slack", running=1)
-    clock.add("a", 20, 10, metadata=request_metadata("a"))
-    control(clock, op="urgency", values={"a": 1.0, "c": -2.0, "d": math.inf})
+    engine = make("slack", running=1)
+    engine.add("a", 20, 10, metadata=request_metadata("a"))
+    control(engine, op="urgency", values={"a": 1.0, "c": -2.0, "d": math.inf})
     for name in "dbc":
-        clock.add(name, 20, 10, metadata=request_metadata(name))
-    assert finish(clock) == ["c", "b", "a", "d"]
-    clock.step()  # the last one leaves with the next step
-    assert not any(name in clock.scheduler.pending for name in "abcd")
+        engine.add(name, 20, 10, metadata=request_metadata(name))
+    assert finish(engine) == ["c", "b", "a", "d"]
+    engine.step()  # the last one leaves with the next step
+    assert not any(name in engine.scheduler.pending for name in "abcd")
 
 
 def test_only_the_newest_reranks_of_unknown_requests_are_kept() -> None:
@@ -146,38 +146,38 @@ def test_only_the_newest_reranks_of_unknown_requests_are_kept() -> None:
 
 def test_all_samples_of_a_request_get_its_rank(make: Make) -> None:
     """With `n` = 2 vLLM makes two requests of one."""
-    clock = make("slack", running=1)
-    clock.add("other", 20, 10, metadata=request_metadata("other"))
-    control(clock, op="urgency", values={"x": -1.0})
-    clock.add("0_x", 20, 10, metadata=request_metadata("x"))
-    control(clock, op="urgency", values={"x": -2.0})
-    clock.add("1_x", 20, 10, metadata=request_metadata("x"))
-    state = control(clock, op="state")
+    engine = make("slack", running=1)
+    engine.add("other", 20, 10, metadata=request_metadata("other"))
+    control(engine, op="urgency", values={"x": -1.0})
+    engine.add("0_x", 20, 10, metadata=request_metadata("x"))
+    control(engine, op="urgency", values={"x": -2.0})
+    engine.add("1_x", 20, 10, metadata=request_metadata("x"))
+    state = control(engine, op="state")
     assert [job["urgency"] for job in state["jobs"]] == [0.0, -2.0, -2.0]
-    assert control(clock, op="state", jobs=False)["jobs"] == []
+    assert control(engine, op="state", jobs=False)["jobs"] == []
 
 
 def test_control_pauses_keeping_kv_and_resumes(make: Make) -> None:
-    clock = make("slack")
-    clock.add("a", 20, 10, metadata=request_metadata("a"))
-    clock.add("b", 20, 10, metadata=request_metadata("b"))
-    clock.step()
-    free = clock.scheduler._blocks.get_num_free_blocks()
-    state = control(clock, op="pause", ids=["a"])
+    engine = make("slack")
+    engine.add("a", 20, 10, metadata=request_metadata("a"))
+    engine.add("b", 20, 10, metadata=request_metadata("b"))
+    engine.step()
+    free = engine.scheduler._blocks.get_num_free_blocks()
+    state = control(engine, op="pause", ids=["a"])
     assert [job["held"] for job in state["jobs"]] == [True, False]
-    assert all("a" not in clock.step() for _ in range(5))
-    assert clock.scheduler._blocks.get_num_free_blocks() == free
-    control(clock, op="resume", ids=["a"])
-    assert "a" in clock.step()
+    assert all("a" not in engine.step() for _ in range(5))
+    assert engine.scheduler._blocks.get_num_free_blocks() == free
+    control(engine, op="resume", ids=["a"])
+    assert "a" in engine.step()
 
 
 def test_control_holds_back_one_that_waits(make: Make) -> None:
-    clock = make("slack")
-    clock.add("a", 20, 3, metadata=request_metadata("a"))
-    control(clock, op="pause", ids=["a"])
-    assert clock.step() == {}
-    control(clock, op="resume", ids=["a"])
-    assert clock.step() == {"a": 20}
+    engine = make("slack")
+    engine.add("a", 20, 3, metadata=request_metadata("a"))
+    control(engine, op="pause", ids=["a"])
+    assert engine.step() == {}
+    control(engine, op="resume", ids=["a"])
+    assert engine.step() == {"a": 20}
 
 
 @pytest.mark.parametrize(
@@ -191,17 +191,17 @@ def test_control_holds_back_one_that_waits(make: Make) -> None:
     ],
 )
 def test_control_answers_nonsense_with_an_error(make: Make, message: dict[str, Any]) -> None:
-    clock = make("slack")
-    clock.add("a", 20, 3, metadata=request_metadata("a"))
-    assert "error" in control(clock, **message)
-    assert clock.step() == {"a": 20}
+    engine = make("slack")
+    engine.add("a", 20, 3, metadata=request_metadata("a"))
+    assert "error" in control(engine, **message)
+    assert engine.step() == {"a": 20}
 
 
 def test_state_and_log_tell_what_ran(make: Make) -> None:
-    clock = make("slack")
-    clock.add("a", 20, 3, metadata=request_metadata("ours"))
-    clock.step()
-    state = control(clock, op="state", log=5)
+    engine = make("slack")
+    engine.add("a", 20, 3, metadata=request_metadata("ours"))
+    engine.step()
+    state = control(engine, op="state", log=5)
     assert state["running"] == 1
     assert state["jobs"][0]["id"] == "ours"
     assert state["log"][-1][1] == {"a": 20}
@@ -209,37 +209,37 @@ def test_state_and_log_tell_what_ran(make: Make) -> None:
 
 @pytest.mark.parametrize("junk", ["abc", None, True, [1.0], math.nan, math.inf])
 def test_malformed_metadata_do_not_stop_the_engine(make: Make, junk: Any) -> None:
-    clock = make("slack")
+    engine = make("slack")
     names = ("ttft", "arrival", "tokens_left", "urgency")
-    clock.add("a", 20, 3, metadata={f"headway_{name}": junk for name in names})
-    clock.add("b", 20, 3)
-    while clock.busy:
-        clock.step()
-    assert sorted(clock.finished) == ["a", "b"]
+    engine.add("a", 20, 3, metadata={f"headway_{name}": junk for name in names})
+    engine.add("b", 20, 3)
+    while engine.busy:
+        engine.step()
+    assert sorted(engine.finished) == ["a", "b"]
 
 
 def test_aborted_requests_leave_the_table(make: Make) -> None:
     from vllm.v1.request import RequestStatus
 
-    clock = make("slack", running=1)
+    engine = make("slack", running=1)
     for name in "abc":
-        clock.add(name, 20, 10, metadata=request_metadata(name))
-    clock.step()
-    clock.scheduler.finish_requests(["a", "c"], RequestStatus.FINISHED_ABORTED)
-    while clock.busy:
-        clock.step()
-    assert clock.finished == ["b"]
-    assert len(clock.scheduler.jobs) <= 1  # the last one leaves with the next step
-    assert clock.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+        engine.add(name, 20, 10, metadata=request_metadata(name))
+    engine.step()
+    engine.scheduler.finish_requests(["a", "c"], RequestStatus.FINISHED_ABORTED)
+    while engine.busy:
+        engine.step()
+    assert engine.finished == ["b"]
+    assert len(engine.scheduler.jobs) <= 1  # the last one leaves with the next step
+    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
 
 
 def test_slots_bound_what_holds_kv(make: Make) -> None:
     """Paused requests keep their slot in the model runner: no more than `slots` ever hold KV."""
-    clock = make("edf", running=2, slots=3)
+    engine = make("edf", running=2, slots=3)
     for i in range(8):
-        clock.add(f"r{i}", 20, 12, metadata=request_metadata(f"r{i}", ttft=10.0 - i))
-        clock.step()
-        assert len(clock.scheduler.running) <= 3
-    while clock.busy:
-        clock.step()
-    assert len(clock.finished) == 8
+        engine.add(f"r{i}", 20, 12, metadata=request_metadata(f"r{i}", ttft=10.0 - i))
+        engine.step()
+        assert len(engine.scheduler.running) <= 3
+    while engine.busy:
+        engine.step()
+    assert len(engine.finished) == 8

@@ -114,7 +114,7 @@ def test_a_standstill_is_a_difference_and_ends_the_comparison(monkeypatch: pytes
     monkeypatch.setattr(packer.Bros, "pack", lambda self, jobs, ledger, now: Step(NOBODY, NOBODY))
     tally = compare(draw(np.random.default_rng(3)), "bros", POOL)
     assert tally.difference is not None
-    assert "nobody runs" in tally.difference
+    assert "nothing runs" in tally.difference
     assert tally.steps < 1000
 
 

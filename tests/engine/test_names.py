@@ -79,7 +79,7 @@ def test_block_pool() -> None:
 
 
 def test_block_manager_is_wrapped_where_stock_asks_it() -> None:
-    """`reserve.py` and `counting.py` stand before `allocate_slots`; loans are blocks in a request's list."""
+    """`reservations.py` and `scheduler_stats.py` wrap `allocate_slots`; loans are blocks in request lists."""
     from vllm.v1.core import single_type_kv_cache_manager as single
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -1,13 +1,24 @@
-"""How `vllm serve` is started: what it may use of this machine."""
+"""Starting `vllm serve`, and talking to it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
 import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from headway.config import Engine
 from headway.engines.vllm.process import launch
+from headway.engines.vllm.process.client import VllmEngine
+from headway.errors import EngineError
 
 
 def test_threads_go_to_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,3 +26,46 @@ def test_threads_go_to_the_cores_that_this_process_may_use(monkeypatch: pytest.M
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 11})
     assert launch.environment(Engine())["VLLM_CPU_OMP_THREADS_BIND"] == "2,5,11"
     assert launch.environment(Engine(cores="0-1"))["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
+async def _reranked(status: int) -> list[dict[str, Any]]:
+    """Send a rerank to an engine that answers with `status`, and one when it is gone; return what came."""
+    came: list[dict[str, Any]] = []
+
+    async def control(request: web.Request) -> web.Response:
+        came.append(await request.json(loads=partial(json.loads, parse_constant=pytest.fail)))
+        return web.json_response({}, status=status)
+
+    app = web.Application()
+    app.router.add_post("/headway/control", control)
+    app.router.add_get("/health", _healthy)
+    server = TestServer(app)
+    await server.start_server()
+    up = asyncio.Event()
+    config = Engine(url=str(server.make_url("")))
+    engine = VllmEngine("e0", config, "slack", Path(), lambda event: up.set())
+    await engine.start()
+    try:
+        await up.wait()
+        came.clear()  # it was asked for its state
+        await engine.rerank({"a": math.inf, "b": -2.0})
+        await server.close()
+        await engine.rerank({"a": 1.0})
+    finally:
+        await engine.stop()
+        await server.close()
+    return came
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+def test_a_rerank_reaches_the_engine_and_an_engine_that_is_gone_needs_none() -> None:
+    values = {"a": sys.float_info.max, "b": -2.0}
+    assert asyncio.run(_reranked(200)) == [{"op": "urgency", "values": values, "jobs": False}]
+
+
+def test_a_rerank_that_is_refused_is_an_error() -> None:
+    with pytest.raises(EngineError, match="refused the message"):
+        asyncio.run(_reranked(400))

@@ -20,32 +20,32 @@ pytestmark = pytest.mark.filterwarnings("default")
 SIZE, LONGEST = 16, 512
 
 
-def clock_of(recipe: str, blocks: int, host_gib: float = 0.0) -> SchedulerOracle:
+def engine_of(recipe: str, blocks: int, host_gib: float = 0.0) -> SchedulerOracle:
     setup = oracle.config(
         max_running=16, max_batched_tokens=256, max_model_len=LONGEST, block_size=SIZE, recipe=recipe,
         host_gib=host_gib,
     )  # fmt: skip
-    clock = SchedulerOracle(oracle.scheduler(setup, blocks + 1, SIZE, HeadwayScheduler))
-    audited(clock.scheduler)
-    return clock
+    engine = SchedulerOracle(oracle.scheduler(setup, blocks + 1, SIZE, HeadwayScheduler))
+    audited(engine.scheduler)
+    return engine
 
 
 def audited(scheduler: Any) -> None:
     """Look at every block after each step that stock has scheduled, before it is computed."""
-    check = scheduler.holding.check
+    check = scheduler.kv_policy.check
 
     def look(ran: dict[str, int]) -> None:
         check(ran)
         audit(scheduler, ran)
 
-    scheduler.holding.check = look
+    scheduler.kv_policy.check = look
 
 
 def audit(scheduler: Any, ran: dict[str, int]) -> None:
     """vLLM counts each block as often as it is in a list; no two requests write one; none is lost."""
-    pool, lists = scheduler.kv_cache_manager.block_pool, scheduler.holding._lists
+    pool, lists = scheduler.kv_cache_manager.block_pool, scheduler.kv_policy._blocks_of
     held = [blocks for id, blocks in lists.items()]
-    coming = list(scheduler.holding._coming.values())
+    coming = list(scheduler.kv_policy._pending.values())
     counted = Counter(block.block_id for blocks in held + coming for block in blocks)
     assert counted == {
         block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and not block.is_null
@@ -63,27 +63,27 @@ def audit(scheduler: Any, ran: dict[str, int]) -> None:
     )
 
 
-def crowd(clock: SchedulerOracle, seed: int, count: int = 24, noise: float = 0.7) -> None:
+def crowd(engine: SchedulerOracle, seed: int, count: int = 24, noise: float = 0.7) -> None:
     """Add requests with long answers and short, predicted badly."""
     rng = np.random.default_rng(seed)
     for i in range(count):
         output = int(rng.choice((8, 20, 60, 150)))
         left = float(np.ceil(output * np.exp(noise * rng.standard_normal())))
         metadata = {"headway_id": f"r{i}", "headway_arrival": 0.0, "headway_tokens_left": left}
-        clock.add(f"r{i}", int(rng.integers(1, 120)), output, metadata=metadata)
+        engine.add(f"r{i}", int(rng.integers(1, 120)), output, metadata=metadata)
 
 
-def counters(clock: SchedulerOracle) -> dict[str, Any]:
-    state: dict[str, Any] = clock.scheduler.control({"op": "state"})["counters"]
+def counters(engine: SchedulerOracle) -> dict[str, Any]:
+    state: dict[str, Any] = engine.scheduler.control({"op": "state"})["counters"]
     return state
 
 
-def all_back(clock: SchedulerOracle) -> bool:
+def all_back(engine: SchedulerOracle) -> bool:
     """Tell whether nobody holds anything; the last to leave does so in the next step."""
-    clock.step()
-    jobs = clock.scheduler.jobs
-    nobody = not len(jobs) and not clock.scheduler.holding._coming
-    return nobody and bool(clock.scheduler._blocks.get_num_free_blocks() == clock.scheduler._total)
+    engine.step()
+    jobs = engine.scheduler.jobs
+    nobody = not len(jobs) and not engine.scheduler.kv_policy._pending
+    return nobody and bool(engine.scheduler._blocks.get_num_free_blocks() == engine.scheduler._total)
 
 
 @pytest.mark.parametrize("host_gib", [0.0, 0.1])
@@ -91,15 +91,15 @@ def test_lending_and_its_emergencies_lose_nothing(host_gib: float) -> None:
     """Guests that are late leave for the host or are computed again; answers outgrow their predictions."""
     seen: Counter[str] = Counter()
     for seed in range(4):
-        clock = clock_of("ecoserve", 40, host_gib)
-        crowd(clock, seed)
-        while clock.busy:
-            clock.step()
-        assert len(clock.finished) == 24
-        assert all_back(clock)
-        seen.update({name: int(value) for name, value in counters(clock).items()})
-        seen["extended"] += clock.scheduler.packer.counts.extended
-        seen["late"] += clock.scheduler.packer.counts.late
+        engine = engine_of("ecoserve", 40, host_gib)
+        crowd(engine, seed)
+        while engine.busy:
+            engine.step()
+        assert len(engine.finished) == 24
+        assert all_back(engine)
+        seen.update({name: int(value) for name, value in counters(engine).items()})
+        seen["extended"] += engine.scheduler.packer.counts.extended
+        seen["late"] += engine.scheduler.packer.counts.late
     assert seen["loans"] > 10
     assert seen["late"] > 0
     assert seen["extended"] > 0
@@ -127,21 +127,21 @@ class Tables:
                 self.of[id] += more[0]
                 self.extended_by_loans += any(scheduler._blocks.blocks[b].ref_cnt > 1 for b in more[0])
         for id in output.num_scheduled_tokens:
-            assert self.of[id] == [block.block_id for block in scheduler.holding._lists[id]]
+            assert self.of[id] == [block.block_id for block in scheduler.kv_policy._blocks_of[id]]
 
 
 def test_a_worker_s_block_tables_are_the_scheduler_s() -> None:
     """Also when one that runs becomes a guest: its own new blocks come before its loan."""
     seen = 0
     for seed in range(6):
-        clock, tables = clock_of("ecoserve", 40), Tables()
-        packer = clock.scheduler.packer
+        engine, tables = engine_of("ecoserve", 40), Tables()
+        packer = engine.scheduler.packer
         packer.options = packer.options.but(reserve=0.3)  # many prompts run first and wait for KV then
-        crowd(clock, seed)
-        while clock.busy:
-            output = clock.schedule()
-            tables.follow(output, clock.scheduler)
-            clock.complete(output, 0.05)
+        crowd(engine, seed)
+        while engine.busy:
+            output = engine.schedule()
+            tables.follow(output, engine.scheduler)
+            engine.complete(output, 0.05)
         seen += tables.extended_by_loans
     assert seen > 3
 
@@ -151,11 +151,11 @@ def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
 
     rng, loans = np.random.default_rng(0), 0
     for seed in range(4):
-        clock = clock_of("ecoserve", 40)
-        crowd(clock, seed)
-        while clock.busy:
-            clock.step()
-            jobs = clock.scheduler.jobs
+        engine = engine_of("ecoserve", 40)
+        crowd(engine, seed)
+        while engine.busy:
+            engine.step()
+            jobs = engine.scheduler.jobs
             lending = [
                 str(jobs.keys[row])
                 for row in jobs.rows()
@@ -163,61 +163,65 @@ def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
             ]
             if lending and rng.random() < 0.2:
                 gone = str(rng.choice(lending))
-                if gone in clock.scheduler.requests:
-                    clock.scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
-        assert all_back(clock)
-        loans += counters(clock)["loans"]
+                if gone in engine.scheduler.requests:
+                    engine.scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
+        assert all_back(engine)
+        loans += counters(engine)["loans"]
     assert loans > 10
 
 
 def test_a_guest_that_stock_does_not_let_in_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock may skip anybody who waits, for reasons of its own (a grammar, an adapter): here at random."""
     rng, skipped = np.random.default_rng(1), 0
-    clock = clock_of("ecoserve", 40)
-    crowd(clock, 2)
-    holding, ready = clock.scheduler.holding, clock.scheduler._handle_blocked_waiting_request
+    engine = engine_of("ecoserve", 40)
+    crowd(engine, 2)
+    policy, ready = engine.scheduler.kv_policy, engine.scheduler._handle_blocked_waiting_request
 
     def moody(request: Any) -> bool:
         nonlocal skipped
-        if request.request_id in holding._coming and rng.random() < 0.7:
+        if request.request_id in policy._pending and rng.random() < 0.7:
             skipped += 1
             return False
         return bool(ready(request))
 
-    monkeypatch.setattr(clock.scheduler, "_handle_blocked_waiting_request", moody)
-    while clock.busy:
-        clock.step()
+    monkeypatch.setattr(engine.scheduler, "_handle_blocked_waiting_request", moody)
+    while engine.busy:
+        engine.step()
     assert skipped > 0
-    assert len(clock.finished) == 24
-    assert all_back(clock)
+    assert len(engine.finished) == 24
+    assert all_back(engine)
 
 
 def test_a_reset_of_the_engine_s_caches_ends_all_loans() -> None:
-    clock = clock_of("ecoserve", 40)
-    crowd(clock, 0)
-    jobs, resets = clock.scheduler.jobs, 0
-    while clock.busy:
-        clock.step()
-        if resets < 3 and jobs.first_lent_block[jobs.rows()].any() and not clock.scheduler.holding._coming:
-            clock.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine = engine_of("ecoserve", 40)
+    crowd(engine, 0)
+    jobs, resets = engine.scheduler.jobs, 0
+    while engine.busy:
+        engine.step()
+        if (
+            resets < 3
+            and jobs.first_lent_block[jobs.rows()].any()
+            and not engine.scheduler.kv_policy._pending
+        ):
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             resets += 1
     assert resets == 3
-    assert len(clock.finished) == 24
-    assert all_back(clock)
+    assert len(engine.finished) == 24
+    assert all_back(engine)
 
 
 def test_an_answer_is_held_for_before_it_is_made() -> None:
-    clock = clock_of("ecoserve", 40)
-    clock.add("a", 20, 60)
-    clock.step()
-    assert clock.scheduler._blocks.get_num_free_blocks() == 35
+    engine = engine_of("ecoserve", 40)
+    engine.add("a", 20, 60)
+    engine.step()
+    assert engine.scheduler._blocks.get_num_free_blocks() == 35
 
 
 def test_no_more_is_held_than_a_request_can_have() -> None:
-    clock = clock_of("ecoserve", 100)
-    clock.add("a", 20, 60, metadata={"headway_tokens_left": 5000.0})
-    clock.step()
-    assert clock.scheduler._blocks.get_num_free_blocks() == 100 - LONGEST // SIZE
+    engine = engine_of("ecoserve", 100)
+    engine.add("a", 20, 60, metadata={"headway_tokens_left": 5000.0})
+    engine.step()
+    assert engine.scheduler._blocks.get_num_free_blocks() == 100 - LONGEST // SIZE
 
 
 @pytest.mark.parametrize(

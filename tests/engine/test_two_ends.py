@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.plugin import right_aligned_attention
-from headway.engines.vllm.process.launch import two_ended_pool
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation
 from headway.models import resolve
@@ -62,7 +62,7 @@ def alone(engine: Engine) -> list[list[int]]:
     for i, tokens in enumerate(TOKENS):
         engine.add(f"r{i}", ask(i), tokens)
     done = engine.run()
-    assert not any(engine.scheduler.holding.counters().values())
+    assert not any(engine.scheduler.kv_policy.counters().values())
     return [done[f"r{i}"] for i in range(len(TOKENS))]
 
 
@@ -84,12 +84,12 @@ class Chaos:
 
 def whole(scheduler: Any) -> None:
     """Nothing is left of anybody, here or on the host."""
-    ends = scheduler.holding
+    ends = scheduler.kv_policy
     scheduler._refresh(0.0)
-    allocation.check_integrity(ends.book)
+    allocation.check_integrity(ends.kv)
     assert scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
-    assert not ends.host.held()
-    assert not ends._known
+    assert not ends.host_slots.held()
+    assert not ends._worker_tables
     assert not ends.manager.coordinator.single_type_managers[0].req_to_blocks
     assert not len(scheduler.requests)
 
@@ -111,10 +111,10 @@ def run_all(engine: Engine, order: Sequence[int] = range(12)) -> dict[str, list[
 @pytest.mark.parametrize("seed", [5, 3])
 def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: int) -> None:
     scheduler = engine.scheduler
-    before = scheduler.holding.counters()
+    before = scheduler.kv_policy.counters()
     scheduler.packer = Chaos(seed)
     done = run_all(engine)
-    did = {name: count - before[name] for name, count in scheduler.holding.counters().items()}
+    did = {name: count - before[name] for name, count in scheduler.kv_policy.counters().items()}
     print(did)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert min(did[name] for name in ("shared_blocks", "saved_tokens", "loaded_tokens", "moved_tokens")) > 0
@@ -123,12 +123,12 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
 
 def test_bros_changes_no_token(engine: Engine, alone: list[list[int]]) -> None:
     scheduler = engine.scheduler
-    before = scheduler.holding.counters()
+    before = scheduler.kv_policy.counters()
     scheduler.packer = bros(scheduler)
     done = run_all(
         engine, [*range(0, 12, 2), *range(1, 12, 2)]
     )  # best effort has the memory when others come
-    did = {name: count - before[name] for name, count in scheduler.holding.counters().items()}
+    did = {name: count - before[name] for name, count in scheduler.kv_policy.counters().items()}
     print(did)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert did["shared_blocks"] > 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engines.simulated import kernels
-from headway.engines.simulated.kernels import FREE, HOLDING, Limits
+from headway.engines.simulated.kernels import Limits
 from headway.memory import reservations
 from headway.memory.reservations import allocatable, pool_blocks, tokens_to_reserve
 from headway.types import Ints, Jobs
@@ -26,7 +26,7 @@ class Account:
     """A small engine's account, worked by hand: one operation at a time."""
 
     def __init__(self, blocks: int) -> None:
-        self.total, self.jobs, self.balance = blocks, Jobs(16), np.array([blocks, 0])
+        self.total, self.jobs, self.usage = blocks, Jobs(16), kernels.usage_of(blocks)
         self.limits, self.serial = Limits(SIZE, 16, 10_000, 10_000), 0
 
     def come(self, prompt: int, goal: int) -> int | None:
@@ -43,27 +43,27 @@ class Account:
     def step(self, row: int, tokens: int, reserve: int = 0) -> bool:
         """Compute tokens of one row; tell whether it could. The account is as it was when not."""
         grows = kernels._grows(self.jobs.data, row, tokens, reserve, SIZE)
-        if grows > self.balance[FREE]:
+        if grows > self.usage["free_blocks"]:
             return False
         ran = kernels.run_reserved(
-            self.jobs.data, self.balance, self.limits, some(row), some(tokens), some(reserve), 16, 10_000
+            self.jobs.data, self.usage, self.limits, some(row), some(tokens), some(reserve), 16, 10_000
         )
         if ran.rows.size:
-            kernels.complete(self.jobs.data, self.balance, np.full(16, 10**6), ran.rows, ran.tokens, 1.0)
+            kernels.complete(self.jobs.data, self.usage, np.full(16, 10**6), ran.rows, ran.tokens, 1.0)
         return bool(ran.rows.size)
 
     def lend(self, borrower: int, lender: int, start: int, blocks: int) -> None:
         reservations.begin_loans(self.jobs.data, some(borrower), some(lender), some(start), some(blocks))
 
     def end(self, row: int) -> None:
-        kernels.release(self.jobs.data, self.balance, row)
+        kernels.release(self.jobs.data, self.usage, row)
         self.jobs.remove(self.jobs.names([row])[0])
 
     def check(self) -> None:
         reservations.check_integrity(
-            self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.balance[FREE])
+            self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.usage["free_blocks"])
         )
-        assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running & self.jobs.live)
+        assert self.usage["held_slots"] == np.count_nonzero(self.jobs.running & self.jobs.live)
 
 
 class Program:
@@ -103,7 +103,7 @@ class Program:
         blocks = int(self.rng.integers(1, tail.stop - tail.start + 1))
         prompt = int(self.rng.integers(1, 20))
         goal = max(prompt + 1, int(self.rng.integers(blocks * SIZE, blocks * SIZE + 12)))
-        if -(-goal // SIZE) - blocks > account.balance[FREE]:
+        if -(-goal // SIZE) - blocks > account.usage["free_blocks"]:
             return
         account.serial += 1
         row = jobs.add(f"r{account.serial}", prompt=prompt, serial=account.serial, tokens_left=1.0)
@@ -142,14 +142,14 @@ class Program:
         row = self.pick(running=True)
         if row is not None:
             (kernels.evict, kernels.save)[int(self.rng.integers(2))](
-                self.account.jobs.data, self.account.balance, some(row)
+                self.account.jobs.data, self.account.usage, some(row)
             )
 
     def finish(self) -> None:
         for row in self.rng.permutation(self.account.jobs.rows()).tolist():
             self.account.end(row)
             self.account.check()
-        assert self.account.balance[FREE] == self.account.total
+        assert self.account.usage["free_blocks"] == self.account.total
         assert not self.account.jobs.loan_blocks.any()
         assert not self.account.jobs.first_lent_block.any()
 
@@ -189,14 +189,14 @@ def with_loan() -> tuple[Account, int, int]:
 
 def test_a_borrower_takes_no_free_block() -> None:
     account, _, borrower = with_loan()
-    assert account.balance[FREE] == 10
+    assert account.usage["free_blocks"] == 10
     assert (account.jobs.blocks[borrower], account.jobs.loan_blocks[borrower]) == (0, 3)
 
 
 def test_a_lender_does_not_write_into_a_loan() -> None:
     account, lender, _ = with_loan()
     account.jobs.computed[lender] = account.jobs.prompt[lender] = 28
-    with pytest.raises(AssertionError, match="runs into"):
+    with pytest.raises(AssertionError, match="a lender reaches"):
         account.step(lender, 1)
 
 
@@ -211,7 +211,7 @@ def test_what_a_leaving_owner_has_lent_becomes_the_borrowers_own() -> None:
     account, lender, borrower = with_loan()
     account.end(lender)
     assert (account.jobs.blocks[borrower], account.jobs.loan_blocks[borrower]) == (3, 0)
-    assert account.balance[FREE] == 17
+    assert account.usage["free_blocks"] == 17
     account.check()
 
 

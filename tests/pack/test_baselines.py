@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from headway.bench.simulate.whatif import Fleet, simulate
+from headway.bench.simulate.experiment import Fleet, simulate
 from headway.cli import app
 from headway.config import Config
 from headway.core.engine_spec import EngineSpec
@@ -146,7 +146,7 @@ def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatc
 
 def test_the_compiled_loop_leaves_recipes_without_pull_alone() -> None:
     """It knows only lines that are ours; the outcome must be that of the loop in Python."""
-    node = Fleet("opt-13b-a100", max_running=32, budget=512, kv_tokens=2048).nodes("default")[0]
+    node = Fleet("opt-13b-a100", max_running=32, budget=512, kv_tokens=2048).instances("default")[0]
     recipe = replace(find("vllm"), planner=lambda: Ordered(by_arrival, displaces=False, pull=False))
     ends = [Simulation(recipe, [node], crowd(60), fast=fast).run().end for fast in (True, False)]
     np.testing.assert_array_equal(*ends)

@@ -51,7 +51,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preempted]:
         yield Preempted(sock.getsockname()[1], str(queue))
 
 
-Mistake = tuple[str, list[str], str, str]  # the file, the options, what is wrong, the mend
+Mistake = tuple[str, list[str], str, str]  # the file, the options, what is wrong, the hint
 MISTAKES: dict[str, Mistake] = {
     "port in use": ("", ["--port", "{taken.port}", "--url", DEAD], "is in use", "--port"),
     "no such model": ("", ["--model", "/no/such/model"], "/no/such/model", "config.json"),
@@ -91,11 +91,11 @@ def test_mistakes_are_named_with_their_mend(taken: Preempted, tmp_path: Path) ->
     }
     for name, process in started.items():
         out, err = process.communicate(timeout=60)
-        _, _, wrong, mend = MISTAKES[name]
+        _, _, wrong, hint = MISTAKES[name]
         assert process.returncode == 2, f"{name}: {out}{err}"
         assert "error:" in err, f"{name}: {err}"
         assert wrong in err.partition("hint:")[0], f"{name}: {err}"
-        assert mend in err.partition("hint:")[2], f"{name}: {err}"
+        assert hint in err.partition("hint:")[2], f"{name}: {err}"
         assert "Traceback" not in err, f"{name}: {err}"
 
 
@@ -104,9 +104,9 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     with pytest.raises(ConfigError) as raised:
         app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
-    _, _, wrong, mend = MORE[name]
+    _, _, wrong, hint = MORE[name]
     assert wrong in raised.value.message
-    assert mend in raised.value.hint
+    assert hint in raised.value.hint
 
 
 # ---- with engines of its own: a program that stands in for `vllm serve`

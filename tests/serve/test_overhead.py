@@ -10,8 +10,7 @@ import pytest
 
 from headway.bench.live import overhead, planning_overhead
 from headway.bench.live.fake_engine import NAME
-from headway.bench.load.metrics import Row
-from headway.bench.output import page
+from headway.bench.output.results import Row, save
 from headway.errors import EngineError
 
 
@@ -40,14 +39,15 @@ def test_every_figure_is_there(measured: overhead.Measured) -> None:
 
 
 def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
-    files = overhead.write(tmp_path, measured, page.About("headway bench overhead", 0, overhead.WORKLOAD))
-    assert {file.name for file in files} == {"report.json", "overhead.png", "report.html"}
+    report = overhead.build(measured, 0)
+    files = save(report, tmp_path, {"overhead": overhead.plot(measured)})
+    assert {file.name for file in files} == {"report.json", "overhead.png", "report.html", "report.md"}
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["bench"] == "overhead"
     assert set(data["rows"][0]) == {"id", "system", "setting", "paper", "ours", "unit"}
     assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
     assert NAME in (tmp_path / "report.html").read_text()
-    assert overhead.table(measured).row_count == len(measured.rows)
+    assert report.table().row_count == len(measured.rows)
 
 
 def test_a_gateway_is_measured_while_its_planner_thinks() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.engines.simulated.kernels import HOLDING
 from headway.recipes.registry import find
 from headway.types import Slo
 
@@ -26,7 +25,7 @@ def check(engine: SimulatedEngine) -> None:
     running = rows[jobs.running[rows]]
     assert engine.free + jobs.blocks[rows].sum() == engine.blocks
     assert engine.free >= 0
-    assert engine.balance[HOLDING] == running.size <= engine.limits.slots
+    assert engine.usage["held_slots"] == running.size <= engine.limits.slots
     assert not jobs.blocks[rows[~jobs.running[rows]]].any(), "who waits holds nothing"
     assert (jobs.blocks[running] * SIZE >= jobs.computed[running]).all()
 

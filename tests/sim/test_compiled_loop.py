@@ -69,6 +69,7 @@ def test_same_outcome_with_ranks_that_travel(kind: int) -> None:
     recipe = replace(RECIPES["priority"], planner=lambda: Ordered(kind, ranked=True))
     unranked = replace(recipe, planner=lambda: Ordered(kind))
     workload, one = traffic(40.0, 200, 3), instance_spec("opt-13b-a100", 8, 120, 256)
+    workload = replace(workload, priority=-workload.priority)  # against the deadlines
     compiled = Simulation(recipe, [one], workload).run()
     assert (compiled.end != Simulation(unranked, [one], workload).run().end).any()
     same(compiled, Simulation(recipe, [one], workload, fast=False).run())

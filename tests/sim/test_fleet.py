@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.bench.simulate import scenario
-from headway.bench.simulate.whatif import Mixed, simulate
+from headway.bench.simulate.experiment import Mixed, simulate
 from headway.cli import app
 from headway.errors import ConfigError
 from headway.recipes.baselines import ROUTERS

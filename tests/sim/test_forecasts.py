@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headway.bench.papers.ecoserve import DATA, sustained
-from headway.bench.papers.trial import forecasts, node, trial, workload
+from headway.bench.papers.trial import forecasts, instance, trial, workload
 from headway.errors import ConfigError
 from headway.forecast.lengths.padded import Padded
 from headway.recipes.ecoserve import ECOSERVE
@@ -57,8 +57,8 @@ def test_without_a_gateway_stock_order_gives_the_outcome_of_the_simulation() -> 
     data = DATA[0]
     load = workload(data, 5.0, 6.0, 1)
     alone = trial(find("vllm"), data, 5.0, load, Oracle(load))
-    load = replace(load, models=(node().instance.model,))
-    whole = Simulation(find("vllm"), [node()], load, fast=False).run()
+    load = replace(load, models=(instance().instance.model,))
+    whole = Simulation(find("vllm"), [instance()], load, fast=False).run()
     assert alone.jct == pytest.approx(float((whole.end - load.arrival).mean()), rel=0.02)
 
 
@@ -71,8 +71,8 @@ def test_sustained_is_interpolated_between_rates() -> None:
 @pytest.mark.parametrize("name", ["ecoserve", "ecoserve-oracle"])
 def test_the_simulation_gives_a_recipe_the_forecasts_it_is_meant_for(name: str) -> None:
     load = workload(DATA[0], 5.0, 6.0, 1)
-    load = replace(load, models=(node().instance.model,))
-    simulation = Simulation(find(name), [node()], load)
+    load = replace(load, models=(instance().instance.model,))
+    simulation = Simulation(find(name), [instance()], load)
     assert type(simulation.lengths) is (Oracle if name.endswith("oracle") else Padded)
     outcome = simulation.run()
     assert np.isfinite(outcome.end).all()

@@ -112,9 +112,9 @@ class Controller:
     def apply(self, plan: Plan, now: float) -> list[Command]:
         """Return a plan's commands, and keep the cluster as it is once they are carried out.
 
-        A plan that is based on an earlier cluster (`Plan.based_on`) is carried out as far as it still holds: for
-        requests that are still queued and instances that are still there. A plan for the cluster as it is must
-        hold as a whole.
+        A plan that is based on an earlier cluster (`Plan.based_on`) is carried out as far as it still holds:
+        for requests that are still queued and instances that are still there. A plan for the cluster as it
+        is must hold as a whole.
         """
         if plan.based_on not in (None, self.cluster.version):
             plan = self._still_holds(plan)

@@ -16,7 +16,7 @@ from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
 from headway.core.ranks import ARRIVAL, ATTAINABLE, BEST_EFFORT, DUE, LATE, ON_TIME, PRIORITY
 from headway.engines.simulated import kernels as engine
-from headway.engines.simulated.kernels import FREE, HOLDING, Limits
+from headway.engines.simulated.kernels import Limits, Usage
 from headway.forecast.latency.laws import law
 from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
@@ -80,7 +80,7 @@ class RunState(NamedTuple):
     lengths: the last output lengths by task; learned: how many there have been.
     theta, cov, cap, forget, surprise: the packer's `OnlineLatency`.
     law, law_kind: the instance's latency model.
-    balance: the engine's KV account.
+    usage: the engine's KV account.
     first, end: as in `Outcome`.
     prior: forecast output tokens of a task without any answer.
     packer: the packer's `params`.
@@ -102,7 +102,7 @@ class RunState(NamedTuple):
     cov: Floats
     cap: Floats
     law: Floats
-    balance: Ints
+    usage: Usage
     first: Floats
     end: Floats
     law_kind: int
@@ -145,12 +145,12 @@ def _begin(run: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     progress = run.progress[0]
     rows = run.rows[: progress["rows"]]
-    ledger = KvBudget(run.planner.blocks, run.balance[FREE], run.limits.size, run.limits.slots)
+    ledger = KvBudget(run.planner.blocks, run.usage["free_blocks"], run.limits.size, run.limits.slots)
     step = pack(run.packer, run.jobs, rows, ledger, now, run.theta)
-    engine.evict(run.jobs, run.balance, step.evict)
-    paused = run.balance[HOLDING] - np.count_nonzero(run.jobs["running"][step.order])
+    engine.evict(run.jobs, run.usage, step.evict)
+    paused = run.usage["held_slots"] - np.count_nonzero(run.jobs["running"][step.order])
     budget = run.packer.budget if run.packer.budget else run.limits.budget
-    ran = engine.run(run.jobs, run.balance, run.limits, step.order, step.caps, run.packer.max_running, budget)
+    ran = engine.run(run.jobs, run.usage, run.limits, step.order, step.caps, run.packer.max_running, budget)
     size = ran.rows.size
     progress["running"] = size
     if size == 0:
@@ -180,7 +180,7 @@ def _end_iteration(run: RunState, now: float) -> None:
     progress = run.progress[0]
     size = progress["running"]
     done = engine.complete(
-        run.jobs, run.balance, run.output, run.iteration[0, :size], run.iteration[1, :size], now
+        run.jobs, run.usage, run.output, run.iteration[0, :size], run.iteration[1, :size], now
     )
     progress["running"] = 0
     for row in done:
@@ -373,7 +373,7 @@ def initial_state(
         rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
         lengths=np.zeros((tasks, lengths.window), np.int64), learned=np.zeros(tasks, np.int64),
         theta=latency.theta, cov=latency.cov, cap=latency.cap, law=law_params,
-        balance=np.array([instance.blocks_total, 0]), first=np.full(n, np.nan), end=np.full(n, np.nan),
+        usage=engine.usage_of(instance.blocks_total), first=np.full(n, np.nan), end=np.full(n, np.nan),
         law_kind=law_kind, prior=lengths.prior, packer=params, planner=_planner(planner, instance),
         limits=Limits(instance.block_size, spec.slots, spec.budget, instance.max_model_len),
         forget=latency.forget, surprise=latency.surprise,
@@ -405,7 +405,7 @@ def _jobs(workload: Workload) -> Rows:
 
 def _requests(workload: Workload, kind: int) -> Rows:
     requests = np.zeros(len(workload), RequestColumns)
-    first = np.where(np.isinf(workload.ttft), workload.e2e, workload.ttft)
+    first = np.minimum(workload.ttft, workload.e2e)
     requests["max_tokens"], requests["task"] = workload.max_tokens, workload.tier
     requests["key2"] = workload.arrival
     requests["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(

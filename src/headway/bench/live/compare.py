@@ -1,7 +1,7 @@
-"""Does Headway meet deadlines that stock vLLM misses? Several systems, one trace, one machine.
+"""`headway bench compare`: stock vLLM and Headway's recipes on one trace and one machine.
 
-Each round sends the same calls to every system in turn, so a machine that drifts drifts for all. How much
-is too much is measured first: the load is given as a multiple of what stock vLLM sustains here and now.
+Each round sends the same calls to every system in turn, so that drift of the machine affects all. The load is
+a multiple of the capacity of the first system (stock vLLM by default), which is measured first.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from headway.config import Engine
 from headway.models.resolve import resolve
 from headway.sim.workload import traffic
 
-BURST = 64  # calls that show what the engine sustains
+BURST = 64  # calls at once that measure the capacity
 _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What to compare. load: arrivals per second as a multiple of the measured capacity; rate overrides it.
+    """What to compare.
 
-    duration: seconds of arrivals per round. together: keep all systems up at once (memory!), which saves
-    restarts between rounds; an idle engine costs next to no CPU. tight: so few KV blocks that a full batch
-    of this mix overflows them (`kv_sizing.tight`), unless the engine says how many.
+    load: arrivals per second as a multiple of the measured capacity
+    rate: arrivals per second, instead of `load`
+    duration: seconds of arrivals per round
+    together: keep all systems running at once; saves restarts, needs memory for all engines
+    tight: so few KV blocks that a full batch of this mix overflows them (`kv_sizing.tight`), unless the
+        engine has a number of blocks
     """
 
     mix: mix.Mix
@@ -52,7 +55,12 @@ class Setup:
 
 @dataclass(slots=True)
 class Outcome:
-    """Records and counters per system, the rate of arrivals (1/s), the capacity it came from, the engine."""
+    """The result.
+
+    results: records and counters by system
+    rate: arrivals per second
+    capacity: measured capacity, requests/s; None with a fixed rate
+    """
 
     results: dict[str, tuple[list[Record], Counters]]
     rate: float
@@ -80,7 +88,7 @@ async def run(setup: Setup) -> Outcome:
         outcome = Outcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
         for number in range(setup.rounds):
             calls = _calls(setup, rate, number)
-            for name in _turn(setup.systems, number):
+            for name in _rotated(setup.systems, number):
                 _append(outcome, name, *await _run(name, calls, setup, urls, logs, number))
     return outcome
 
@@ -105,18 +113,18 @@ async def _run(
         _console.print(f"[bold]{name}[/], round {number + 1} of {setup.rounds}")
         records = await generator.run(url, setup.engine.name, calls)
         if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
-            raise KeyboardInterrupt  # a comparison with half a system in it is none
+            raise KeyboardInterrupt  # a comparison needs complete runs
         return records, generator.gained(before, await counted(name, url))
 
 
 async def _warm(url: str, setup: Setup) -> None:
-    """The first batches of a fresh engine are slow: let them be nobody's."""
+    """Send a few requests that are not measured: the first batches of a new engine are slow."""
     calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
     await generator.run(url, setup.engine.name, calls, progress=False)
 
 
 async def _capacity(setup: Setup, urls: dict[str, str], logs: Path) -> float:
-    """Return the requests per second that the first system completes when it always has enough to do."""
+    """Return the requests per second that the first system completes under saturation."""
     name = setup.systems[0]
     calls = [replace(call, at=0.0) for call in _calls(setup, BURST / 10, 2000, duration=20.0)[:BURST]]
     async with AsyncExitStack() as stack:
@@ -132,27 +140,27 @@ async def _capacity(setup: Setup, urls: dict[str, str], logs: Path) -> float:
 
 
 def steady(records: Sequence[Record]) -> float:
-    """Return completions per second between the first quarter and three quarters: no ramp, no drain."""
+    """Return completions per second between the first and the third quarter, without ramp-up and drain."""
     ends = np.sort([record.last for record in records if record.ok and record.last is not None])
     low, high = len(ends) // 4, 3 * len(ends) // 4
     return float((high - low) / (ends[high] - ends[low]))
 
 
 def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
-    """Return the calls of one round: the same for every system, other ones for every round."""
+    """Return the calls of a round: the same for every system, different for every round."""
     rng = np.random.default_rng([setup.seed, number])
     arrivals = traffic.poisson(rate, duration or setup.duration, rng)
     return mix.calls(setup.mix, arrivals, rng, warn=lambda _: None if number else _console.print(_))
 
 
-def _turn(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
-    """Rotate the order, so that no system always runs first."""
+def _rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Return the systems in another order for each round, so that none always runs first."""
     start = number % len(systems)
     return systems[start:] + systems[:start]
 
 
 def _append(outcome: Outcome, name: str, records: Sequence[Record], counters: Counters) -> None:
-    """Add a round behind the earlier ones: it begins when they ended, so that makespans add up."""
+    """Append a round after the earlier ones, shifted to their end, so that makespans add up."""
     earlier, counts = outcome.results[name]
     start = metrics.makespan(earlier) or 0.0
     shifted = [_shift(record, start) for record in records]

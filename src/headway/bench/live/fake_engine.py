@@ -1,10 +1,11 @@
-"""What is left of a request's cost when the engine costs nothing? A FAKE engine: vLLM's words, no model.
+"""A FAKE engine: vLLM's HTTP API without a model, for measuring and testing what is in front of an engine.
 
-It answers like vLLM's API server, at once and with made-up words, so that whatever else takes time is the
-gateway. Every answer says that it is fake; nothing measured with it says anything about an engine.
+It responds like vLLM's API server, at once and with a constant word per token, so that all remaining time is
+the gateway's or the client's. Every response is marked as fake; its figures do not describe an engine.
 
-A request may steer its own answer through `vllm_xargs` (`_Ask` lists how); `GET /last` tells what came and
-`POST /release/NAME` lets go of the answers that are held by that name.
+A request can control its response through `vllm_xargs`, a test through `FakeEngine.script`; `_Ask` lists the
+options. `GET /last` returns the last request and counts; `POST /release/NAME` releases responses held by
+that name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first: how a client counts tokens
 _BLOCKS, _BLOCK = 100_000, 16
+_COUNTERS = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
 _METRICS = f"""# HELP vllm:num_preemptions_total Cumulative number of preemptions ({NAME}).
 # TYPE vllm:num_preemptions_total counter
 vllm:num_preemptions_total{{engine="0",model_name="fake"}} 0.0
@@ -40,12 +42,16 @@ process_open_fds 9.0
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """One request, with what its `vllm_xargs` say about the answer.
+    """One request and the response that it asks for.
 
-    fake_tokens, fake_delay: instead of the command line's. fake_hold: a name; not a byte before it is
-    released.
-    fake_end: "400" or "500" refuse; "error" is vLLM's error event, "cut" a broken connection and "short" a
-    clean end without [DONE], each after half of the tokens.
+    tokens, delay: `fake_tokens`, `fake_delay` (seconds per token) instead of the engine's
+    hold: `fake_hold`, a name; no byte is sent before the name is released
+    end: `fake_end`, how the response ends:
+        "400", "429", "500": refused with this status; "html": 502 with a page instead of JSON
+        "error": vLLM's error event, "garbage": an event that is not JSON, "cut": a broken connection,
+        "short": no [DONE]; each after half of the tokens
+        "no usage": complete, but without usage
+        "silent": one token without text, "empty": no token at all
     """
 
     chat: bool
@@ -57,23 +63,51 @@ class _Ask:
     hold: str
     end: str
     model: str
+    chunk_tokens: int
+    split: bool
 
     @property
     def shown(self) -> int:
-        """Return how many tokens come before the end."""
-        return self.tokens if self.end == "stop" else self.tokens // 2
+        """Return the number of tokens before the end."""
+        if self.end in ("silent", "empty"):
+            return 0
+        return self.tokens if self.end in ("stop", "no usage") else self.tokens // 2
 
 
 @dataclass(slots=True)
 class FakeEngine:
-    """The ASGI app. open: answers under way. asked, aborted: since the start."""
+    """The ASGI app.
+
+    tokens: tokens of every response
+    delay: seconds per token
+    wait: seconds before the first token, in addition
+    chunk_tokens: tokens that usage counts for each chunk
+    split: send each event in two HTTP chunks, with a comment before it
+    barrier: responses begin when so many are open at once
+    script: returns `end` for a prompt without `fake_end`
+    on_request: called with path, body and headers of each request
+    metrics: content of /metrics; None = 404
+    counters: counters of the control route
+    open, most_open: open responses, now and at most
+    asked, aborted: requests received, and aborted by the client
+    """
 
     tokens: int = 16
     delay: float = 0.0
+    wait: float = 0.0
+    chunk_tokens: int = 1
+    split: bool = False
+    barrier: int = 0
+    script: Callable[[str], str] = lambda prompt: "stop"
+    on_request: Callable[[dict[str, Any]], None] = lambda request: None
+    metrics: str | None = _METRICS
+    counters: dict[str, float] = field(default_factory=lambda: dict(_COUNTERS))
     last: dict[str, Any] | None = None
     open: int = 0
+    most_open: int = 0
     asked: int = 0
     aborted: int = 0
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
     released: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +117,8 @@ class FakeEngine:
             case ["health"]:
                 await _say(send, 200, b"")
             case ["metrics"]:
-                await _say(send, 200, _METRICS.encode(), b"text/plain; version=0.0.4")
+                status = 200 if self.metrics is not None else 404
+                await _say(send, status, (self.metrics or "").encode(), b"text/plain; version=0.0.4")
             case ["last"]:
                 await _json(send, 200, self._seen())
             case ["release", name]:
@@ -105,9 +140,9 @@ class FakeEngine:
         if message.get("op") not in ("state", "urgency", "pause", "resume"):
             await _json(send, 400, {"error": f"unknown op {message.get('op')!r} ({NAME})"})
             return
-        counters = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
         state = {
-            "recipe": NAME, "running": self.open, "waiting": 0, "counters": counters, "jobs": [], "log": [],
+            "recipe": NAME, "running": self.open, "waiting": 0, "counters": self.counters, "jobs": [],
+            "log": [],
             "blocks_free": _BLOCKS, "blocks_total": _BLOCKS, "block_size": _BLOCK,
         }  # fmt: skip
         await _json(send, 200, state)
@@ -118,14 +153,20 @@ class FakeEngine:
         body = json.loads(await _body(receive))
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.last = {"path": scope["path"], "body": body, "headers": headers}
+        self.on_request(self.last)
         self.asked += 1
         ask = self._ask(scope["path"].endswith("chat/completions"), body)
-        # uvicorn reports a client that left here and nowhere else.
-        gone = asyncio.ensure_future(receive())
+        gone = asyncio.ensure_future(receive())  # the only place where uvicorn reports a client that left
         self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        if self.open >= self.barrier:
+            self.reached.set()
         try:
             if ask.hold:
                 await _either(self.released[ask.hold].wait(), gone)
+            if self.barrier:
+                await _either(self.reached.wait(), gone)
+            await _rest(self.wait, gone)
             if not gone.done():
                 await self._answer(ask, gone, send)
         finally:
@@ -145,40 +186,44 @@ class FakeEngine:
             tokens=min(tokens, limit),
             delay=float(extra.get("fake_delay", self.delay)),
             hold=str(extra.get("fake_hold", "")),
-            end=str(extra.get("fake_end", "stop")),
+            end=str(extra.get("fake_end") or self.script(_prompt(body)) or "stop"),
+            chunk_tokens=self.chunk_tokens,
+            split=self.split,
             model=body["model"],
         )
 
     async def _answer(self, ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
-        if ask.end in ("400", "500"):
+        if ask.end in ("400", "429", "500"):
             await _json(send, int(ask.end), _error(int(ask.end)))
+        elif ask.end == "html":
+            await _say(send, 502, b"<h1>bad gateway</h1>", b"text/html")
         elif ask.stream:
             await _stream(ask, gone, send)
         else:
             await _rest(ask.delay * ask.shown, gone)
             if ask.end == "cut":
                 await _start(send, 200, b"application/json", 1000)
-                raise ConnectionAbortedError(f"{NAME}: asked to")  # uvicorn hangs up
+                raise ConnectionAbortedError(f"{NAME}: asked to")  # uvicorn closes the connection
             if not gone.done():
                 await _json(send, 200, _whole(ask))
 
 
 async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
-    """Send each event as an HTTP chunk of its own, as vLLM does."""
+    """Send each event as an HTTP chunk of its own, as vLLM does (in two with `split`)."""
     await _start(send, 200, b"text/event-stream; charset=utf-8")
     first, chunk, last = _chunks(ask)
     if ask.chat:
-        await _part(send, first)
+        await _part(send, first, ask.split)
     for _ in range(ask.shown):
         await _rest(ask.delay, gone)
         if gone.done():
             return
-        await _part(send, chunk)
+        await _part(send, chunk, ask.split)
     if ask.end == "cut":
         raise ConnectionAbortedError(f"{NAME}: asked to")
     for event in _ending(ask, last):
-        await _part(send, event)
-    with suppress(RuntimeError):  # the client left this very moment
+        await _part(send, event, ask.split)
+    with suppress(RuntimeError):  # the client has just left
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -187,15 +232,18 @@ def _ending(ask: _Ask, last: bytes) -> Iterator[bytes]:
         return
     if ask.end == "error":
         yield b"data: " + json.dumps(_error(500)).encode() + b"\n\n"
+    elif ask.end == "garbage":
+        yield b"data: {not json\n\n"
     else:
-        yield last
-        if ask.usage:
+        if ask.end != "empty":
+            yield last
+        if ask.usage and ask.end != "no usage":
             yield _event(ask, [], usage=_usage(ask))
     yield b"data: [DONE]\n\n"
 
 
 def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
-    """Return the events with the role, with one token for every choice, and with the reason of the end."""
+    """Return the events with the role, with one token for every choice, and with the finish reason."""
 
     def event(delta: dict[str, str], reason: str | None) -> bytes:
         what: dict[str, Any] = {"delta": delta} if ask.chat else {"text": delta.get("content", "")}
@@ -230,7 +278,7 @@ def _frame(ask: _Ask, kind: str) -> dict[str, Any]:
 
 
 def _usage(ask: _Ask) -> dict[str, int]:
-    output_tokens = ask.shown * ask.choices
+    output_tokens = 1 if ask.end == "silent" else ask.shown * ask.choices * ask.chunk_tokens
     return {"prompt_tokens": 11, "completion_tokens": output_tokens, "total_tokens": 11 + output_tokens}
 
 
@@ -243,8 +291,14 @@ def _error(status: int) -> dict[str, Any]:
 # ---- ASGI
 
 
+def _prompt(body: dict[str, Any]) -> str:
+    if "messages" in body:
+        return str(body["messages"][0]["content"])
+    return str(body.get("prompt", ""))
+
+
 async def _rest(seconds: float, gone: asyncio.Future[Any]) -> None:
-    """Wait, or not when the client has left. Even no time at all lets what was written go out."""
+    """Wait until the time is over or the client has left; 0 seconds lets written bytes go out."""
     if seconds > 0:
         await asyncio.wait({gone}, timeout=seconds)
     else:
@@ -287,17 +341,19 @@ async def _start(send: Send, status: int, kind: bytes, length: int | None = None
     await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-async def _part(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+async def _part(send: Send, data: bytes, split: bool = False) -> None:
+    parts = (b": a comment\r\n\r\n" + data[:9], data[9:]) if split else (data,)
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
 def main() -> None:
-    """Serve on 127.0.0.1 until a signal ends it."""
+    """Serve on 127.0.0.1 until a signal."""
     parser = argparse.ArgumentParser(
         prog="python -m headway.bench.live.fake_engine", description=f"A {NAME}."
     )
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of every answer")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of every response")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per token")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

@@ -1,7 +1,7 @@
-"""What does the hook cost per iteration?
+"""Cost of the scheduler hook per iteration, beside stock vLLM's `schedule()`.
 
-vLLM's own scheduler class is stepped without a model, with and without Headway in it, in turns within one
-run, at a steady batch of decoding requests. Wall time of `schedule()` is compared, median against median.
+vLLM's own scheduler class is stepped without a model, with and without Headway's hook, alternating within one
+run, at a steady batch of decoding requests. Figures are medians of the wall time of `schedule()`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.load.metrics import Row
+from headway.bench.output.results import Row
+from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle, config, scheduler
-from headway.engines.vllm.process.launch import two_ended_pool
 from headway.recipes.registry import find
 from headway.types import Floats
 

@@ -1,7 +1,6 @@
-"""How little KV makes memory the question? As much as a part of a full batch needs at its longest.
+"""KV sizing for `bench compare --tight`: blocks for a third of what a full batch of the mix holds.
 
-What a batch needs follows from the mix itself: its prompts counted with the model's own tokenizer, and as
-many tokens of answer as each may have.
+A batch needs the prompts of the mix, counted with the model's own tokenizer, and max_tokens of each request.
 """
 
 from __future__ import annotations
@@ -11,24 +10,25 @@ from dataclasses import replace
 import numpy as np
 
 from headway.bench.load import mix
+from headway.bench.load.records import Call
 from headway.config import Engine
 from headway.engines.vllm.process.launch import block_size
 from headway.errors import ConfigError
 from headway.serve.request_parsing import ChatBody
 from headway.serve.tokens import TokenCounter
 
-SHARE = 1 / 3  # of what `max_running` requests hold at their longest
+SHARE = 1 / 3  # of the KV that `max_running` requests hold at their maximum length
 _SAMPLE = 512  # requests of the mix
-_NULL = 1  # block that vLLM keeps for itself
+_NULL = 1  # vLLM's null block
 
 
 def least(engine: Engine) -> int:
-    """Return the fewest blocks with which vLLM starts: one request of max_model_len, and the null block."""
+    """Return the fewest blocks that vLLM starts with: one request of max_model_len, and the null block."""
     return -(-engine.max_model_len // block_size(engine)) + _NULL
 
 
 def check(engine: Engine) -> None:
-    """Raise ConfigError when the blocks that were asked for cannot hold one request of max_model_len."""
+    """Raise ConfigError when the configured blocks cannot hold one request of max_model_len."""
     if engine.blocks is not None and engine.blocks < least(engine):
         raise ConfigError(
             f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold "
@@ -51,6 +51,6 @@ async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
     return replace(engine, blocks=max(wanted, least(engine)))
 
 
-async def _tokens(counter: TokenCounter, call: mix.Call, model: str) -> int:
+async def _tokens(counter: TokenCounter, call: Call, model: str) -> int:
     body = ChatBody.model_validate({"model": model, "messages": [{"role": "user", "content": call.prompt}]})
     return await counter.count(body) + call.max_tokens

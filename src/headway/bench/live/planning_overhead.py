@@ -18,8 +18,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from headway.bench.live.overhead import servers
-from headway.bench.load.metrics import Row
+from headway.bench.live.peers import servers
+from headway.bench.output.results import Row
 from headway.core.cluster import Cluster
 from headway.errors import EngineError
 from headway.ports import Planner

@@ -1,18 +1,19 @@
-"""How well is an answer's length known before it is made, and what does knowing cost? (EcoServe 2.3, 3.2.2.)
+"""`headway bench predictor`: accuracy and cost of predicted output lengths (EcoServe 2.3, 3.2.2).
 
-Real prompts with recorded answers from `$HEADWAY_DATA/prompts`, in the order of the file; no engine runs and
-nothing is simulated. A setting's plain name is the static split: fitted once to the first 80 %, asked about
+Real prompts with recorded outputs from `$HEADWAY_DATA/prompts`, in the order of the file; no engine runs and
+nothing is simulated. A data set's plain name is the static split: fitted once to the first 80 %, evaluated on
 the rest. "online": forecast, then learn, from the first request on, with the objects that `headway serve`
-uses, fits included. "all": the data sets shuffled together, nobody tells the predictor which is which.
+uses. "all": the data sets shuffled together, unlabelled.
 
-- accuracy_pct: share of answers not longer than the expected length with 10 % padding (EcoServe 2.3 as we
-  read it; 10 % is its padding on Alpaca). Coverage alone can be had by forecasting a lot, hence
-  overpredicted_tokens_pct: tokens forecast so and never made, over all made.
-- within_pct: share of answers within 10 % of the expected length, both ways.
-- covered_pct, unused_tokens_pct: the same two with the length that is served, a quantile of the forecast:
-  77.5 % in the static split, the sweet spot online (`share`). missing_tokens_pct: tokens beyond that length.
-- mae_tokens: mean absolute error of the expected length. ms_per_prediction: one prompt at a time, embedding
-  included. fit_s: seconds of the static fit.
+accuracy_pct: outputs not longer than the expected length with 10 % padding (EcoServe 2.3 as we read it)
+overpredicted_tokens_pct: tokens predicted with that padding but never generated, over all generated
+within_pct: outputs within 10 % of the expected length
+covered_pct, unused_tokens_pct: as the first two, with the served length, a quantile of the forecast: 77.5 %
+    in the static split, the tuned one online (`share`)
+missing_tokens_pct: tokens beyond the served length, over all generated
+mae_tokens: mean absolute error of the expected length
+ms_per_prediction: one prompt at a time, embedding included
+fit_s: seconds of the static fit
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from headway.bench.load.metrics import Row
 from headway.bench.load.prompts import find
 from headway.bench.output.plots import colour, legend, png, sheet
-from headway.bench.output.results import deliver
+from headway.bench.output.results import About, Report, Row, deliver, row_grid
 from headway.errors import ConfigError
 from headway.forecast.lengths.padded import SHARE, Padded
 from headway.forecast.lengths.padding import Adaptive, PaddingTuner
@@ -44,18 +44,18 @@ from headway.types import Floats, Request
 
 DATA = ("alpaca", "alpaca_eval", "code_alpaca_2k", "gsm8k_test", "humaneval")
 QUICK = {"alpaca": 500, "alpaca_eval": 120}
-TOKENS = "smollm2"  # whose tokens are counted: the model that is served here
+TOKENS = "smollm2"  # tokenizer of the counts: the model that is served here
 PADDING = 0.10
 _TRAINED = 0.8
 _LONGEST = 2048
-_TIMED = 40  # predictions timed
+_TIMED = 40  # predictions that are timed
 PAPER = {"accuracy_pct": 77.5, "ms_per_prediction": 921.0}  # on Alpaca
 NOTE = "alpaca: reference answers (text-davinci-003), where the paper has OPT-13B's; padding 10 % of the mean"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Requests of a data set in their order, what their prompts look like, and their answers' tokens."""
+class DataSet:
+    """The requests of a data set in their order, the features of their prompts, and their output lengths."""
 
     name: str
     texts: tuple[str, ...]
@@ -68,8 +68,15 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a system forecast: the expected length, the length it would be served with, the true one."""
+class Forecasts:
+    """The forecasts of a system.
+
+    expected: expected lengths
+    padded: lengths that requests would be served with
+    output_tokens: true lengths
+    share: tuned quantile of the padding
+    ms: milliseconds per prediction
+    """
 
     expected: Floats
     padded: Floats
@@ -81,7 +88,10 @@ class Seen:
 
 @dataclass(slots=True)
 class System:
-    """One way to forecast. `columns`: how many of the features it is told; 0 = it reads no prompt."""
+    """One way to forecast.
+
+    columns: number of features that it sees; 0 = it reads no prompt
+    """
 
     name: str
     lengths: Lengths
@@ -91,14 +101,14 @@ class System:
     def predictor(self) -> Predictor | None:
         return self.lengths if isinstance(self.lengths, Predictor) else None
 
-    def tell(self, asked: Asked, i: int) -> None:
-        """Say what the prompt looks like, to who reads it."""
+    def tell(self, data: DataSet, i: int) -> None:
+        """Give a predictor the features of the prompt."""
         if self.predictor is not None:
-            self.predictor.tell(asked.requests[i].id, asked.features[i, : self.columns])
+            self.predictor.tell(data.requests[i].id, data.features[i, : self.columns])
 
 
 def systems(width: int) -> list[System]:
-    """Return fresh systems; width: number of features."""
+    """Return new systems for so many features."""
     return [
         System("predictor", Predictor(), width),
         System("no-embedding", Predictor(), PLAIN),
@@ -108,14 +118,14 @@ def systems(width: int) -> list[System]:
 
 
 class Constant(TaskLengths):
-    """What a server that has learned nothing says: the prior, for every request."""
+    """The prior for every request: the forecast of a server that has learned nothing."""
 
     def learn(self, request: Request, output_tokens: int) -> None:
         """Learn nothing."""
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure and print; `quick`: the beginnings of two data sets. ConfigError without data or encoder."""
+    """Measure and print; `quick` reads part of two data sets. ConfigError without data or encoder."""
     began = time.perf_counter()
     _needs_data()
     one_thread()  # as in service
@@ -125,22 +135,24 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
             read(name, QUICK[name] if quick else None, embed) for name in bar.track(QUICK if quick else DATA)
         ]
         sets.append(together(sets, np.random.default_rng(seed)))
-        static = {asked.name: trial(asked, embed) for asked in bar.track(sets)}
-        online = {f"{asked.name}, online": prequential(asked) for asked in bar.track(sets)}
+        static = {data.name: trial(data, embed) for data in bar.track(sets)}
+        online = {f"{data.name}, online": prequential(data) for data in bar.track(sets)}
     results = {**static, **online}
-    sizes = ", ".join(f"{asked.name} {len(asked):,}" for asked in sets)
+    sizes = ", ".join(f"{data.name} {len(data):,}" for data in sets)
     workload = f"prompts with recorded answers: {sizes}; {TOKENS} tokens; {NOTE}"
-    deliver(
-        list(rows_of(results)), bench="predictor", host="sim", title="How well is an answer's length known?",
-        seconds=time.perf_counter() - began, seed=seed, workload=workload, as_json=as_json, out=out,
-        pictures={"predictor": plot(sets[0].name, static[sets[0].name])} if out else None,
+    rows = list(rows_of(results))
+    report = Report(
+        "predictor", "sim", "Prediction of output lengths", rows, time.perf_counter() - began,
+        About(workload, seed), row_grid(rows),
     )  # fmt: skip
+    first = sets[0].name
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"predictor": plot(first, static[first])})
 
 
 def _needs_data() -> None:
     if "HEADWAY_DATA" not in os.environ:
         raise ConfigError(
-            "Lengths that follow from prompts are only in real data.",
+            "This benchmark needs real prompts with recorded outputs.",
             "Set HEADWAY_DATA to a folder with prompts/alpaca.jsonl.gz (and others): lines of "
             '{"prompt": ..., "prompt_tokens": {"smollm2": ...}, "output_tokens": {"smollm2": ...}}.',
         )
@@ -152,80 +164,80 @@ def _embedder() -> Embedder:
     return Embedder(path)
 
 
-def read(name: str, limit: int | None, embed: Embedder) -> Asked:
+def read(name: str, limit: int | None, embed: Embedder) -> DataSet:
     """Return a data set, its prompts embedded. ConfigError when a line has no lengths."""
     file = find(name)
     assert file is not None  # HEADWAY_DATA is set
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines][:limit]
     try:
-        asked = [(row["prompt"], row["prompt_tokens"][TOKENS], row["output_tokens"][TOKENS]) for row in rows]
+        read = [(row["prompt"], row["prompt_tokens"][TOKENS], row["output_tokens"][TOKENS]) for row in rows]
     except KeyError as error:
         raise ConfigError(
             f"{file} has a line without {error}.", f"Give every line both counts of {TOKENS}."
         ) from error
-    texts, prompt, output_tokens = zip(*(one for one in asked if one[2] > 0), strict=True)
+    texts, prompt, output_tokens = zip(*(one for one in read if one[2] > 0), strict=True)
     looks = [features(*one) for one in zip(texts, prompt, embed.many(texts), strict=True)]
     requests = tuple(_request(f"{name}-{i}", tokens) for i, tokens in enumerate(prompt))
-    return Asked(name, texts, requests, np.array(looks), np.array(output_tokens, float))
+    return DataSet(name, texts, requests, np.array(looks), np.array(output_tokens, float))
 
 
 def _request(id: str, tokens: int) -> Request:
     return Request(id, TOKENS, tokens, _LONGEST, 0.0)
 
 
-def together(sets: Sequence[Asked], rng: np.random.Generator) -> Asked:
+def together(sets: Sequence[DataSet], rng: np.random.Generator) -> DataSet:
     """Return all requests shuffled, as one task."""
     order = rng.permutation(sum(map(len, sets)))
-    texts = [text for asked in sets for text in asked.texts]
-    requests = [request for asked in sets for request in asked.requests]
+    texts = [text for data in sets for text in data.texts]
+    requests = [request for data in sets for request in data.requests]
     looks, output_tokens = (
         np.concatenate([a.features for a in sets]),
         np.concatenate([a.output_tokens for a in sets]),
     )
     chosen = [requests[i] for i in order]
-    return Asked("all", tuple(texts[i] for i in order), tuple(chosen), looks[order], output_tokens[order])
+    return DataSet("all", tuple(texts[i] for i in order), tuple(chosen), looks[order], output_tokens[order])
 
 
-# ---- the two ways to ask
+# ---- static and online
 
 
-def trial(asked: Asked, embed: Embedder) -> dict[str, Seen]:
-    """Fit to the first 80 %, forecast the rest; nothing is learned from the rest."""
-    return {system.name: _trial(asked, system, embed) for system in systems(asked.features.shape[1])}
+def trial(data: DataSet, embed: Embedder) -> dict[str, Forecasts]:
+    """Fit to the first 80 %, forecast the rest without learning from it."""
+    return {system.name: _trial(data, system, embed) for system in systems(data.features.shape[1])}
 
 
-def _trial(asked: Asked, system: System, embed: Embedder) -> Seen:
-    cut = int(len(asked) * _TRAINED)
+def _trial(data: DataSet, system: System, embed: Embedder) -> Forecasts:
+    cut = int(len(data) * _TRAINED)
     for i in range(cut):
-        system.tell(asked, i)
-        system.lengths.learn(asked.requests[i], int(asked.output_tokens[i]))
+        system.tell(data, i)
+        system.lengths.learn(data.requests[i], int(data.output_tokens[i]))
     seconds = _fit(system)
-    rest = range(cut, len(asked))
-    ms = _ms(asked, system, rest[:_TIMED], embed)
+    rest = range(cut, len(data))
+    ms = _ms(data, system, rest[:_TIMED], embed)
     for i in rest:
-        system.tell(asked, i)
-    asking = [asked.requests[i] for i in rest]
-    expected = np.array([system.lengths.forecast(request).mean for request in asking])
-    padded = np.array([Padded(system.lengths, SHARE).forecast(request).mean for request in asking])
-    return Seen(expected, padded, asked.output_tokens[cut:], None, seconds, ms)
+        system.tell(data, i)
+    requests = [data.requests[i] for i in rest]
+    expected = np.array([system.lengths.forecast(request).mean for request in requests])
+    padded = np.array([Padded(system.lengths, SHARE).forecast(request).mean for request in requests])
+    return Forecasts(expected, padded, data.output_tokens[cut:], None, seconds, ms)
 
 
-def prequential(asked: Asked) -> dict[str, Seen]:
-    """Forecast each request, then learn from its answer, and fit again whenever that is due."""
-    return {system.name: _prequential(asked, system) for system in systems(asked.features.shape[1])}
+def prequential(data: DataSet) -> dict[str, Forecasts]:
+    """Forecast each request, then learn from its output, and fit again whenever that is due."""
+    return {system.name: _prequential(data, system) for system in systems(data.features.shape[1])}
 
 
-def _prequential(asked: Asked, system: System) -> Seen:
+def _prequential(data: DataSet, system: System) -> Forecasts:
     served = Adaptive(system.lengths, PaddingTuner())
-    expected, padded = np.zeros(len(asked)), np.zeros(len(asked))
-    for i, request in enumerate(asked.requests):
-        system.tell(asked, i)
+    expected, padded = np.zeros(len(data)), np.zeros(len(data))
+    for i, request in enumerate(data.requests):
+        system.tell(data, i)
         expected[i], padded[i] = system.lengths.forecast(request).mean, served.forecast(request).mean
-        served.learn(request, int(asked.output_tokens[i]))
+        served.learn(request, int(data.output_tokens[i]))
         if system.predictor is not None and system.predictor.due:
             _fit(system)
-    return Seen(expected, padded, asked.output_tokens, served.spot.share)
+    return Forecasts(expected, padded, data.output_tokens, served.spot.share)
 
 
 def _fit(system: System) -> float | None:
@@ -237,15 +249,15 @@ def _fit(system: System) -> float | None:
     return time.perf_counter() - began
 
 
-def _ms(asked: Asked, system: System, which: Iterable[int], embed: Embedder) -> float:
+def _ms(data: DataSet, system: System, which: Iterable[int], embed: Embedder) -> float:
     """Return the median milliseconds from a prompt's text to its forecast, one at a time."""
     seconds = []
     for i in which:
-        request = asked.requests[i]
+        request = data.requests[i]
         began = time.perf_counter()
         if system.predictor is not None:
-            meaning = embed(asked.texts[i]) if system.columns > PLAIN else None
-            system.predictor.tell(request.id, features(asked.texts[i], request.prompt_tokens, meaning))
+            meaning = embed(data.texts[i]) if system.columns > PLAIN else None
+            system.predictor.tell(request.id, features(data.texts[i], request.prompt_tokens, meaning))
         system.lengths.forecast(request)
         seconds.append(time.perf_counter() - began)
     return float(np.median(seconds)) * 1000
@@ -254,8 +266,8 @@ def _ms(asked: Asked, system: System, which: Iterable[int], embed: Embedder) -> 
 # ---- figures
 
 
-def rows_of(results: dict[str, dict[str, Seen]]) -> Iterable[Row]:
-    """Yield the figures of every system in every setting, the paper's beside the predictor's on Alpaca."""
+def rows_of(results: dict[str, dict[str, Forecasts]]) -> Iterable[Row]:
+    """Yield the figures of every system in every setting, the paper's beside the predictor on Alpaca."""
     for setting, seen in results.items():
         for system, one in seen.items():
             paper = PAPER if (system, setting) == ("predictor", "alpaca") else {}
@@ -264,8 +276,8 @@ def rows_of(results: dict[str, dict[str, Seen]]) -> Iterable[Row]:
                     yield Row(id, system, setting, ours, unit, paper.get(id))
 
 
-def figures(seen: Seen) -> list[tuple[str, float | None, str]]:
-    """Return (id, value, unit), as the module's question defines them."""
+def figures(seen: Forecasts) -> list[tuple[str, float | None, str]]:
+    """Return (id, value, unit) of each figure in the module's docstring."""
     expected, output_tokens = seen.expected, seen.output_tokens
     reserved = np.ceil((1 + PADDING) * expected - 1e-9)  # 1.1 * 100 is a little over 110
     within = np.abs(output_tokens - expected) <= PADDING * expected
@@ -291,8 +303,8 @@ def _unused(length: Floats, output_tokens: Floats) -> float:
     return 100 * float(np.maximum(length - output_tokens, 0).sum() / np.abs(output_tokens).sum())
 
 
-def plot(setting: str, seen: dict[str, Seen]) -> bytes:
-    """Draw true against expected lengths, and how far answers are above them, for one setting."""
+def plot(setting: str, seen: dict[str, Forecasts]) -> bytes:
+    """Return a PNG of true against expected lengths, and of their ratio by system."""
     figure, (left, right) = sheet(1, 2, 10, 4)
     one = seen["predictor"]
     left.scatter(one.expected, one.output_tokens, s=6, color=colour(0), linewidths=0)
@@ -312,7 +324,7 @@ def plot(setting: str, seen: dict[str, Seen]) -> bytes:
     right.set(
         xlim=(0, 3),
         xlabel="true / expected length",
-        ylabel="share of answers",
+        ylabel="share of outputs",
         title="10 % padding: the line",
     )
     legend(figure, list(seen))

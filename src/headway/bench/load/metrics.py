@@ -1,50 +1,38 @@
-"""How many were on time, how fast was it, and how much got done?
+"""Metrics of a load by class and over all requests: SLO attainment, latency, goodput and throughput.
 
-Records become figures per class and over all. Latencies are those of completed requests, counted from the
-planned arrival; attainment is the share of all requests, so a failed one is a missed one. Rates divide by the
-makespan: from the first planned arrival to the last completion of the system, the same for all its classes.
+Latencies are those of completed requests and count from the planned arrival. Attainment is the share of all
+requests that met their SLO; a failed request did not. Rates divide by the makespan: from the first planned
+arrival to the last completion of the system, the same for all its classes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from headway.bench.load.records import Counters, Record, Results
+from headway.bench.output.results import Row
 from headway.types import Floats
 
 ALL = "all"
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-# Counters that have a figure of their own, or are its parts.
-_TOLD = ("preemptions", "preempted", "alloc_failures", "recomputed", "busy_seconds", "kv_seconds")
+# Counters that have a figure of their own, or are part of one.
+_NAMED = ("preemptions", "preempted", "alloc_failures", "recomputed", "busy_seconds", "kv_seconds")
 
 Figure = tuple[str, float | None, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure: `ours` in `unit` for a class (or `all`) of a system; None = cannot be computed."""
-
-    id: str
-    system: str
-    setting: str
-    ours: float | None
-    unit: str
-    paper: float | None = None
-
-
 def figures(results: Results) -> list[Row]:
-    """Return every figure of every system: classes with promises first, then the others, then `all`.
+    """Return every figure of every system: classes with an SLO first, then the others, then `all`.
 
-    ids: requests, failed, attainment.CLASS, goodput.req_per_s, throughput.tokens_per_s (prompt + output),
-    throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} (ms); lateness.{mean,p50,p90,p99}
-    (ms by which the generator itself sent late), preemptions, be.tokens_per_s (prompt + output of the classes
-    without a promise, where there are any) and what `memory` returns stand once per system. Percentiles are
-    linear, as in vLLM. No value is NaN or infinite.
+    Per class: requests, failed, attainment.CLASS, goodput.req_per_s, throughput.tokens_per_s (prompt and
+    output), throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} in ms.
+    Once per system: lateness.{mean,p50,p90,p99} (ms by which the generator sent late), preemptions,
+    be.tokens_per_s (prompt and output of classes without an SLO, if any) and the figures of `memory`.
+    Percentiles are interpolated linearly, as in vLLM. No value is NaN or infinite.
     """
     rows: list[Row] = []
     for system, (records, counters) in results.items():
@@ -60,11 +48,12 @@ def figures(results: Results) -> list[Row]:
 
 
 def memory(counters: Counters, requests: int) -> list[Figure]:
-    """Return what an engine's counters say of its KV; nothing when it does not count (`counting.py`).
+    """Return the figures of an engine's KV counters; none when the engine does not count.
 
-    recomputed_tokens; kv.alloc_failures_pct: times that a running request found no block, per 100 requests;
-    kv.utilization: KV slots written while it computed, mean over time, %. Every other counter of the hook
-    follows by its own name as engine.NAME.
+    recomputed_tokens: tokens computed a second time
+    kv.alloc_failures_pct: failed block allocations of running requests, per 100 requests
+    kv.utilization: share of the KV slots that hold a token while the engine computes, mean over time, %
+    engine.NAME: every other counter of the scheduler hook
     """
     if "alloc_failures" not in counters:
         return []
@@ -76,15 +65,15 @@ def memory(counters: Counters, requests: int) -> list[Figure]:
         *(
             (f"engine.{name}", value, "s" if name.endswith("_seconds") else "count")
             for name, value in counters.items()
-            if name not in _TOLD
+            if name not in _NAMED
         ),
     ]
 
 
 def tiers(records: Sequence[Record]) -> list[str]:
-    """Return the classes of the records: those that were promised something first, then by name."""
-    promised = {record.tier for record in records if record.slo.objective != "best_effort"}
-    return sorted({record.tier for record in records}, key=lambda tier: (tier not in promised, tier))
+    """Return the classes of the records: those with an SLO first, then by name."""
+    with_slo = {record.tier for record in records if record.slo.objective != "best_effort"}
+    return sorted({record.tier for record in records}, key=lambda tier: (tier not in with_slo, tier))
 
 
 def split(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -101,7 +90,7 @@ def makespan(records: Sequence[Record]) -> float | None:
 
 
 def attainment(records: Sequence[Record]) -> float | None:
-    """Return the percentage that kept every promise; None when there are no records."""
+    """Return the percentage that met its SLO; None when there are no records."""
     return 100.0 * sum(record.met for record in records) / len(records) if records else None
 
 

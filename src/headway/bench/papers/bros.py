@@ -1,8 +1,8 @@
-"""Does BROS do here what its paper says (arXiv 2504.09590, 6)? SIMULATED.
+"""`headway bench papers bros`: the evaluation of BROS (arXiv 2504.09590, section 6), SIMULATED.
 
-OPT-13B on an A100: real-time requests with ShareGPT's or LMSYS's lengths (TTFT 0.4 s, TPOT 0.2 s) beside
-best-effort ones (512-1024 in, 32-128 out), at rates up to past what the engine can do. Every system is a
-packer that sees the whole queue, as in the paper; those that copy KV have the same host and the same link.
+OPT-13B on an A100: real-time requests with the lengths of ShareGPT or LMSYS (TTFT 0.4 s, TPOT 0.2 s) beside
+best-effort requests (512-1024 in, 32-128 out), at rates beyond the engine's capacity. Every system is a
+packer that sees the whole queue, as in the paper; those that copy KV have the same host memory and bandwidth.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.load.metrics import Row
-from headway.bench.output.plots import png
-from headway.bench.output.results import deliver
-from headway.bench.papers.observers import Prompt, inside
+from headway.bench.output.plots import line_legend, png, sheet
+from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.bench.papers.observers import TokenDeadlines, inside
 from headway.forecast.latency import profiles
 from headway.recipes.registry import find
 from headway.sim.forecasts import Oracle
@@ -29,8 +27,8 @@ from headway.sim.run import Simulation
 from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Instance, Slo
 
-PACE = "opt-13b-a100"
-PROMISE = Slo(ttft=0.4, tpot=0.2)
+PROFILE = "opt-13b-a100"
+SLO = Slo(ttft=0.4, tpot=0.2)
 BEST_EFFORT_SHARE = 0.5  # best-effort requests per real-time one
 RUNNING, SLOTS, BUDGET, LONGEST = 256, 1024, 2048, 2048
 HOST_TOKENS = 200_000  # 164 GB: 819,200 bytes a token
@@ -48,9 +46,9 @@ _UNITS = {
     "rt.token_attainment": "%", "rt.token_due_attainment": "%", "be.req_per_s": "req/s",
     "sched.share_pct": "%",
 }  # fmt: skip
-_OVERHEAD = 9.0  # the paper's scheduling share of an iteration, %
-# What the paper says of BROS against another system: figure, other, how it is compared, the paper's best
-# (None: our own question, whether tokens judged one by one tell what the mean does not).
+_OVERHEAD = 9.0  # scheduling share of an iteration in the paper, %
+# The paper's claims on BROS against another system: figure, other system, comparison, the paper's best.
+# None: not in the paper; tokens judged one by one, beside the mean that the paper reports.
 _LATENCY = -74.2
 CLAIMS: tuple[tuple[str, str, str, float | None], ...] = (
     ("rt.normalized_latency", "vllm-v0", "change", _LATENCY),
@@ -67,7 +65,10 @@ CLAIMS: tuple[tuple[str, str, str, float | None], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One system at one rate. figures: as `_UNITS` names them; None = nobody finished."""
+    """One system at one rate.
+
+    figures: by the names of `_UNITS`; None = no request finished
+    """
 
     system: str
     lengths: str
@@ -76,32 +77,34 @@ class Point:
 
     @property
     def setting(self) -> str:
-        return f"{PACE}, {self.lengths}, {self.rate:g} req/s"
+        return f"{PROFILE}, {self.lengths}, {self.rate:g} req/s"
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Simulate every system at every rate and print the figures; `quick`: ShareGPT, two rates, 3 minutes."""
+    """Simulate every system at every rate; `quick`: ShareGPT only, two rates, 3 minutes of arrivals."""
     began = time.perf_counter()
     duration = 180.0 if quick else 600.0
     points = sweep(QUICK if quick else RATES, duration, seed, bar=not as_json)
     workload = (
-        f"SIMULATED: {PACE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s of Poisson"
-        " arrivals; rate = real-time requests/s (TTFT 0.4 s, TPOT 0.2 s), beside half as many best-effort"
-        " ones (512-1024 in, 32-128 out); best-effort throughput is what ended within that time."
+        f"{SIMULATED}: {PROFILE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s of "
+        "Poisson arrivals; rate = real-time requests/s (TTFT 0.4 s, TPOT 0.2 s), beside half as many "
+        "best-effort ones (512-1024 in, 32-128 out); best-effort throughput counts requests that end "
+        "within that time."
     )
-    deliver(
-        [*rows(points), *claims(points)], bench="papers bros", host="sim",
-        title="BROS, its ablations and its baselines (SIMULATED)", seconds=time.perf_counter() - began,
-        seed=seed, workload=workload, as_json=as_json, out=out, pictures=plots(points) if out else None,
-        notes=("A claim's row is the best of all rates, as the paper's 'up to'; docs/papers.md says why.",),
+    figures = [*rows(points), *claims(points)]
+    report = Report(
+        "papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})", figures,
+        time.perf_counter() - began, About(workload, seed), row_grid(figures),
+        notes=("A row with a paper's figure has the best of all rates ('up to'): docs/papers.md.",),
     )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: plots(points))
 
 
 def sweep(
     rates: Mapping[str, tuple[float, ...]], duration: float, seed: int, *, bar: bool,
     systems: Sequence[str] | None = None,
 ) -> list[Point]:  # fmt: skip
-    """Run `systems` (all) at every rate, each once shortly before so that nothing compiles in timing."""
+    """Run `systems` (default: all) at every rate, after one short run of each that compiles its code."""
     points, systems = [], systems or SYSTEMS
     jobs = [(lengths, rate) for lengths, some in rates.items() for rate in some]
     with Progress(disable=not bar) as progress:
@@ -118,10 +121,10 @@ def sweep(
 
 
 def traffic(lengths: str, rate: float, duration: float, seed: int) -> Workload:
-    """Return real-time requests at `rate` and best-effort ones beside them; none longer than the model."""
+    """Return real-time requests at `rate` and best-effort ones beside them, without too long ones."""
     rng = np.random.default_rng(seed)
     classes = (
-        TrafficClass("rt", 1.0, PROMISE, 0, lengths),
+        TrafficClass("rt", 1.0, SLO, 0, lengths),
         TrafficClass("be", BEST_EFFORT_SHARE, Slo(), 10, "bros-best-effort"),
     )
     workload = make(classes, poisson(rate * (1 + BEST_EFFORT_SHARE), duration, rng), rng)
@@ -129,52 +132,59 @@ def traffic(lengths: str, rate: float, duration: float, seed: int) -> Workload:
 
 
 def measure(system: str, lengths: str, workload: Workload, rate: float, duration: float) -> Point:
-    """Run one system on the workload and judge it; what takes more than three times as long has failed."""
-    clock, tokens = list[float](), Prompt(workload)
+    """Run one system on the workload, for at most three times the seconds of arrivals."""
+    clock, tokens = list[float](), TokenDeadlines(workload)
     simulation = Simulation(
-        inside(find(system), clock), [node()], workload, Oracle(workload), until=3 * duration
+        inside(find(system), clock), [instance()], workload, Oracle(workload), until=3 * duration
     )
     outcome = simulation.run(observer=tokens)
     return Point(system, lengths, rate, judge(workload, outcome, tokens, duration, clock[1:]))
 
 
-def node() -> InstanceSpec:
-    """Return the paper's engine; the host has room for KV, for those that can use it."""
-    file = profiles.load(PACE)
-    assert file.kv_tokens is not None
-    instance = Instance("e0", "default", RUNNING, file.kv_tokens // file.block_size, file.block_size, LONGEST)
-    return InstanceSpec(instance, file.latency(), SLOTS, BUDGET, file.copy_seconds(), host_tokens=HOST_TOKENS)
+def instance() -> InstanceSpec:
+    """Return the paper's engine, with host memory for the systems that copy KV."""
+    profile = profiles.load(PROFILE)
+    assert profile.kv_tokens is not None
+    shape = Instance(
+        "e0", "default", RUNNING, profile.kv_tokens // profile.block_size, profile.block_size, LONGEST
+    )
+    return InstanceSpec(
+        shape, profile.latency(), SLOTS, BUDGET, profile.copy_seconds(), host_tokens=HOST_TOKENS
+    )
 
 
 def judge(
-    workload: Workload, outcome: Outcome, tokens: Prompt, duration: float, deciding: Sequence[float]
+    workload: Workload, outcome: Outcome, tokens: TokenDeadlines, duration: float, deciding: Sequence[float]
 ) -> dict[str, float | None]:
-    """Return the figures of one run. deciding: wall seconds of each decision.
+    """Return the figures of one run.
 
-    token_attainment: share of the tokens after the first (those that never came too) at most tpot after the
-    one before; token_due_attainment: of those that came by arrival + ttft + k tpot, the k-th after the first.
+    deciding: wall seconds of each decision
+
+    token_attainment is the share of the tokens after the first (also those never generated) that came at most
+    tpot after the previous one; token_due_attainment that of the k-th tokens by arrival + ttft + k x tpot.
     """
-    promised = np.isfinite(workload.ttft)
+    real_time = np.isfinite(workload.ttft)
     ended = ~np.isnan(outcome.end)
     rest_tokens = workload.output - 1
     tpot = (outcome.end - outcome.first) / np.maximum(rest_tokens, 1)
-    latency = ((outcome.end - workload.arrival) / workload.output)[promised & ended]
-    first, latency = outcome.first - workload.arrival <= workload.ttft, tpot <= workload.tpot
-    best_effort = int(np.count_nonzero(~promised & ended & (outcome.end <= duration)))
-    later = max(int(rest_tokens[promised].sum()), 1)
+    latency = ((outcome.end - workload.arrival) / workload.output)[real_time & ended]
+    first_met = outcome.first - workload.arrival <= workload.ttft
+    tpot_met = (tpot <= workload.tpot) & ended
+    best_effort = int(np.count_nonzero(~real_time & ended & (outcome.end <= duration)))
+    later = max(int(rest_tokens[real_time].sum()), 1)
     share = 100 * float(np.median(deciding)) * outcome.iterations / outcome.busy
     return {
         "rt.normalized_latency": float(latency.mean()) if latency.size else None,
-        "rt.ttft_attainment": 100 * float(first[promised].mean()),
-        "rt.tpot_attainment": 100 * float((latency & ended)[promised].mean()),
-        "rt.token_attainment": 100 * int(tokens.steady[promised].sum()) / later,
-        "rt.token_due_attainment": 100 * int(tokens.ahead[promised].sum()) / later,
+        "rt.ttft_attainment": 100 * float(first_met[real_time].mean()),
+        "rt.tpot_attainment": 100 * float(tpot_met[real_time].mean()),
+        "rt.token_attainment": 100 * int(tokens.steady[real_time].sum()) / later,
+        "rt.token_due_attainment": 100 * int(tokens.ahead[real_time].sum()) / later,
         "be.req_per_s": best_effort / duration,
         "sched.share_pct": share,
     }
 
 
-# ---- what is said of it
+# ---- rows
 
 
 def rows(points: Sequence[Point]) -> list[Row]:
@@ -191,10 +201,11 @@ def _paper(system: str, name: str) -> float | None:
 
 
 def claims(points: Sequence[Point]) -> list[Row]:
-    """Return what the paper claims beside ours: BROS against another system at the rate where it shows most.
+    """Return the paper's claims beside ours: BROS against another system, at the best rate for each claim.
 
-    change: in %, of latency the least, of throughput the best among the rates at which latency falls at least
-    as much as in the paper (else where it falls most); times: the most.
+    change: in %. Latency: the largest drop. Throughput: the best among the rates whose latency drops at least
+        as much as in the paper, else where it drops most.
+    times: the largest ratio
     """
     found = []
     for name, other, how, paper in CLAIMS:
@@ -247,14 +258,14 @@ _DRAWN = ("rt.normalized_latency", "rt.ttft_attainment", "rt.tpot_attainment", "
 
 
 def plots(points: Sequence[Point]) -> dict[str, bytes]:
-    """Return a PNG per data set: the four figures against the rate."""
+    """Return {name: PNG} per data set: four figures against the rate."""
     return {f"bros-{name}": _plot(points, name) for name in dict.fromkeys(p.lengths for p in points)}
 
 
 def _plot(points: Sequence[Point], lengths: str) -> bytes:
-    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
-    figure.suptitle(f"SIMULATED: OPT-13B on an A100, real-time {lengths} beside best effort", fontsize=10)
-    for axes, name in zip(figure.subplots(2, 2).flat, _DRAWN, strict=True):
+    figure, panels = sheet(2, 2, 11, 7)
+    figure.suptitle(f"{SIMULATED}: OPT-13B on an A100, real-time {lengths} beside best effort", fontsize=10)
+    for axes, name in zip(panels, _DRAWN, strict=True):
         for system, (colour, line) in _STYLE.items():
             mine = [p for p in points if (p.system, p.lengths) == (system, lengths)]
             values: Floats = np.array([p.figures[name] for p in mine], float)
@@ -262,6 +273,5 @@ def _plot(points: Sequence[Point], lengths: str) -> bytes:
         axes.set(xlabel="real-time requests/s", ylabel=_UNITS[name], title=name)
         if name == "rt.normalized_latency":
             axes.set_yscale("log")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    line_legend(figure, 6)
     return png(figure)

@@ -1,8 +1,8 @@
-"""What does EcoServe gain, and from which of its parts? Its evaluation (4.2 to 4.5), simulated.
+"""`headway bench papers ecoserve`: the evaluation of EcoServe (sections 4.2 to 4.5), SIMULATED.
 
-OPT-13B on an A100 with 12 GB of KV, requests with the lengths of Alpaca, ShareGPT and BookCorpus at the
-paper's rates and swept through this engine's own saturation. The ablation, an oracle's lengths, the papers'
-baselines, and how padding, reserve and buffer matter.
+OPT-13B on an A100 with 12 GB of KV; requests with the lengths of Alpaca, ShareGPT and BookCorpus at the
+paper's rates and around this engine's saturation. EcoServe with its ablation, with true lengths (oracle), the
+baselines, and sweeps of padding, reserve and buffer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from rich.progress import Progress
 
-from headway.bench.load.metrics import Row
-from headway.bench.output.plots import png
-from headway.bench.output.results import deliver
+from headway.bench.output.plots import colour, line_legend, png, sheet
+from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
 from headway.bench.papers.trial import SLO_SCALE, TFS, Data, Trial, forecasts, trial, workload
 from headway.pack.ecoserve.packer import Options
 from headway.recipes.ecoserve import VARIANTS
@@ -28,7 +27,7 @@ ECOSERVE, BASE = "ecoserve", "vllm-v0"
 ABLATION = ("ecoserve-d", "ecoserve-sd", "ecoserve-sdo", ECOSERVE)
 ORACLES = tuple(f"{name}-oracle" for name in ABLATION)
 BASELINES = (BASE, "vllm", "orca", "fastgen", "multires")
-LIMIT = 0.1  # seconds per output token at which rates are compared: four times an idle engine's
+LIMIT = 0.1  # seconds per output token at which rates are compared: four times those of an idle engine
 # Accuracy: 77.5 % on Alpaca is the paper's; the other two and the paddings are as we recall them.
 DATA = (
     Data("alpaca", 36.0, (24.0, 36.0, 48.0, 60.0, 72.0, 96.0), 30.0, 0.10, 0.775),
@@ -39,12 +38,16 @@ _SWEPT = DATA[1], 4.0
 _PADDINGS = (0.5, 0.6, 0.732, 0.85, 0.95, 0.99)  # quantiles of the forecast
 _RESERVES = (0.005, 0.01, 0.03, 0.06, 0.1, 0.2)
 _BUFFERS = (0, 4, 8, 16, 32, 64)
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run: systems, rates per data set, seconds as a share of the whole, and points of the sweeps."""
+    """What is run.
+
+    rates: {data set: rates}
+    share: seconds of arrivals, as a share of the data set's
+    points: points of each sweep
+    """
 
     systems: tuple[str, ...]
     rates: dict[str, tuple[float, ...]]
@@ -63,7 +66,7 @@ QUICK = Plan(
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """One point of a sweep: which number had which value."""
+    """One point of a sweep: the name of the option, its value and the trial."""
 
     name: str
     value: float
@@ -71,17 +74,20 @@ class Swept:
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Simulate and print; `quick` runs fewer systems at two rates each, with half of the arrivals."""
+    """Simulate and print; `quick` runs fewer systems at one or two rates, with half of the arrivals."""
     began, plan = time.perf_counter(), QUICK if quick else FULL
     with Progress(disable=as_json, transient=True) as progress:
         _compile(seed)
         trials = list(progress.track(_trials(plan, seed), total=_count(plan), description="rates"))
         swept = list(progress.track(_sweeps(plan, seed), total=3 * plan.points, description="sweeps"))
     rows = [*_rows(trials), *_sustained(trials), *_claims(trials), *_sweep_rows(swept)]
-    pictures = {"rates": _rates_plot(trials), "sweeps": _sweep_plot(swept)} if out else None
+    report = Report(
+        "ecoserve", "sim", f"EcoServe ({SIMULATED})", rows, time.perf_counter() - began,
+        About(_describe(plan), seed), row_grid(rows), notes=NOTES,
+    )  # fmt: skip
     deliver(
-        rows, bench="ecoserve", host="sim", title="EcoServe (SIMULATED)", seed=seed, as_json=as_json, out=out,
-        seconds=time.perf_counter() - began, workload=_describe(plan), pictures=pictures, notes=NOTES,
+        report, as_json=as_json, out=out,
+        pictures=lambda: {"rates": _rates_plot(trials), "sweeps": _sweep_plot(swept)},
     )  # fmt: skip
 
 
@@ -89,10 +95,10 @@ NOTES = (
     "Systems: -d decoupled queues, -sd time-synced groups too, -sdo ordered too, ecoserve with KVC"
     " pipelining; -oracle: true lengths.",
     "Forecasts are SIMULATED: log-normal errors at the accuracy stated for the data set.",
-    f"SLO: {SLO_SCALE:g} x the seconds an answer takes on the idle engine. Compute: tokens of an iteration"
-    f" over a target forward size of {TFS}, at most 1.",
-    "sched.share_pct is this machine's time for decisions over the simulated time of iterations.",
-    "Rows with a paper's figure compare with vllm-v0, the vLLM that the paper measured.",
+    f"SLO: {SLO_SCALE:g} x the seconds of a request on the idle engine. Compute: tokens of an iteration over"
+    f" a target forward size of {TFS}, at most 1.",
+    "sched.share_pct: this machine's time for decisions over the simulated time of iterations.",
+    "Rows with a paper's figure compare with vllm-v0, the vLLM version that the paper measured.",
 )
 
 
@@ -101,14 +107,14 @@ def _describe(plan: Plan) -> str:
         f"{d.name} {', '.join(f'{r:g}' for r in plan.rates[d.name])} req/s for {d.seconds * plan.share:g} s"
         for d in DATA
     )
-    return f"SIMULATED: OPT-13B on an A100, 12 GB of KV, Poisson; {'; '.join(parts)}"
+    return f"{SIMULATED}: OPT-13B on an A100, 12 GB of KV, Poisson; {'; '.join(parts)}"
 
 
 # ---- running
 
 
 def _compile(seed: int) -> None:
-    """Run everything once on a small load, so that compiling is in nobody's decision time."""
+    """Run every system once on a small load, so that decision times do not include compilation."""
     load = workload(DATA[0], 5.0, 4.0, seed)
     for name in (*ABLATION, *BASELINES):
         trial(find(name), DATA[0], 5.0, load, forecasts(DATA[0], load, seed, oracle=False))
@@ -119,7 +125,7 @@ def _count(plan: Plan) -> int:
 
 
 def _trials(plan: Plan, seed: int) -> Iterator[Trial]:
-    """Run every system at every rate; the paper's own, far beyond saturation, for a third of the time."""
+    """Run every system at every rate; the paper's rate, far beyond saturation, for a third of the time."""
     for data in DATA:
         for rate in plan.rates[data.name]:
             share = plan.share / 3 if _is_beyond(data, rate) else plan.share
@@ -131,7 +137,7 @@ def _trials(plan: Plan, seed: int) -> Iterator[Trial]:
 
 
 def _is_beyond(data: Data, rate: float) -> bool:
-    """Tell whether a rate is so far beyond saturation that only a short run of it ends."""
+    """Tell whether a rate is so far beyond saturation that only a short run ends."""
     return rate > 2 * max(data.rates)
 
 
@@ -153,7 +159,7 @@ def _sweeps(plan: Plan, seed: int) -> Iterator[Swept]:
 
 
 def _few(values: Sequence[float], points: int) -> list[float]:
-    """Return that many of the values, spread over all of them."""
+    """Return `points` of the values, evenly spread."""
     return [values[i] for i in np.linspace(0, len(values) - 1, points).round().astype(int)]
 
 
@@ -193,9 +199,10 @@ def _sweep_rows(swept: Sequence[Swept]) -> list[Row]:
 
 
 def sustained(rates: Sequence[float], latency: Sequence[float], limit: float) -> float | None:
-    """Return the rate up to which the latency stays within the limit, between two rates interpolated.
+    """Return the rate up to which the latency stays within the limit, interpolated between two rates.
 
-    rates ascend. None when even the lowest exceeds the limit; the highest rate when none does.
+    rates: ascending
+    None when the lowest rate exceeds the limit; the highest rate when none does.
     """
     if not rates or latency[0] > limit:
         return None
@@ -222,7 +229,7 @@ def _sustained_by(trials: Sequence[Trial], data: Data, system: str) -> float | N
 
 
 def _claims(trials: Sequence[Trial]) -> list[Row]:
-    """Return the paper's headline figures, the best over all settings as "up to" says, and ours."""
+    """Return the paper's headline figures, each the best over all settings ("up to"), beside ours."""
     pairs = _pairs(trials, ECOSERVE, BASE)
     gaps = [100 * (a.jct / b.jct - 1) for a, b in _pairs(trials, ECOSERVE, "ecoserve-oracle")]
     more = [
@@ -252,47 +259,48 @@ def _pairs(trials: Sequence[Trial], ours: str, theirs: str) -> list[tuple[Trial,
 # ---- plots
 
 
+_PANELS = (("normalized", "s/token", "log"), ("jct", "JCT, s", "log"), ("ssr", "SSR", "linear"),
+           ("kv", "KV in use", "linear"))  # fmt: skip
+
+
 def _rates_plot(trials: Sequence[Trial]) -> bytes:
     """Return a PNG: normalized latency, JCT, SSR and KV in use against the rate, a column per data set."""
-    kinds = (
-        ("normalized", "s/token", "log"), ("jct", "JCT, s", "log"), ("ssr", "SSR", "linear"),
-        ("kv", "KV in use", "linear"),
-    )  # fmt: skip
-    figure = Figure(figsize=(11, 11), dpi=110, layout="constrained")
-    grid = figure.subplots(len(kinds), len(DATA), squeeze=False)
-    systems = [s for s in (*ABLATION, "ecoserve-oracle", *BASELINES) if any(t.system == s for t in trials)]
-    for row, (field, label, scale) in enumerate(kinds):
-        for column, data in enumerate(DATA):
-            axes = grid[row][column]
-            for number, system in enumerate(systems):
-                mine = [t for t in trials if (t.system, t.data) == (system, data.name)]
-                mine = sorted((t for t in mine if t.rate <= max(data.rates)), key=lambda t: t.rate)
-                style = "-" if system.startswith(ECOSERVE) else "--"
-                axes.plot(
-                    [t.rate for t in mine], [getattr(t, field) for t in mine], style, marker=".",
-                    color=_COLOURS[number % len(_COLOURS)], label=system,
-                )  # fmt: skip
-            axes.set(yscale=scale, ylabel=label if column == 0 else "", xlabel="req/s" if row == 3 else "")
-            axes.set_title(data.name if row == 0 else "", fontsize=10)
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.suptitle("SIMULATED: OPT-13B on an A100, 12 GB of KV", fontsize=10)
+    figure, panels = sheet(len(_PANELS), len(DATA), 11, 11)
+    for number, axes in enumerate(panels):
+        (field, label, scale), data = _PANELS[number // len(DATA)], DATA[number % len(DATA)]
+        _rate_lines(axes, trials, data, field)
+        first, bottom = number % len(DATA) == 0, number >= len(panels) - len(DATA)
+        axes.set(yscale=scale, ylabel=label if first else "", xlabel="req/s" if bottom else "")
+        axes.set_title(data.name if number < len(DATA) else "", fontsize=10)
+    line_legend(figure, 5)
+    figure.suptitle(f"{SIMULATED}: OPT-13B on an A100, 12 GB of KV", fontsize=10)
     return png(figure)
+
+
+def _rate_lines(axes: Axes, trials: Sequence[Trial], data: Data, field: str) -> None:
+    """Draw one line per system."""
+    systems = [s for s in (*ABLATION, "ecoserve-oracle", *BASELINES) if any(t.system == s for t in trials)]
+    for number, system in enumerate(systems):
+        mine = [t for t in trials if (t.system, t.data) == (system, data.name) and t.rate <= max(data.rates)]
+        mine.sort(key=lambda t: t.rate)
+        axes.plot(
+            [t.rate for t in mine], [getattr(t, field) for t in mine],
+            "-" if system.startswith(ECOSERVE) else "--", marker=".", color=colour(number), label=system,
+        )  # fmt: skip
 
 
 def _sweep_plot(swept: Sequence[Swept]) -> bytes:
     """Return a PNG: JCT and allocation failures against padding, reserve and buffer."""
     names = list(dict.fromkeys(s.name for s in swept))
-    figure = Figure(figsize=(10, 3.4), dpi=110, layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    figure, panels = sheet(1, len(names), 10, 3.4)
+    for axes, name in zip(panels, names, strict=True):
         mine = [s for s in swept if s.name == name]
-        axes.plot([s.value for s in mine], [s.trial.jct for s in mine], marker="o", color=_COLOURS[0])
+        values = [s.value for s in mine]
+        axes.plot(values, [s.trial.jct for s in mine], marker="o", color=colour(0))
         axes.set(xlabel=name, ylabel="JCT, s (line)")
         other = axes.twinx()
-        other.plot(
-            [s.value for s in mine], [100 * s.trial.failures for s in mine], "--", marker=".",
-            color=_COLOURS[4],
-        )  # fmt: skip
+        other.plot(values, [100 * s.trial.failures for s in mine], "--", marker=".", color=colour(4))
         other.set_ylabel("requests without KV, % (dashed)")
     data, rate = _SWEPT
-    figure.suptitle(f"SIMULATED: ecoserve on {data.name} at {rate:g} req/s", fontsize=10)
+    figure.suptitle(f"{SIMULATED}: ecoserve on {data.name} at {rate:g} req/s", fontsize=10)
     return png(figure)

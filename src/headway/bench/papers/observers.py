@@ -1,7 +1,6 @@
-"""What do papers report that a simulation's outcome does not say?
+"""Observers of a simulated engine for figures that papers report: utilization and per-token deadlines.
 
-Observers of one engine's run: how full its memory and its compute are, which tokens came in time. And recipes
-as the papers run them: everything waits inside the engine, and decisions are timed.
+Also recipes as the papers run them: every request waits inside the engine, and decisions are timed.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _ROUNDING = 1e-9  # seconds
 
 
 def inside(recipe: Recipe, clock: list[float]) -> Recipe:
-    """Return a recipe whose requests all wait inside the engine, as in the papers, by its caller's forecasts.
+    """Return a recipe whose requests all wait inside the engine, with the forecasts of the simulation.
 
-    clock: gets the wall seconds of each decision.
+    clock: receives the wall seconds of each decision
     """
 
     def packer(spec: EngineSpec) -> Packer:
@@ -39,7 +38,7 @@ def inside(recipe: Recipe, clock: list[float]) -> Recipe:
 
 
 class _AtOnce(Planner):
-    """All that comes goes in: there is nothing to order where everything is inside one engine."""
+    """A planner that sends every request at once: the engine orders them."""
 
     pull = False
 
@@ -50,6 +49,8 @@ class _AtOnce(Planner):
 
 @dataclass(slots=True)
 class _Timed(Packer):
+    """A packer whose decisions are timed."""
+
     packer: Packer
     clock: list[float]
 
@@ -61,20 +62,25 @@ class _Timed(Packer):
     def counters(self) -> Mapping[str, int]:
         return self.packer.counters
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, budget: KvBudget, now: float) -> Step:
         began = time.perf_counter()
-        step = self.packer.pack(jobs, ledger, now)
+        step = self.packer.pack(jobs, budget, now)
         self.clock.append(time.perf_counter() - began)
         return step
 
 
 @dataclass(slots=True)
 class Gauges(Observer):
-    """Sums over the iterations that begin before `until`: seconds computed, seconds x KV tokens written,
-    seconds x tokens computed, wall seconds of decisions. kv, compute: tokens that stand for full. clock:
-    wall seconds of each decision so far.
+    """Sums over the iterations that begin before `until`.
 
-    What comes after the last arrival is an engine running empty, which says nothing of its utilization.
+    kv: tokens of the whole KV cache
+    compute: tokens of an iteration that saturate the device
+    until: the last arrival; afterwards the engine drains, which says nothing about its utilization
+    clock: wall seconds of each decision so far
+    busy: seconds computed
+    written: seconds x KV tokens written
+    forward: seconds x tokens computed
+    thinking: wall seconds of decisions
     """
 
     kv: int
@@ -88,12 +94,12 @@ class Gauges(Observer):
 
     @property
     def kv_utilization(self) -> float:
-        """Return the mean share of the KV that holds a token's keys and values."""
+        """Return the mean share of the KV slots that hold a token."""
         return self.written / (self.busy * self.kv)
 
     @property
     def compute_utilization(self) -> float:
-        """Return the mean forward size as a share of the one that saturates the device."""
+        """Return the mean tokens per iteration as a share of `compute`."""
         return self.forward / (self.busy * self.compute)
 
     def iteration(
@@ -110,41 +116,41 @@ class Gauges(Observer):
         self.forward += seconds * min(tokens, self.compute)
 
 
-class Prompt(Observer):
-    """Which tokens came when they were due? For one instance; the first is not counted, it has its TTFT.
+class TokenDeadlines(Observer):
+    """Counts the tokens that met their deadline, on one instance; the first token counts as TTFT instead.
 
-    steady: per promised request, tokens at most tpot after the one before. ahead: those by arrival + ttft
-    + k x tpot (k-th after the first), as a client needs them who reads at that pace.
+    steady: tokens at most tpot after the previous one, by request
+    ahead: k-th tokens after the first by arrival + ttft + k x tpot, by request
     """
 
     def __init__(self, workload: Workload) -> None:
         size = len(workload)
         self.steady: Ints = np.zeros(size, np.int64)
         self.ahead: Ints = np.zeros(size, np.int64)
-        self._tpot: Floats = np.where(np.isfinite(workload.tpot), workload.tpot, 0.0)  # inf x 0 is no time
+        self._tpot: Floats = np.where(np.isfinite(workload.tpot), workload.tpot, 0.0)  # avoids inf x 0
         self._start: Floats = workload.arrival + workload.ttft
         self._last: Floats = np.full(size, np.nan)
         self._request: Ints = np.zeros(256, np.int64)
 
     def entered(self, request: int, instance: int, row: int) -> None:
-        """Note which row a request has."""
+        """Map the engine's row to the request."""
         if row >= self._request.size:
             more = max(row + 1 - self._request.size, self._request.size)
             self._request = np.concatenate([self._request, np.zeros(more, np.int64)])
         self._request[row] = request
 
     def returned(self, request: int, now: float) -> None:
-        """Its row is void; nothing to note."""
+        """Do nothing: the row is mapped again when the request enters an engine."""
 
     def iteration(
         self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
     ) -> None:
-        """Note the tokens that come out at this iteration's end."""
+        """Count the tokens that this iteration generates."""
         jobs, now = engine.jobs.data[ran.rows], ran.start + seconds - _ROUNDING
-        comes: Bools = jobs["computed"] + ran.tokens >= jobs["prompt"] + jobs["output_tokens"]
-        who, output_tokens = self._request[ran.rows[comes]], jobs["output_tokens"][comes]
+        generates: Bools = jobs["computed"] + ran.tokens >= jobs["prompt"] + jobs["output_tokens"]
+        request, output_tokens = self._request[ran.rows[generates]], jobs["output_tokens"][generates]
         later = output_tokens > 0
-        tpot = self._tpot[who]
-        self.steady[who] += later & (now - self._last[who] <= tpot)
-        self.ahead[who] += later & (now <= self._start[who] + output_tokens * tpot)
-        self._last[who] = now
+        tpot = self._tpot[request]
+        self.steady[request] += later & (now - self._last[request] <= tpot)
+        self.ahead[request] += later & (now <= self._start[request] + output_tokens * tpot)
+        self._last[request] = now

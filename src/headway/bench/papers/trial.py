@@ -1,4 +1,4 @@
-"""How did one system do on one workload? A recipe on a simulated engine, and the figures EcoServe reports."""
+"""One trial of the EcoServe benchmark: a recipe on a simulated engine, and the figures of EcoServe 4.1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.sim.workload.lengths import draw
 from headway.sim.workload.traffic import Workload, single
 from headway.types import Batch, Instance
 
-PACE = "opt-13b-a100"
+PROFILE = "opt-13b-a100"
 KV_BYTES = 12e9
 MAX_RUNNING, SLOTS, BUDGET, TFS = 256, 512, 2048, 512
 LONGEST = 3200  # tokens of a request: BookCorpus chunks with their answers
@@ -32,9 +32,14 @@ SLO_SCALE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A data set: its lengths' name, the paper's rate, the rates of the sweep (req/s), seconds of arrivals.
+    """A data set of the evaluation.
 
-    padding: the paper's sweet spot; accuracy: how often an answer is within the padded length.
+    name: name of its length distribution
+    rate: the paper's rate, req/s
+    rates: rates of the sweep, req/s
+    seconds: seconds of arrivals
+    padding: the padding that the paper tunes for it
+    accuracy: share of outputs within the padded length
     """
 
     name: str
@@ -47,10 +52,16 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one system did. Seconds per request (jct), seconds per output token (normalized), shares 0..1.
+    """The figures of one system; shares are from 0 to 1.
 
-    failures: share of requests that lost KV or paused for want of it. thinking: wall seconds of decisions
-    per simulated second. counts: what the packer has counted, by name.
+    jct: mean job completion time, seconds per request
+    normalized: mean JCT per output token
+    ssr: SLO satisfaction ratio
+    throughput: completed requests per second
+    kv, compute: utilization
+    failures: share of requests that lost KV or paused for lack of it
+    thinking: wall seconds of decisions per simulated second
+    counts: counters of the packer, by name
     """
 
     system: str
@@ -69,31 +80,31 @@ class Trial:
     counts: Mapping[str, int]
 
 
-def node() -> InstanceSpec:
+def instance() -> InstanceSpec:
     """Return the engine of the paper: OPT-13B on an A100 with 12 GB of KV."""
-    file = profiles.load(PACE)
-    blocks = int(KV_BYTES // (file.kv_bytes_per_token * file.block_size))
-    instance = Instance("e0", "default", MAX_RUNNING, blocks, file.block_size, LONGEST)
-    return InstanceSpec(instance, file.latency(), SLOTS, BUDGET, file.copy_seconds())
+    profile = profiles.load(PROFILE)
+    blocks = int(KV_BYTES // (profile.kv_bytes_per_token * profile.block_size))
+    shape = Instance("e0", "default", MAX_RUNNING, blocks, profile.block_size, LONGEST)
+    return InstanceSpec(shape, profile.latency(), SLOTS, BUDGET, profile.copy_seconds())
 
 
 def workload(data: Data, rate: float, seconds: float, seed: int) -> Workload:
-    """Return Poisson arrivals with the data set's lengths, each answer promised at SLO scale 2."""
+    """Return Poisson arrivals with the data set's lengths and an SLO of `SLO_SCALE`."""
     rng = np.random.default_rng(seed)
     at = poisson(rate, seconds, rng)
     prompt, output = draw(data.name, at.size, rng)
     kept = np.flatnonzero(prompt + output <= LONGEST)
-    return promised(single(at, prompt, output).take(kept), node(), SLO_SCALE)
+    return with_slo(single(at, prompt, output).take(kept), instance(), SLO_SCALE)
 
 
-def promised(workload: Workload, node: InstanceSpec, scale: float) -> Workload:
-    """Return the workload, each whole answer promised in `scale` x the seconds it takes on an idle engine.
+def with_slo(workload: Workload, spec: InstanceSpec, scale: float) -> Workload:
+    """Return the workload with an e2e SLO of `scale` x the seconds on an idle engine (EcoServe 4.1).
 
-    (EcoServe 4.1's SLO scale, with t_p and t_g taken from the pace: prefill alone, and one decode a token at
-    the context in the middle of the answer.)
+    t_p and t_g come from the latency profile: a prefill alone, and one decode per token with the context of
+    the middle of the output.
     """
     alone = [
-        node.latency.seconds(Batch(0, 0, p, p * p // 2)) + o * node.latency.seconds(Batch(1, p + o // 2, 0))
+        spec.latency.seconds(Batch(0, 0, p, p * p // 2)) + o * spec.latency.seconds(Batch(1, p + o // 2, 0))
         for p, o in zip(workload.prompt.tolist(), workload.output.tolist(), strict=True)
     ]
     never = np.full(len(workload), np.inf)
@@ -112,7 +123,7 @@ def trial(
     recipe: Recipe, data: Data, rate: float, load: Workload, lengths: Lengths, options: Options | None = None
 ) -> Trial:
     """Run a recipe on a workload; `options` replace those of an EcoServe recipe."""
-    place, clock, packers = node(), list[float](), list[Packer]()
+    place, clock, packers = instance(), list[float](), list[Packer]()
 
     def packer(spec: EngineSpec) -> Packer:
         packers.append(recipe.packer(spec) if options is None else EcoServe(spec, options))

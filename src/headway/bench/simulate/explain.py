@@ -1,12 +1,11 @@
-"""Why was this request late?
+"""`headway explain`: why a request of a recorded run was late.
 
-Its story (`sim/record/timeline.py`) in words: a sentence that names the largest cause, what it was promised and got,
-the seconds it spent in each state, and a timeline with those who were served meanwhile.
+The request's story (`sim/record/timeline.py`) in words: a sentence with the largest cause, the SLO beside the
+measured latency, the seconds in each state, and a timeline with the requests that were served meanwhile.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,20 +13,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.markup import escape
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headway.bench.output.results import SIMULATED, Grid, Line, emit
 from headway.bench.simulate import slo_violations
-from headway.bench.simulate.slo_violations import Kept
+from headway.bench.simulate.slo_violations import SloResult
 from headway.sim.record import run_folder
 from headway.sim.record.run_folder import Run
 from headway.sim.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Taker, Timeline
 
-# What a state's seconds are put down to. To lose one's KV costs the wait and the work done again.
+# The cause that a state's seconds count for. Losing KV costs the wait and the recomputation.
 _CAUSE = {state: "lost" if state in ("evicted", "saved", "recompute") else state for state in STATES}
-_LINES = 40  # of a timeline, unless all are asked for
+_LINES = 40  # of a timeline, without --all
 _BAR = 24
 _WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer"}
 _COLOURS = {
@@ -37,54 +36,56 @@ _COLOURS = {
 
 
 def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool, whole: bool) -> None:
-    """Print the story of a request, or (without one) the requests that were most late."""
+    """Print the story of a request; without one, the requests with the largest SLO violations."""
     run = run_folder.load(folder)
     if request is None:
         rows = _worst(run, worst or 10)
-        shown: Any = _worst_table(run, rows)
-        data: Any = {"simulated": True, "run": str(folder), "recipe": run.header.recipe, "worst": rows}
+        shown: RenderableType = _worst_table(run, rows)
+        data: dict[str, Any] = {
+            "simulated": True,
+            "run": str(folder),
+            "recipe": run.header.recipe,
+            "worst": rows,
+        }
     else:
         number = slo_violations.find(run, request)
         story = Reader(run).timeline(number)
         shown, data = render(run, story, whole=whole), describe(run, story) | {"run": str(folder)}
-    if as_json:
-        print(json.dumps(data, allow_nan=False))
-    else:
-        Console().print(shown)
+    emit(data, lambda: shown, as_json=as_json)
 
 
 # ---- the sentence
 
 
 def verdict(run: Run, story: Timeline) -> str:
-    """Return one sentence: was it late, by how much, and what most of that time went to."""
-    who = f"r{story.request} ({_tier(run, story.request)})"
+    """Return one sentence: whether the request was late, by how much, and the largest cause."""
+    name = f"r{story.request} ({_tier(run, story.request)})"
     kept = slo_violations.of(run, story.request)
     missed = [one for one in kept if not one.met]
     if not story.finished:
-        return f"{who} never finished: {_cause(run, story, story.arrival, story.end)}."
+        return f"{name} never finished: {_cause(run, story, story.arrival, story.end)}."
     if missed:
         worst = missed[0]
-        return f"{who} {_missed(worst)}: {_cause(run, story, *_window(story, worst.promise))}."
+        return f"{name} {_missed(worst)}: {_cause(run, story, *_window(story, worst.promise))}."
     if kept:
         tight = max(kept, key=lambda one: one.seen / one.promised)
-        return f"{who} was on time: {_WORDS[tight.promise]} {_pair(tight)}."
-    took = f"{who} was promised nothing and took {_s(story.end - story.arrival)}"
+        return f"{name} was on time: {_WORDS[tight.promise]} {_pair(tight)}."
+    took = f"{name} has no SLO and took {_s(story.end - story.arrival)}"
     return f"{took}: {_cause(run, story, story.arrival, story.end)}."
 
 
-def _missed(kept: Kept) -> str:
+def _missed(kept: SloResult) -> str:
     if kept.promise == "tpot":
         return f"was {_s(kept.late)} too slow, {_pair(kept)} per token"
     return f"had its {_WORDS[kept.promise]} {_s(kept.late)} late, {_pair(kept)}"
 
 
-def _pair(kept: Kept) -> str:
-    return f"{_s(kept.seen)} where {_s(kept.promised)} were promised"
+def _pair(kept: SloResult) -> str:
+    return f"{_s(kept.seen)} against an SLO of {_s(kept.promised)}"
 
 
 def _window(story: Timeline, promise: str) -> tuple[float, float]:
-    """Return between which instants a promise was kept or lost."""
+    """Return the interval over which an SLO metric is measured."""
     first = story.first if math.isfinite(story.first) else story.end
     return (
         story.arrival if promise != "tpot" else first,
@@ -93,7 +94,7 @@ def _window(story: Timeline, promise: str) -> tuple[float, float]:
 
 
 def _cause(run: Run, story: Timeline, start: float, end: float) -> str:
-    """Say what most of the time between two instants went to."""
+    """Return what most of the time between two instants was spent on."""
     causes: Counter[str] = Counter()
     for state, seconds in story.seconds(start, end).items():
         causes[_CAUSE[state]] += seconds  # type: ignore[assignment]  # Counter adds any numbers
@@ -110,36 +111,36 @@ def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str
         case "outside":
             return f"it was queued outside{_sent(spans)}"
         case "waiting":
-            return f"it waited inside to be let in{_full(run, spans)}{_while(spans)}"
+            return f"it waited inside for admission{_full(run, spans)}{_while(spans)}"
         case "paused":
             return f"it was paused ({_times(len(spans))}){_while(spans)}"
         case "lost":
             lost = [span for span in spans if span.state not in WORKS]
-            return f"it paid for losing its KV {_times(len(lost))}{_to(lost)}{_full(run, lost)}"
+            return f"it lost its KV {_times(len(lost))}{_to(lost)}{_full(run, lost)}"
         case "prefill":
             return f"its own prompt of {prompt:,} tokens was computed{_beside(spans)}"
     busy = 100 * story.crowded / max(story.seconds().get("running", 0.0), 1e-12)
-    each = f"its own {output:,} tokens were being made"
+    each = f"its own {output:,} tokens were being generated"
     return f"{each}, {busy:.0f}% of that in iterations that also computed prompts"
 
 
 def _sent(spans: Sequence[Span]) -> str:
     shares = [share for span in spans for share in span.behind]
     if not shares:
-        return " though nobody was sent meanwhile"
-    many, tokens, later = (sum(getattr(s, n) for s in shares) for n in ("requests", "tokens", "later"))
-    came = f", {later:,} of which had come later" if later else ""
-    return f" behind {_requests(many)} ({_classes(shares)}; {tokens:,} tokens{came})"
+        return " though no other request was sent meanwhile"
+    count, tokens, later = (sum(getattr(s, n) for s in shares) for n in ("requests", "tokens", "later"))
+    came = f", {later:,} of which had arrived later" if later else ""
+    return f" behind {_requests(count)} ({_classes(shares)}; {tokens:,} tokens{came})"
 
 
 def _while(spans: Sequence[Span]) -> str:
-    """Say who computed meanwhile, in tokens: the same requests may have done so in several spans."""
+    """Return what other requests computed meanwhile, in tokens (one request may appear in several spans)."""
     got = _tokens(spans)
-    return f" while others computed: {got}" if got else " while nobody computed"
+    return f" while others computed: {got}" if got else " while no other request computed"
 
 
 def _beside(spans: Sequence[Span]) -> str:
-    """Say with whom it shared the iterations that computed its prompt: they make them long."""
+    """Return the other tokens in the iterations that computed its prompt; they make these longer."""
     got = _tokens(spans)
     return f", in iterations shared with others: {got}" if got else ""
 
@@ -160,7 +161,7 @@ def _to(spans: Sequence[Span]) -> str:
 
 
 def _full(run: Run, spans: Sequence[Span]) -> str:
-    """Say how much KV was in use in the meantime: whether it was memory or places that were short."""
+    """Return the KV in use meanwhile, which tells a shortage of memory from one of batch slots."""
     lines = run.recording.iterations
     used = total = 0.0
     for span in spans:
@@ -172,10 +173,10 @@ def _full(run: Run, spans: Sequence[Span]) -> str:
 
 
 def _classes(shares: Iterable[Share]) -> str:
-    many: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for share in shares:
-        many[share.tier] += share.requests
-    return ", ".join(f"{count:,} {tier}" for tier, count in many.most_common())
+        counts[share.tier] += share.requests
+    return ", ".join(f"{count:,} {tier}" for tier, count in counts.most_common())
 
 
 def _requests(count: int) -> str:
@@ -186,11 +187,11 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-# ---- for programs
+# ---- JSON
 
 
 def describe(run: Run, story: Timeline) -> dict[str, Any]:
-    """Return the story as JSON's types; instants are seconds of simulated time, never NaN or infinite."""
+    """Return the story as JSON types; times are seconds of virtual time, never NaN or infinite."""
     i, first = story.request, story.first if math.isfinite(story.first) else None
     return {
         "simulated": True,
@@ -217,7 +218,7 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
 
 
 def _worst(run: Run, count: int) -> list[dict[str, Any]]:
-    """Return the most late requests with their verdicts."""
+    """Return the requests with the largest SLO violations and their verdicts."""
     reader = Reader(run)
     rows = slo_violations.worst(run, count).tolist()
     return [
@@ -235,16 +236,16 @@ def _worst(run: Run, count: int) -> list[dict[str, Any]]:
     ]
 
 
-# ---- for people
+# ---- the terminal
 
 
 def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
-    """Return the verdict, the promises, the seconds per state and the timeline, for a terminal."""
+    """Return the verdict, the SLO, the seconds per state and the timeline."""
     latency = story.end - story.arrival
     work = run.workload
     about = (
-        f"SIMULATED: recipe {run.header.recipe}; {int(work.prompt[story.request]):,} tokens in, "
-        f"{int(work.output[story.request]):,} out; came at {story.arrival:.3f} s, took {_s(latency)}"
+        f"{SIMULATED}: recipe {run.header.recipe}; {int(work.prompt[story.request]):,} tokens in, "
+        f"{int(work.output[story.request]):,} out; arrived at {story.arrival:.3f} s, took {_s(latency)}"
     )
     return Group(
         Text(verdict(run, story), style="bold"), Text(about, style="dim"), "",
@@ -257,22 +258,18 @@ def _states(run: Run, story: Timeline) -> Table:
     total, before = story.seconds(), story.seconds(end=first)
     latency = max(story.end - story.arrival, 1e-12)
     promises = "; ".join(f"{_WORDS[k.promise]} {_pair(k)}" for k in slo_violations.of(run, story.request))
-    table = Table(title="Seconds in each state", caption=escape(promises or "nothing was promised"))
-    for name in ("state", "seconds", "share", "before the first token", "after it"):
-        table.add_column(name, justify="left" if name == "state" else "right")
-    for state, seconds in total.items():
-        early = before.get(state, 0.0)
-        cells = (
-            f"{seconds:.3f}",
-            f"{100 * seconds / latency:.0f}%",
-            f"{early:.3f}",
-            f"{seconds - early:.3f}",
-        )
-        table.add_row(Text(state, style=_COLOURS[state]), *cells)
-    sums = (sum(total.values()), sum(before.values()))
-    table.add_section()
-    table.add_row("sum", f"{sums[0]:.3f}", "100%", f"{sums[1]:.3f}", f"{sums[0] - sums[1]:.3f}")
-    return table
+    lines: list[Line] = [
+        [Text(state, style=_COLOURS[state]), *_cells(seconds, latency, before.get(state, 0.0))]
+        for state, seconds in total.items()
+    ]
+    sums: Line = ["sum", *_cells(latency, latency, sum(before.values()))]
+    header = ("state", "seconds", "share", "before the first token", "after it")
+    return Grid(header, [lines, [sums]]).table("Seconds in each state", promises or "no SLO")
+
+
+def _cells(seconds: float, latency: float, early: float) -> list[str]:
+    share = f"{100 * seconds / latency:.0f}%"
+    return [f"{seconds:.3f}", share, f"{early:.3f}", f"{seconds - early:.3f}"]
 
 
 def _timeline(run: Run, story: Timeline, whole: bool) -> Table:
@@ -280,21 +277,21 @@ def _timeline(run: Run, story: Timeline, whole: bool) -> Table:
     if not whole and len(spans) > _LINES:
         longest = sorted(range(len(spans)), key=lambda i: -spans[i].seconds)[:_LINES]
         spans, hidden = tuple(story.spans[i] for i in sorted(longest)), len(spans) - _LINES
-    note = f"{hidden} shorter stretches are left out (--all shows them)" if hidden else None
-    table = Table(title="Timeline, seconds after its arrival", caption=note)
-    for name in ("from", "seconds", "state", "", "because of"):
-        table.add_column(name, justify="right" if name in ("from", "seconds") else "left")
-    for span in spans:
-        colour = _COLOURS[span.state]
-        table.add_row(
-            f"{span.start - story.arrival:.3f}", f"{span.seconds:.3f}", Text(span.state, style=colour),
-            Text(_bar(story, span), style=colour), escape(_because(run, span)),
-        )  # fmt: skip
-    return table
+    note = f"{hidden} shorter stretches are left out (--all shows them)" if hidden else ""
+    lines: list[Line] = [
+        [
+            f"{span.start - story.arrival:.3f}", f"{span.seconds:.3f}",
+            Text(span.state, style=_COLOURS[span.state]),
+            Text(_bar(story, span), style=_COLOURS[span.state]), _because(run, span),
+        ]
+        for span in spans
+    ]  # fmt: skip
+    grid = Grid(("from", "seconds", "state", "", "because of"), [lines], ("from", "seconds"))
+    return grid.table("Timeline, seconds after its arrival", note)
 
 
 def _bar(story: Timeline, span: Span) -> str:
-    """Draw where in the request's life the span lies."""
+    """Draw the span on a bar from the arrival to the end."""
     length = max(story.end - story.arrival, 1e-12)
     low = int(_BAR * (span.start - story.arrival) / length)
     high = max(round(_BAR * (span.end - story.arrival) / length), low + 1)
@@ -312,13 +309,13 @@ def _because(run: Run, span: Span) -> str:
 
 
 def _takers(takers: Sequence[Taker]) -> str:
-    """Name the first few who gained when this span began."""
+    """Name the first few requests that gained blocks or a slot when this span began."""
     if not takers:
         return ""
     names = [
         f"r{t.request} {t.tier}"
         + (f" +{t.blocks} blocks" if t.blocks else "")
-        + (" came in" if t.slot else "")
+        + (" was admitted" if t.slot else "")
         for t in takers[:3]
     ]
     more = f" and {len(takers) - 3} more" if len(takers) > 3 else ""
@@ -328,14 +325,16 @@ def _takers(takers: Sequence[Taker]) -> str:
 def _worst_table(run: Run, rows: Sequence[dict[str, Any]]) -> Table | Text:
     if not rows:
         some = bool(slo_violations.promised(run.workload).any())
-        return Text("Every promise was kept." if some else "Nobody was promised anything in this run.")
-    table = Table(title=f"Most late under {escape(run.header.recipe)} (SIMULATED)")
-    for name in ("request", "class", "promise", "late, s", "verdict"):
-        table.add_column(name, justify="right" if name == "late, s" else "left")
-    for row in rows:
-        late = "never" if row["late"] is None else f"{row['late']:.3f}"
-        table.add_row(row["request"], escape(row["class"]), row["promise"], late, escape(row["verdict"]))
-    return table
+        return Text("Every request met its SLO." if some else "No request of this run has an SLO.")
+    lines = [
+        [
+            row["request"], row["class"], row["promise"],
+            "never" if row["late"] is None else f"{row['late']:.3f}", row["verdict"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    grid = Grid(("request", "class", "promise", "late, s", "verdict"), [lines], ("late, s",))
+    return grid.table(f"Most late under {run.header.recipe} ({SIMULATED})")
 
 
 def _tier(run: Run, request: int) -> str:
@@ -347,9 +346,9 @@ def _finite(seconds: float) -> float | None:
 
 
 def _s(seconds: float) -> str:
-    """Write seconds as people read them: three figures, never in exponents."""
+    """Format seconds with three significant digits, never with an exponent."""
     if math.isinf(seconds):
-        return "for ever"
+        return "forever"
     return (
         f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.3f} s"
     )

@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.load.metrics import Row
-from headway.bench.output.plots import png
-from headway.bench.output.results import deliver
+from headway.bench.output.results import About, Report, Row, deliver, row_grid
 from headway.core.controller import Controller
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Planner
@@ -175,18 +172,20 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
                 for name in DEFAULT:
                     points.append(measure(name, size, instances, events, seed))
                     progress.advance(task)
-    deliver(
-        [row for point in points for row in rows_of(point)], bench="planner", host="sim",
-        title="What an event costs the planner", seconds=time.perf_counter() - began, seed=seed,
-        workload=f"{events} arrivals and {events} ends by turns; instances are full ({_RUNNING} running).",
-        as_json=as_json, out=out, pictures={"planner": plot(points)} if out else None,
+    rows = [row for point in points for row in rows_of(point)]
+    workload = f"{events} arrivals and {events} ends, alternating; instances are full ({_RUNNING} running)."
+    report = Report(
+        "planner", "sim", "Cost of an event in the planner", rows, time.perf_counter() - began,
+        About(workload, seed), row_grid(rows),
     )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"planner": plot(points)})
 
 
 def plot(points: Sequence[Point]) -> bytes:
     """Return a PNG: microseconds per event against queued requests, one line per planner and fleet."""
-    figure = Figure(figsize=(7, 4))
-    axes = figure.add_subplot()
+    from headway.bench.output.plots import png, sheet
+
+    figure, (axes,) = sheet(1, 1, 7, 4)
     for name in dict.fromkeys(point.planner for point in points):
         for style, instances in zip(("-", "--"), FLEETS, strict=True):
             mine = [p for p in points if p.planner == name and p.instances == instances]

@@ -1,8 +1,6 @@
-"""What did the engines do all the time?
+"""Plot of a recorded run over virtual time: tokens computed, batch, KV in use, waiting requests.
 
-One picture per recorded run: what the iterations computed, how much of the KV was in use, and how many
-requests waited, over simulated time. Iterations are summed up in equal bins, since a run has far more
-iterations than a picture has points.
+Iterations are averaged over equal bins of time, since a run has far more iterations than a plot has pixels.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headway.bench.output.plots import colour, png, sheet
-from headway.bench.output.report import SIMULATED
+from headway.bench.output.results import SIMULATED
 from headway.sim.record.recorder import Log
 from headway.sim.record.run_folder import Run
 from headway.types import Floats
@@ -26,10 +24,14 @@ _SOLID, _AREA = 1.4, 0.35
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A run in equal bins of time, of all instances together. edges: one more than there are bins.
+    """A run in equal bins of time, all instances together.
 
-    prefill, recompute: prompt tokens per second; decodes, paused, waiting: mean requests over time while the
-    engines ran; kv: mean share of all blocks, %; queued: mean requests outside; evicted: count.
+    edges: of the bins, one more than there are bins
+    prefill, recompute: prompt tokens per second
+    decodes, paused, waiting: mean requests over time while the engines ran
+    kv: mean share of all blocks in use, %
+    queued: mean requests outside the engines
+    evicted: number of evictions
     """
 
     edges: Floats
@@ -44,7 +46,7 @@ class Timeline:
 
 
 def timeline(run: Run, bins: int = _BINS) -> Timeline:
-    """Return what the engines did in `bins` equal stretches from 0 to the end of the run."""
+    """Return the run in `bins` equal bins from 0 to its end."""
     lines = run.recording.iterations
     ends = lines["start"] + lines["seconds"]
     edges = np.linspace(0.0, max(float(ends.max(initial=0.0)), 1e-9), bins + 1)
@@ -95,7 +97,7 @@ def _prompts(axes: Axes, seen: Timeline) -> None:
         both = seen.prefill + seen.recompute
         axes.stairs(
             both, seen.edges, baseline=seen.prefill, fill=True, color=colour(4), alpha=0.8,
-            label="computed again after eviction",
+            label="recomputed after eviction",
         )  # fmt: skip
     axes.set_ylabel("prompt tokens/s")
     _beside(axes)
@@ -103,8 +105,8 @@ def _prompts(axes: Axes, seen: Timeline) -> None:
 
 def _batch(axes: Axes, run: Run, seen: Timeline) -> None:
     limit = sum(machine.max_running for machine in run.header.fleet)
-    axes.stairs(seen.decodes, seen.edges, color=colour(0), linewidth=_SOLID, label="answers in progress")
-    if seen.paused.max(initial=0.0) > limit / 100:  # fewer are not seen
+    axes.stairs(seen.decodes, seen.edges, color=colour(0), linewidth=_SOLID, label="decoding")
+    if seen.paused.max(initial=0.0) > limit / 100:  # fewer would not be visible
         axes.stairs(seen.paused, seen.edges, color=colour(3), linewidth=_SOLID, label="paused")
     if seen.decodes.max(initial=0.0) > limit / 2:
         axes.axhline(limit, color="#444444", linestyle="--", linewidth=1, label=f"batch limit {limit}")
@@ -134,7 +136,7 @@ def _waiting(axes: Axes, seen: Timeline) -> None:
 
 
 def _beside(axes: Axes, handles: list[Any] | None = None, x: float = 1.01) -> None:
-    """Put the legend beside the axes, where it hides no curve."""
+    """Put the legend beside the axes, where it covers no curve."""
     shown = handles or axes.get_legend_handles_labels()[0]
     axes.legend(handles=shown, loc="upper left", bbox_to_anchor=(x, 1.02), frameon=False, fontsize=8)
 
@@ -148,8 +150,8 @@ def _rate(lines: Log, name: str) -> Floats:
 def _mean(lines: Log, values: Floats, edges: Floats) -> Floats:
     """Return the mean over time of a value that holds during each iteration; 0 while nothing runs.
 
-    The integral up to each edge is the sum of whole iterations before it and of the part of the one that
-    crosses it, per instance; differences between edges are the bins.
+    The integral up to an edge is the sum over the iterations before it, plus part of the one that crosses
+    it, per instance; a bin is the difference between two edges.
     """
     total = np.zeros(edges.size)
     for instance in np.unique(lines["instance"]):
@@ -162,7 +164,7 @@ def _mean(lines: Log, values: Floats, edges: Floats) -> Floats:
 
 
 def _queue(run: Run, edges: Floats) -> Floats:
-    """Return the mean number of requests outside: those that came less those that are inside, over time."""
+    """Return the mean number of requests outside the engines: arrived minus inside, over time."""
     moves = run.recording.moves
     inside = np.where(moves["instance"] >= 0, -1, 1)
     when = np.concatenate([run.workload.arrival, moves["time"]])

@@ -1,24 +1,87 @@
-"""What does a TOML file say about a simulation? [[instances]] and, if it likes, [[traffic]].
+"""The scenario of a simulation: fleet, traffic, rate and duration, from options or from a TOML file.
 
-The instances as in `sim/fleet.py`; a class of traffic has a name, share, model, slo ("ttft:400 tpot:200"),
-lengths, priority, max_tokens, slo_scale and tenants, as `sim/workload.TrafficClass` has them.
+A TOML file has [[instances]] tables with the keys of `sim/fleet.py` and, optionally, [[traffic]] tables with
+those of `TrafficClass` in `sim/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"), lengths,
+priority, max_tokens, slo_scale and tenants.
 """
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from headway.bench.load.mix import promise
+from headway.bench.load.mix import parse_slo
+from headway.bench.output.results import SIMULATED
+from headway.bench.simulate.experiment import Fleet, Mixed, chat_and_batch
 from headway.errors import ConfigError
-from headway.sim import fleet
-from headway.sim.workload.traffic import TrafficClass
+from headway.sim import fleet as fleets
+from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated: classes of traffic with Poisson arrivals on a fleet.
+
+    about: the scenario in one sentence
+    rate: arrivals per second
+    duration: seconds of arrivals
+    plan_us: virtual microseconds that a plan takes per queued request
+    """
+
+    fleet: Fleet | Mixed
+    classes: tuple[TrafficClass, ...]
+    about: str
+    rate: float
+    duration: float
+    seed: int
+    plan_us: float = 0.0
+
+    def workload(self) -> tuple[Workload, int]:
+        """Return the requests that fit some instance, and how many longer ones are left out."""
+        rng = np.random.default_rng(self.seed)
+        whole = make(self.classes, poisson(self.rate, self.duration, rng), rng)
+        fits = fleets.holds(self.fleet.instances(whole.models[0]), whole)
+        return whole.take(fits), int(np.count_nonzero(~fits))
+
+    def plan_seconds(self, queued: int) -> float:
+        """Return the virtual seconds of a plan with so many queued requests."""
+        return self.plan_us * 1e-6 * queued
+
+
+def uniform(
+    fleet: Fleet, rate: float, duration: float, slo: str, seed: int, plan_us: float = 0.0
+) -> Scenario:
+    """Return chat and best effort on equal instances of one model."""
+    about = (
+        f"{SIMULATED}: {fleet.count} x {fleet.profile}, batch limit {fleet.max_running}; {rate:g} req/s for "
+        f"{duration:g} s: 60% chat (ShareGPT-like lengths, {slo}), 40% best effort (512-1024 in, 32-128 out)"
+    )
+    return Scenario(fleet, chat_and_batch(parse_slo(slo)), about, rate, duration, seed, plan_us)
+
+
+def mixed(
+    specs: Sequence[fleets.Spec], classes: Sequence[TrafficClass], rate: float, duration: float, slo: str,
+    seed: int, plan_us: float = 0.0,
+) -> Scenario:  # fmt: skip
+    """Return `classes` (default: chat and best effort for every model) on instances of several kinds."""
+    fleet = Mixed(tuple(specs))
+    models = fleets.models(fleet.instances())
+    kinds = ", ".join(f"{spec.count} x {spec.profile}" for spec in specs)
+    traffic = tuple(classes) or chat_and_batch(parse_slo(slo), models)
+    names = ", ".join(f"{one.name} of {one.model} {one.share:g}" for one in traffic)
+    about = f"{SIMULATED}: {kinds}; {rate:g} req/s for {duration:g} s, shares: {names}"
+    return Scenario(fleet, traffic, about, rate, duration, seed, plan_us)
+
+
+# ---- TOML
 
 
 class _Traffic(TypedDict, total=False):
@@ -39,10 +102,11 @@ _ADAPTER = TypeAdapter(_Traffic)
 _TABLES = ("instances", "traffic")
 
 
-def load(path: Path, **defaults: Any) -> tuple[list[fleet.Spec], list[TrafficClass]]:
-    """Return a file's fleet and its traffic (empty = none said). ConfigError says what is wrong and the mend.
+def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficClass]]:
+    """Return the fleet and the traffic of a file; no [[traffic]] gives an empty list.
 
-    defaults: keys of every instance that has no such key of its own.
+    defaults: keys of every instance that does not set them
+    Raises ConfigError with a hint.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +120,7 @@ def load(path: Path, **defaults: Any) -> tuple[list[fleet.Spec], list[TrafficCla
         if key not in _TABLES:
             raise ConfigError(f"{path} has a table {key!r}.", "Use [[instances]] and [[traffic]].")
     specs = [
-        fleet.table({**defaults, **entry}, f"instance {i} of {path}")
+        fleets.table({**defaults, **entry}, f"instance {i} of {path}")
         for i, entry in enumerate(_tables(data, "instances", path))
     ]
     if not specs:
@@ -67,7 +131,9 @@ def load(path: Path, **defaults: Any) -> tuple[list[fleet.Spec], list[TrafficCla
 def _tables(data: dict[str, Any], key: str, path: Path) -> list[dict[str, Any]]:
     found = data.get(key, [])
     if not (isinstance(found, list) and all(isinstance(entry, dict) for entry in found)):
-        raise ConfigError(f"{key!r} in {path} is no list of tables.", f"Write [[{key}]], twice the bracket.")
+        raise ConfigError(
+            f"{key!r} in {path} is not a list of tables.", f"Write [[{key}]], with double brackets."
+        )
     return found
 
 
@@ -77,8 +143,8 @@ def _traffic(entry: dict[str, Any], path: Path) -> TrafficClass:
     except ValidationError as error:
         raise _explain(error, path) from None
     if "name" not in read:
-        raise ConfigError(f"A [[traffic]] table in {path} has no name.", "Give it one: the reports use it.")
-    values: dict[str, Any] = {**read, "slo": promise(read.get("slo", ""))}
+        raise ConfigError(f"A [[traffic]] table in {path} has no name.", "Give it one for the reports.")
+    values: dict[str, Any] = {**read, "slo": parse_slo(read.get("slo", ""))}
     if "tenants" in read:
         values["tenants"] = tuple(read["tenants"])
     return TrafficClass(**values)
@@ -90,8 +156,8 @@ def _explain(error: ValidationError, path: Path) -> ConfigError:
     if problem["type"] == "extra_forbidden":
         keys = [entry.name for entry in fields(TrafficClass)]
         near = get_close_matches(key, keys, n=1)
-        mend = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
-        return ConfigError(f"[[traffic]] in {path} has no {key!r}.", mend)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
+        return ConfigError(f"[[traffic]] in {path} has no {key!r}.", hint)
     return ConfigError(
         f"{key} of [[traffic]] in {path}: {problem['msg']} (it is {problem['input']!r}).", "Correct it."
     )

@@ -1,7 +1,7 @@
-"""Which requests of a run were late, and by how much?
+"""SLO violations of a simulated run: which requests missed ttft, tpot or e2e, and by how many seconds.
 
-Every promise of every request at once, as columns: what was promised, what was seen, and the seconds between.
-A tpot is missed by its excess over all tokens of the answer, so that it can be compared with a late start.
+A tpot violation is the excess per token times the tokens of the output, so that it compares with a late first
+token.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from headway.types import Bools, Floats, Ints
 
 PROMISES = ("ttft", "tpot", "e2e")
 _NEAR = 3  # request ids that are suggested
-_SPELLED = 2000  # ids that a misspelt one is compared to
+_SPELLED = 2000  # ids that a misspelt one is compared with
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """One promise of one request: seconds promised and seen (inf = never came); late: seconds missed by."""
+class SloResult:
+    """One SLO metric of one request, in seconds.
+
+    promise: ttft, tpot or e2e
+    promised: limit
+    seen: measured value, inf when it never came
+    late: seconds by which it missed the limit
+    """
 
     promise: str
     promised: float
@@ -37,7 +43,7 @@ class Kept:
 
 
 def seen(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
-    """Return per promise the seconds each request had, inf for what never came; tpot 0 for one token."""
+    """Return each metric of each request in seconds; inf for what never came, tpot 0 for one token."""
     rest = np.maximum(workload.output - 1, 1)
     tpot = np.where(workload.output > 1, (outcome.end - outcome.first) / rest, 0.0)
     columns = {"ttft": outcome.first - workload.arrival, "tpot": tpot, "e2e": outcome.end - workload.arrival}
@@ -46,7 +52,7 @@ def seen(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
 
 
 def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
-    """Return per promise the seconds by which each request missed it, 0 where it is kept or not made."""
+    """Return the seconds by which each request missed each metric, 0 when it met it or has no limit."""
     times = {"ttft": 1, "tpot": np.maximum(workload.output - 1, 1), "e2e": 1}
     found = {}
     for name, column in seen(workload, outcome).items():
@@ -57,16 +63,16 @@ def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
 
 
 def promised(workload: Workload) -> Bools:
-    """Tell which requests were promised anything."""
+    """Tell which requests have an SLO."""
     columns = [np.isfinite(getattr(workload, name)) for name in PROMISES]
     return np.asarray(np.any(columns, axis=0))
 
 
-def of(run: Run, request: int) -> list[Kept]:
-    """Return the promises made to one request and what became of them, the worst missed first."""
+def of(run: Run, request: int) -> list[SloResult]:
+    """Return the SLO metrics of one request, the largest violation first."""
     columns, excess = seen(run.workload, run.outcome), late(run.workload, run.outcome)
     kept = [
-        Kept(name, limit, float(columns[name][request]), float(excess[name][request]))
+        SloResult(name, limit, float(columns[name][request]), float(excess[name][request]))
         for name in PROMISES
         for limit in [float(getattr(run.workload, name)[request])]
         if np.isfinite(limit)
@@ -75,14 +81,14 @@ def of(run: Run, request: int) -> list[Kept]:
 
 
 def worst(run: Run, count: int) -> Ints:
-    """Return the requests that missed a promise by most seconds, at most `count`; the kept are left out."""
+    """Return up to `count` requests that missed their SLO, the largest violation first."""
     most = np.max(list(late(run.workload, run.outcome).values()), axis=0)
     order = np.argsort(-most, kind="stable")
     return np.asarray(order[most[order] > 0][:count], np.int64)
 
 
 def find(run: Run, request: str) -> int:
-    """Return the row of "r17" or "17". ConfigError for an unknown one, naming ids near it."""
+    """Return the row of "r17" or "17". ConfigError for an unknown id, with similar ones."""
     text, size = request.strip(), len(run.workload)
     digits = text.removeprefix("r")
     if digits.isdecimal() and int(digits) < size:
@@ -91,12 +97,12 @@ def find(run: Run, request: str) -> int:
         raise ConfigError(f"There is no request {request!r}: the run has none.", "Explain another run.")
     raise ConfigError(
         f"There is no request {request!r}: the run has r0 to r{size - 1}.",
-        f"Did you mean {', '.join(_near(text, digits, size))}? --worst 10 lists those that were most late.",
+        f"Did you mean {', '.join(_near(text, digits, size))}? --worst 10 lists the latest.",
     )
 
 
 def _near(text: str, digits: str, size: int) -> list[str]:
-    """Return ids like a wrong one: of a number too large its beginning, else by spelling; and the last."""
+    """Return valid ids near an unknown one: a prefix of a number that is too large, else by spelling."""
     if digits.isdecimal():
         fits = [f"r{int(digits[:end])}" for end in range(len(digits), 0, -1) if int(digits[:end]) < size]
         return list(dict.fromkeys([*fits[:1], f"r{size - 1}"]))

@@ -1,8 +1,8 @@
-"""How fast is the simulator, and how long does a packer think?
+"""Speed of the simulator, and the cost of a packer's decision beside vLLM's `schedule()`.
 
-Simulated: one hour of ShareGPT-like chat on OPT-13B on an A100, on one core, in steps of load up to several
-times what the engine can do. Beside vLLM: a decision at 256 running and 1,000 waiting against stock's
-`schedule()`, in turns within one run.
+Simulator: one hour of ShareGPT-like chat on OPT-13B / A100, on one core, at rates up to several times the
+engine's capacity. Decision: 256 running and 1,000 waiting requests against stock `schedule()`, alternating
+within one run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from headway.bench.load.metrics import Row
-from headway.bench.output.plots import png
-from headway.bench.output.results import deliver
-from headway.bench.simulate.whatif import Fleet
+from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.bench.simulate.experiment import Fleet
 from headway.core.engine_spec import EngineSpec
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
@@ -27,16 +24,21 @@ from headway.sim.run import Simulation
 from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Jobs, Slo
 
-PACE = "opt-13b-a100"
+PROFILE = "opt-13b-a100"
 RECIPES = ("vllm", "priority", "edf", "slack")
 RATES = (2.0, 4.0, 7.0, 14.0, 28.0)
 RUNNING, WAITING = 256, 1000
-_PROMISE = Slo(ttft=0.4, tpot=0.2)
+_SLO = Slo(ttft=0.4, tpot=0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One simulation: wall seconds for `simulated` seconds, of which `traced` had arrivals."""
+    """One simulation.
+
+    wall: seconds of wall time
+    simulated: seconds of virtual time
+    traced: those of the virtual seconds that have arrivals
+    """
 
     recipe: str
     rate: float
@@ -48,26 +50,27 @@ class Point:
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure and print; `quick` simulates 10 minutes instead of an hour, and only the highest load."""
+    """Measure and print; `quick` simulates 10 minutes instead of an hour, at the highest rate only."""
     began = time.perf_counter()
     duration, rates = (600.0, RATES[-1:]) if quick else (3600.0, RATES)
     points = simulate(rates, duration, seed, bar=not as_json)
     ratios = decisions(200 if quick else 1000, seed)
     workload = (
-        f"SIMULATED: {PACE}, batch limit 256, ShareGPT-like lengths, Poisson, {duration:g} s of arrivals; "
-        f"x_realtime = seconds of arrivals / wall "
-        f"seconds, one core. Decision: {RUNNING} running, {WAITING} waiting."
+        f"{SIMULATED}: {PROFILE}, batch limit 256, ShareGPT-like lengths, Poisson, {duration:g} s of "
+        f"arrivals; x_realtime = seconds of arrivals / wall seconds, one core. Decision: {RUNNING} "
+        f"running, {WAITING} waiting."
     )
-    deliver(
-        [*(row for point in points for row in rows_of(point)), *ratios], bench="speed", host="sim",
-        title="How fast is the simulator? (SIMULATED)", seconds=time.perf_counter() - began, seed=seed,
-        workload=workload, as_json=as_json, out=out, pictures={"speed": plot(points)} if out else None,
+    rows = [*(row for point in points for row in rows_of(point)), *ratios]
+    report = Report(
+        "speed", "sim", f"Speed of the simulator ({SIMULATED})", rows, time.perf_counter() - began,
+        About(workload, seed), row_grid(rows),
     )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"speed": plot(points)})
 
 
 def simulate(rates: Sequence[float], duration: float, seed: int, *, bar: bool) -> list[Point]:
     """Run every recipe at every rate, after one short run that compiles."""
-    fleet, points = Fleet(PACE), []
+    fleet, points = Fleet(PROFILE), []
     for recipe in RECIPES:
         _point(recipe, fleet, 1.0, 60.0, seed)
     with Progress(disable=not bar) as progress:
@@ -93,7 +96,7 @@ def rows_of(point: Point) -> list[Row]:
 
 def _point(recipe: str, fleet: Fleet, rate: float, duration: float, seed: int) -> Point:
     workload = chat(rate, duration, seed, fleet.max_model_len)
-    simulation = Simulation(find(recipe), fleet.nodes(workload.models[0]), workload)
+    simulation = Simulation(find(recipe), fleet.instances(workload.models[0]), workload)
     began = time.perf_counter()
     outcome = simulation.run()
     wall = time.perf_counter() - began
@@ -103,21 +106,21 @@ def _point(recipe: str, fleet: Fleet, rate: float, duration: float, seed: int) -
 
 
 def chat(rate: float, duration: float, seed: int, longest: int) -> Workload:
-    """Return ShareGPT-like chat with a promise; requests longer than the model takes are left out."""
+    """Return ShareGPT-like chat with an SLO, without requests longer than `longest` tokens."""
     rng = np.random.default_rng(seed)
-    workload = make((TrafficClass("chat", 1.0, _PROMISE),), poisson(rate, duration, rng), rng)
+    workload = make((TrafficClass("chat", 1.0, _SLO),), poisson(rate, duration, rng), rng)
     return workload.take(np.flatnonzero(workload.prompt + workload.output <= longest))
 
 
-# ---- the packers' own time, beside vLLM
+# ---- the cost of a decision
 
 
 def decisions(steps: int, seed: int) -> list[Row]:
-    """Return packer.us and packer.ratio (to stock's schedule() of as many running); needs vLLM."""
+    """Return packer.us and packer.ratio (to stock `schedule()` with as many running requests); needs vLLM."""
     from headway.bench.live.hook_overhead import steady
 
     stock = steady(RUNNING, "stock", steps, seed)
-    jobs, ledger = crowd(seed)
+    jobs, budget = crowd(seed)
     packers = {name: find(name).packer(EngineSpec(RUNNING, 8192)) for name in RECIPES}
     times: dict[str, Floats] = {name: np.zeros(steps) for name in ("stock", *packers)}
     for step in range(steps):
@@ -127,7 +130,7 @@ def decisions(steps: int, seed: int) -> list[Row]:
         stock.complete(output, 0.02)
         for name, packer in packers.items():
             began = time.perf_counter()
-            packer.pack(jobs, ledger, 20.0)
+            packer.pack(jobs, budget, 20.0)
             times[name][step] = time.perf_counter() - began
     setting = f"{RUNNING} running, {WAITING} waiting"
     middle = {name: float(np.median(seen)) for name, seen in times.items()}
@@ -136,7 +139,7 @@ def decisions(steps: int, seed: int) -> list[Row]:
 
 
 def crowd(seed: int) -> tuple[Jobs, KvBudget]:
-    """Return a table of RUNNING answers in progress and WAITING prompts, half of each with a promise."""
+    """Return a table of RUNNING decoding and WAITING new requests, half of each with an SLO."""
     rng, jobs = np.random.default_rng(seed), Jobs(2048)
     for i in range(RUNNING + WAITING):
         running, output_tokens = i < RUNNING, int(rng.integers(1, 200))
@@ -146,9 +149,9 @@ def crowd(seed: int) -> tuple[Jobs, KvBudget]:
             "output_tokens": output_tokens,
             "first": float(rng.uniform(10, 19)),
         }
-        promise = (1.0, 0.1) if i % 2 else (np.inf, np.inf)
+        ttft, tpot = (1.0, 0.1) if i % 2 else (np.inf, np.inf)
         jobs.add(
-            f"r{i}", arrival=float(rng.uniform(0, 10)), ttft=promise[0], tpot=promise[1], e2e=np.inf,
+            f"r{i}", arrival=float(rng.uniform(0, 10)), ttft=ttft, tpot=tpot, e2e=np.inf,
             prompt=prompt, tokens_left=100.0, serial=i, running=running,
             blocks=-(-(prompt + output_tokens) // 16) if running else 0, **(state if running else {}),
         )  # fmt: skip
@@ -157,9 +160,10 @@ def crowd(seed: int) -> tuple[Jobs, KvBudget]:
 
 
 def plot(points: Sequence[Point]) -> bytes:
-    """Return a PNG: how the speed depends on the load."""
-    figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    """Return a PNG of the speed against the rate."""
+    from headway.bench.output.plots import png, sheet
+
+    figure, (axes,) = sheet(1, 1, 7, 3.6)
     for recipe in RECIPES:
         mine = [point for point in points if point.recipe == recipe]
         axes.plot([p.rate for p in mine], [p.traced / p.wall for p in mine], marker="o", label=recipe)
@@ -168,6 +172,6 @@ def plot(points: Sequence[Point]) -> bytes:
     rates = sorted({point.rate for point in points})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.minorticks_off()
-    axes.set_title("SIMULATED: one hour of ShareGPT-like chat, OPT-13B on an A100, one core", fontsize=9)
+    axes.set_title("ShareGPT-like chat, OPT-13B on an A100, one core", fontsize=9)
     axes.legend(fontsize=8)
-    return png(figure)
+    return png(figure, SIMULATED)

@@ -1,8 +1,7 @@
-"""Where does each recipe stop being on time?
+"""A sweep: the same traffic at several rates, with several seeds, under several recipes, on all cores.
 
-The same traffic at many rates, with many seeds, under many recipes: each combination is a cell, and all cores
-simulate. A finished cell is one small file under a name made of everything its figures depend on, so that a
-sweep that was stopped goes on, and one that was changed computes anew what changed and nothing else.
+Each combination is a cell. A computed cell is one small file, named by a hash of everything its figures
+depend on; so a stopped sweep continues, and a changed one computes only the cells that changed.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from typing import Any
 
 import headway
 from headway.bench.load import metrics
-from headway.bench.load.mix import promise
-from headway.bench.simulate.whatif import Fleet, chat_batch, simulate
+from headway.bench.load.mix import parse_slo
+from headway.bench.simulate.experiment import Fleet, chat_batch, simulate
 from headway.errors import ConfigError, HeadwayError
 from headway.forecast.latency import profiles
 from headway.recipes.registry import find
 
 _SOURCES = (
     "types.py", "compiled.py", "core", "recipes", "plan", "pack", "memory", "forecast", "sim",
-    "engines/simulated", "bench/simulate/whatif.py", "bench/load/metrics.py", "bench/load/records.py",
+    "engines/simulated", "bench/simulate/experiment.py", "bench/load/metrics.py", "bench/load/records.py",
 )  # fmt: skip
 _DIED = "its process died (out of memory?)"
 
@@ -52,7 +51,7 @@ class Cell:
 
     def setting(self) -> dict[str, Any]:
         """Return everything the figures depend on: the cell, its latency profile's content and the code."""
-        return asdict(self) | {"pace_file": _pace(self.fleet.profile), "code": _code()}
+        return asdict(self) | {"pace_file": _profile(self.fleet.profile), "code": _code()}
 
     @property
     def key(self) -> str:
@@ -66,9 +65,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """recipes x rates (requests per second) x seeds (as many, from `seed` on), and what they share.
+    """All cells of a sweep: recipes x rates x seeds.
 
-    slo: what chat is promised, as `mix.promise` reads it. Raises ConfigError for a sweep that cannot run.
+    rates: arrivals per second
+    seeds: number of seeds, from `seed` on
+    duration: seconds of arrivals
+    slo: SLO of chat, as `mix.parse_slo` reads it
+    Raises ConfigError for a sweep that cannot run.
     """
 
     recipes: tuple[str, ...] = ("vllm", "edf", "slack")
@@ -81,20 +84,20 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.recipes or not self.rates or self.seeds < 1:
-            raise ConfigError("A sweep of nothing tells nothing.", "Give recipes, rates and 1 seed or more.")
+            raise ConfigError("The sweep is empty.", "Give recipes, rates and 1 seed or more.")
         bad = [number for number in (*self.rates, self.duration) if not 0 < number < float("inf")]
         if bad:
-            raise ConfigError(f"{bad[0]} is no rate or duration.", "Rates and durations are above 0.")
+            raise ConfigError(f"{bad[0]} is not a rate or duration.", "Give rates and durations above 0.")
 
     def check(self) -> None:
-        """Refuse, before anything is simulated, recipes, promises and fleets that are wrong for all cells."""
+        """Raise ConfigError, before anything is simulated, for a recipe, SLO or fleet that cannot run."""
         for name in self.recipes:
             find(name)
-        promise(self.slo)
-        self.fleet.nodes("default")
+        parse_slo(self.slo)
+        self.fleet.instances("default")
 
     def cells(self) -> list[Cell]:
-        """Return all cells, those of one rate together, each once."""
+        """Return all cells, each once, those of one rate together."""
         seeds = range(self.seed, self.seed + self.seeds)
         cells = [
             Cell(recipe, rate, seed, self.duration, self.slo, self.fleet)
@@ -104,28 +107,27 @@ class Sweep:
 
     def quick(self) -> Sweep:
         """Return a sweep that ends within a minute on a small machine."""
-        few = (
-            self.rates
-            if len(self.rates) <= 3
-            else (self.rates[0], self.rates[len(self.rates) // 2], self.rates[-1])
-        )
+        rates = self.rates
+        if len(rates) > 3:
+            rates = (rates[0], rates[len(rates) // 2], rates[-1])
         return replace(
-            self, recipes=self.recipes[:4], rates=few, seeds=min(self.seeds, 2),
+            self, recipes=self.recipes[:4], rates=rates, seeds=min(self.seeds, 2),
             duration=min(self.duration, 20.0),
         )  # fmt: skip
 
 
 def read(file: Path, given: Mapping[str, Any], fleet: Mapping[str, Any]) -> Sweep:
-    """Return the sweep of a TOML file: `Sweep`'s names as keys and a [fleet] table with `Fleet`'s.
+    """Return the sweep of a TOML file: keys are the fields of `Sweep`, a [fleet] table has those of `Fleet`.
 
-    given, fleet: what replaces the file's values. Raises ConfigError naming the nearest key.
+    given, fleet: values that replace those of the file
+    Raises ConfigError that names the nearest key.
     """
     try:
         data = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.", "Give a TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not TOML: {error}.", "Mend that place.") from error
+        raise ConfigError(f"{file} is not TOML: {error}.", "Correct that line.") from error
     table = data.pop("fleet", {})
     _known(file, data, Sweep)
     _known(file, table, Fleet)
@@ -133,7 +135,7 @@ def read(file: Path, given: Mapping[str, Any], fleet: Mapping[str, Any]) -> Swee
 
 
 def build(given: Mapping[str, Any], fleet: Mapping[str, Any], where: str = "the sweep") -> Sweep:
-    """Return a sweep with these values, the others as they are by default. ConfigError for a wrong type."""
+    """Return a sweep with these values and defaults for the others. ConfigError for a wrong type."""
     base = Sweep()
     try:
         lists = {name: tuple(given[name]) for name in ("recipes", "rates") if name in given}
@@ -154,14 +156,14 @@ def _known(file: Path, table: Any, kind: type[Sweep] | type[Fleet]) -> None:
             near = get_close_matches(name, types, 1, 0)[0]
             raise ConfigError(f"{file} has an unknown key {name}.", f"Did you mean {near}?")
         if not isinstance(value, _VALUES[str(types[name])]) or isinstance(value, bool):
-            raise ConfigError(f"{file}: {name} is {value!r}.", f"It must be {_SAID[str(types[name])]}.")
+            raise ConfigError(f"{file}: {name} is {value!r}.", f"It must be {_EXPECTED[str(types[name])]}.")
 
 
 _VALUES: dict[str, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "float": (int, float), "int | None": (int,),
     "tuple[str, ...]": (list,), "tuple[float, ...]": (list,), "Fleet": (dict,),
 }  # fmt: skip
-_SAID = {
+_EXPECTED = {
     "str": "text", "int": "a whole number", "float": "a number", "int | None": "a whole number",
     "tuple[str, ...]": "a list of names", "tuple[float, ...]": "a list of numbers", "Fleet": "a table",
 }  # fmt: skip
@@ -172,7 +174,7 @@ _SAID = {
 
 def compute(cell: Cell, folder: Path) -> None:
     """Simulate a cell and write its file, whole or not at all."""
-    workload = chat_batch(cell.rate, cell.duration, cell.seed, promise(cell.slo), cell.fleet.max_model_len)
+    workload = chat_batch(cell.rate, cell.duration, cell.seed, parse_slo(cell.slo), cell.fleet.max_model_len)
     found = simulate([cell.recipe], cell.fleet, workload, bar=False)
     rows = [[row.id, row.setting, row.ours, row.unit] for row in metrics.figures(found.records)]
     speed = found.speeds[cell.recipe]
@@ -183,7 +185,7 @@ def compute(cell: Cell, folder: Path) -> None:
 
 
 def done(cell: Cell, folder: Path) -> dict[str, Any] | None:
-    """Return what a cell's file holds; None when it is not there (or not one: then it is computed anew)."""
+    """Return the content of a cell's file; None when it is missing or unreadable."""
     try:
         data = json.loads((folder / f"{cell.key}.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -196,14 +198,14 @@ def _as_json(setting: dict[str, Any]) -> Any:
 
 
 @cache
-def _pace(name: str) -> str:
-    """Return a digest of what a latency profile says."""
+def _profile(name: str) -> str:
+    """Return a digest of a latency profile's content."""
     return hashlib.sha256(repr(profiles.load(name)).encode()).hexdigest()[:16]
 
 
 @cache
 def _code() -> str:
-    """Return a digest of the code that figures depend on: another simulator gives other cells."""
+    """Return a digest of the code that figures depend on."""
     root, digest = Path(headway.__file__).parent, hashlib.sha256()
     for name in _SOURCES:
         place = root / name
@@ -220,8 +222,8 @@ Ends = Generator[tuple[Cell, str | None], None, None]
 def run(cells: Sequence[Cell], folder: Path, jobs: int) -> Ends:
     """Compute cells on `jobs` processes; yield each as it ends, with its error or None.
 
-    A cell whose process dies takes its pool with it; those that were lost are done again in halves, until the
-    one to blame is alone. When the caller closes it (Ctrl-C), no process is left.
+    A cell whose process dies breaks the pool; the lost cells are computed again in halves until the failing
+    cell is alone. When the caller closes the generator (Ctrl-C), no process is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lost: list[Cell] = []
@@ -240,7 +242,7 @@ def _pool(cells: Sequence[Cell], folder: Path, jobs: int) -> Ends:
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(max(min(jobs, len(cells)), 1), multiprocessing.get_context("spawn"))
     try:
-        with _deaf():  # inherited by the workers, from their first moment on: Ctrl-C is the parent's
+        with _ignored_interrupt():  # inherited by the workers: the parent handles Ctrl-C
             todo: dict[Future[None], Cell] = {pool.submit(compute, cell, folder): cell for cell in cells}
         for future in as_completed(todo):
             yield todo[future], _error(future)
@@ -262,8 +264,8 @@ def _error(future: Future[None]) -> str | None:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment."""
+def _ignored_interrupt() -> Iterator[None]:
+    """Ignore Ctrl-C within the context."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -1,6 +1,6 @@
-"""How do latency and attainment bend as the load grows?
+"""Plots of a sweep: attainment, latency and throughput against the rate.
 
-A curve per recipe through the means over seeds, in a band from the smallest to the largest of them.
+One curve per recipe: the mean over seeds, in a band from the smallest to the largest of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from headway.bench.load.metrics import ALL
 from headway.bench.output.plots import colour, legend, png, sheet
-from headway.bench.output.report import SIMULATED
-from headway.bench.simulate.sweep_report import Curves
+from headway.bench.output.results import SIMULATED
+from headway.bench.simulate.sweep_curves import Curves
 from headway.types import Floats
 
 _LATENCIES = ("ttft.p50", "ttft.p99", "tpot.p99")
@@ -24,7 +24,7 @@ _STEEP = 20.0  # largest over smallest from which an axis is logarithmic
 
 
 def draw(curves: Curves) -> dict[str, bytes]:
-    """Return the pictures as {name: PNG}: attainment, latency and throughput against the rate."""
+    """Return {name: PNG}."""
     pictures: dict[str, Callable[[Curves], Figure]] = {
         "attainment-rate": _attainment, "latency-rate": _latency, "throughput-rate": _throughput,
     }  # fmt: skip
@@ -32,7 +32,7 @@ def draw(curves: Curves) -> dict[str, bytes]:
 
 
 def _attainment(curves: Curves) -> Figure:
-    tiers = [tier for tier in curves.classes if tier == ALL or curves.promised(tier)]
+    tiers = [tier for tier in curves.classes if tier == ALL or curves.has_slo(tier)]
     figure, panels = sheet(1, len(tiers), 1.0 + _WIDE * len(tiers), 3.2)
     for axes, tier in zip(panels, tiers, strict=True):
         _curves(axes, curves, tier, "attainment")
@@ -74,7 +74,7 @@ def _throughput(curves: Curves) -> Figure:
 
 
 def _curves(axes: Axes, curves: Curves, tier: str, figure: str, scale: float = 1.0) -> Floats:
-    """Draw a curve with its band per recipe; return all values that are drawn."""
+    """Draw a curve with its band per recipe; return all drawn values."""
     seen = [np.empty(0)]
     for number, recipe in enumerate(curves.recipes):
         points = sorted(curves.of(recipe, tier, figure).items())
@@ -97,7 +97,7 @@ def _edges(curves: Curves) -> tuple[float, float]:
 
 
 def _seconds(axes: Axes, seen: Floats) -> None:
-    """Scale an axis of seconds: logarithmic for what grows by orders of magnitude."""
+    """Scale an axis of seconds, logarithmically when it spans more than a factor of `_STEEP`."""
     above = seen[seen > 0]
     if above.size and above.max() > _STEEP * above.min():
         axes.set_yscale("log")

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.load.metrics import Row
+from headway.bench.output.results import Row
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.engines.vllm import oracle
+from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle
-from headway.engines.vllm.process.launch import host_pool, two_ended_pool
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.two_ended.block_table import TwoEndedTable
@@ -40,12 +40,12 @@ PAIRS = (
     ("bros", POOL),
     ("bros-plain-blocks", POOL),
 )
-_PROMISES = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
+_SLOS = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 _LONGEST = 1024  # tokens of one request, prompt and answer
 _NOISE = 0.5  # of predicted lengths, log-normal
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 _TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
-_STANDSTILL = 200  # steps in a row in which nobody runs although somebody waits
+_STANDSTILL = 200  # steps in a row in which no request runs although some wait
 _COPY = 1e-5  # seconds to move a token's KV to the host
 _URGENCIES = (-math.inf, -1.0, 0.0, 0.5, 2.0, math.inf)
 _RANKED = 0.5  # share of drawn workloads whose requests come with an urgency, which then changes now and then
@@ -114,7 +114,7 @@ def draw(rng: np.random.Generator) -> Case:
     tasks = tuple(
         Task(
             float(at), int(rng.integers(1, long)), int(rng.integers(1, chatty)),
-            _PROMISES[rng.integers(len(_PROMISES))], int(rng.integers(4)),
+            _SLOS[rng.integers(len(_SLOS))], int(rng.integers(4)),
         )
         for at in arrivals
     )  # fmt: skip
@@ -185,15 +185,12 @@ class Both:
     """vLLM's scheduler and the simulated engine, given the same work at the same instants."""
 
     def __init__(self, case: Case, recipe: str, host: str) -> None:
-        self.case, self.latency, self.idle = (
-            case,
-            OnlineLatency(),
-            0,
-        )  # idle: steps in a row in which nobody ran
+        self.case, self.latency = case, OnlineLatency()
+        self.idle = 0  # steps in a row in which no request ran
         self.budget = max(case.budget, case.max_running)
         self.slots = case.max_running if host == STOCK else 2 * case.max_running
-        # Stock serves those inside in the order in which they came in, whatever their priority.
-        # What comes back from the host comes in first inside vLLM: the order within an iteration is its own.
+        # Stock vLLM serves running requests in the order of admission, whatever their priority, and admits
+        # restored requests first: the order within an iteration is its own.
         self.ordered = host == HOOK or (host, recipe) == (STOCK, "vllm")
         if host == POOL:
             self.real, self.lean = _pooled(case, self.budget, self.slots, recipe, self.latency)
@@ -213,7 +210,7 @@ class Both:
         rng, difference = np.random.default_rng(self.case.seed), None
         while self.todo or self.real.busy:
             if self.idle > _STANDSTILL:
-                yield f"at {self.real.now:.3f}: nobody runs, and only {len(self.real.finished)} have ended"
+                yield f"at {self.real.now:.3f}: nothing runs, and only {len(self.real.finished)} have ended"
                 return
             self._arrive()
             self._rerank()
@@ -284,7 +281,7 @@ class Both:
             "has free": (scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.lean.free),
         }
         if isinstance(self.lean, TwoEndedEngine):
-            pairs["shares and saves"] = (_account(scheduler.holding.book), _account(self.lean.book))
+            pairs["shares and saves"] = (_account(scheduler.kv_policy.kv), _account(self.lean.kv))
         for what, (theirs, mine) in pairs.items():
             if theirs != mine:
                 return f"at {self.real.now:.3f}: vLLM {what} {theirs}, we {mine}"
@@ -294,16 +291,19 @@ class Both:
 def _lost(scheduler: Any, id: str) -> int:
     """Return how often a request's KV was taken; of two-ended blocks vLLM does not see what is saved."""
     jobs = getattr(scheduler, "jobs", None)
-    if jobs is None or not scheduler.holding.state().get("two_ended"):
+    if jobs is None or not scheduler.kv_policy.state().get("two_ended"):
         return int(scheduler.requests[id].num_preemptions)
     return int(jobs.evictions[jobs.row_of[id]])
 
 
-def _account(book: TwoEndedTable) -> tuple[int, ...]:
-    """Return what a book adds up to: tokens on the host, dropped and here, blocks shared, and the copies."""
-    orders = book.ops[: book.state[0]["num_ops"]].sum(axis=0)
-    totals = (int(book.state[0][name]) for name in ("host_tokens", "dropped_tokens", "shared_blocks"))
-    return *totals, int(book.num_tokens.sum()), *orders[[0, 2, 3]].tolist()
+def _account(kv: TwoEndedTable) -> tuple[int, ...]:
+    """Return the sums of a table of slots: tokens on the host, dropped and stored, blocks shared, copies."""
+    orders = kv.ops[: kv.state[0]["num_ops"]].sum(axis=0)
+    return (
+        *(int(kv.state[0][name]) for name in ("host_tokens", "dropped_tokens", "shared_blocks")),
+        int(kv.num_tokens.sum()),
+        *orders[[0, 2, 3]].tolist(),
+    )
 
 
 def _pooled(

@@ -1,8 +1,8 @@
-"""How far apart are the real run and the simulated one? Rows, a table, and the distributions as pictures.
+"""The report of `headway bench truth`: each figure in the real run and in the simulation, and the error.
 
-Latencies count from the planned arrival, as everywhere; the error of a figure is |simulated / real - 1| in
-per cent. Attainment is the share of the requests with a promise that kept it, and its error is the difference
-in percentage points: a ratio of shares near 0 would say nothing.
+Latencies count from the planned arrival. The error of a figure is |simulated / real - 1| in percent.
+Attainment is the share of the requests with an SLO that met it; its error is the difference in percentage
+points, because a ratio of shares near 0 says little.
 """
 
 from __future__ import annotations
@@ -13,28 +13,24 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.table import Table
 
 from headway.bench.load import metrics
-from headway.bench.load.metrics import Row
 from headway.bench.load.records import Record
-from headway.bench.output.page import About, Page, contract, save
-from headway.bench.output.plots import png
-from headway.bench.output.results import tabulate
+from headway.bench.output.plots import colour, line_legend, png, sheet
+from headway.bench.output.results import SIMULATED, About, Grid, Pictures, Report, Row
 from headway.bench.validate import conformance
 from headway.bench.validate.conformance import Tally
-from headway.bench.validate.validate import Pair, Run
+from headway.bench.validate.replay import Run
+from headway.bench.validate.twin import Pair
 
-GOALS = {"below": 5.0, "above": 10.0}  # per cent
+GOALS = {"below": 5.0, "above": 10.0}  # error in percent
 _METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
 _HEADER = ("figure", "system", "setting", "real", "simulated", "error", "unit")
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure of a replay in both worlds; None = cannot be computed. unit: of the two values."""
+    """One figure of a replay, real and simulated; None = cannot be computed."""
 
     id: str
     system: str
@@ -85,14 +81,14 @@ def _unit(id: str) -> str:
 
 @dataclass(slots=True)
 class Findings:
-    """All that `bench truth` found."""
+    """The result of `bench truth`."""
 
     pairs: list[Pair]
     runs: list[Run]
     conformance: dict[tuple[str, str], Tally]
 
     def rows(self) -> list[Row]:
-        """Return the rows: errors, both values, how wrong the pace itself was, and the conformance."""
+        """Return errors, both values, the error of the latency profile itself, and the conformance."""
         rows = [row for pair in self.pairs for one in compared(pair) for row in _rows(one)]
         rows += [
             Row("pace.bias_pct", p.replay.system, p.replay.setting, 100 * p.bias, "%") for p in self.pairs
@@ -102,27 +98,27 @@ class Findings:
         return rows + conformance.rows(self.conformance)
 
     def notes(self) -> list[str]:
-        """Return what a reader must know beside the figures."""
+        """Return what a reader of the figures must know."""
         lines = [
-            "attainment: of requests with a promise; its error is in percentage points.",
-            "pace.spread_pct: how far the passes of the profile differ: the machine's own drift.",
-            "pace.bias_pct: the latency profile's forecast of the replay's own iterations against what they took.",
+            "attainment: of requests with an SLO; its error is in percentage points.",
+            "pace.spread_pct: difference between the passes of the profile: the machine's own drift.",
+            "pace.bias_pct: the profile's forecast of the replay's own iterations against their durations.",
         ]
         for pair in self.pairs:
             lost = len(pair.replay.records) - len(pair.real)
             if lost:
                 lines.append(
                     f"{pair.replay.system}, {pair.replay.setting}: {lost} requests did not complete in the "
-                    "real run and are in neither."
+                    "real run and are left out of both."
                 )
         lines += [
-            f"{pair.replay.system}, {pair.replay.setting}: in {pair.disturbed:.0f} s of the real run another "
-            "program had the machine; the simulator cannot know that."
+            f"{pair.replay.system}, {pair.replay.setting}: for {pair.disturbed:.0f} s of the real run "
+            "another program used the machine; the simulator does not model that."
             for pair in self.pairs
             if pair.disturbed >= 1
         ]
         lines += [
-            f"{run.system}: {run.fits.disturbed} samples of the profile left out: the machine was disturbed."
+            f"{run.system}: {run.fits.disturbed} samples left out: another program used the machine."
             for run in self.runs
             if run.fits.disturbed
         ]
@@ -157,18 +153,18 @@ def _overheads(run: Run) -> list[Row]:
     ]
 
 
-# ---- how people read it
+# ---- the report
 
 
-def table(found: Findings, about: About) -> Table:
-    """Return a rich table: real, simulated and error side by side, then the conformance."""
-    caption = "\n".join([about.workload, *found.notes()])
-    title = "How far can the simulator be trusted? (real against SIMULATED)"
-    numbers = ("real", "simulated", "error")
-    return tabulate(title, _HEADER, _sections(found), caption=caption, numbers=numbers)
+def build(found: Findings, seconds: float, about: About) -> Report:
+    """Return the report: real, simulated and error side by side, then the conformance."""
+    return Report(
+        "truth", "vllm", f"Real vLLM against the simulator ({SIMULATED})", found.rows(), seconds, about,
+        Grid(_HEADER, list(_groups(found)), ("real", "simulated", "error")), notes=found.notes(),
+    )  # fmt: skip
 
 
-def _sections(found: Findings) -> Iterator[list[list[str]]]:
+def _groups(found: Findings) -> Iterator[list[list[str]]]:
     for pair in found.pairs:
         lines = [_line(one) for one in compared(pair)]
         system, setting = pair.replay.system, pair.replay.setting
@@ -195,41 +191,38 @@ def _show(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
 
 
-def to_json(found: Findings, seconds: float) -> dict[str, object]:
-    """Return the figures by the JSON contract (`page.contract`)."""
-    return contract(found.rows(), bench="truth", host="vllm", seconds=seconds)
-
-
-def write(folder: Path, found: Findings, seconds: float, about: About) -> list[Path]:
-    """Write report.json, a picture per replay, latency profiles and report.html into a folder."""
-    pictures = {f"{p.replay.system.replace(':', '-')}-{p.replay.setting}": draw(p) for p in found.pairs}
-    lines = [line for section in _sections(found) for line in section]
-    page = Page("Real vLLM against the simulator", _HEADER, lines, pictures, found.notes())
-    files = save(folder, to_json(found, seconds), page, about)
-    for run in found.runs:
-        file = folder / f"pace-{run.system.replace(':', '-')}.json"
+def save_profiles(found: Findings, folder: Path) -> list[Path]:
+    """Write the latency profile of each run as pace-SYSTEM.json; return the paths."""
+    files = [folder / f"pace-{_file_name(run.system)}.json" for run in found.runs]
+    for run, file in zip(found.runs, files, strict=True):
         run.profile.save(file)
-        files.append(file)
     return files
 
 
+def pictures(found: Findings) -> Pictures:
+    """Return {SYSTEM-SETTING: PNG}."""
+    return {f"{_file_name(p.replay.system)}-{p.replay.setting}": draw(p) for p in found.pairs}
+
+
+def _file_name(system: str) -> str:
+    return system.replace(":", "-")
+
+
 def draw(pair: Pair) -> bytes:
-    """Return a PNG of three distributions by class, ttft, tpot and e2e: real, and SIMULATED dashed."""
-    figure = Figure(figsize=(11, 3.6), dpi=120, layout="constrained")
-    for axes, (name, metric) in zip(figure.subplots(1, 3), _METRICS.items(), strict=True):
+    """Return a PNG of the distributions of ttft, tpot and e2e by class: real solid, simulated dashed."""
+    figure, panels = sheet(1, len(_METRICS), 11, 3.6)
+    for axes, (name, metric) in zip(panels, _METRICS.items(), strict=True):
         _cdfs(axes, pair, metric)
         axes.set(title=name, xlabel="ms", ylabel="requests, %", ylim=(0, 102))
     replay = pair.replay
     figure.suptitle(f"{replay.system}, {replay.setting} saturation ({replay.rate:.2f} req/s)", fontsize=10)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    line_legend(figure, 4)
     return png(figure)
 
 
 def _cdfs(axes: Axes, pair: Pair, metric: str) -> None:
-    for colour, tier in zip(_COLOURS, metrics.tiers(pair.real), strict=False):
-        for records, label, dash in ((pair.real, "real", "-"), (pair.simulated, "SIMULATED", "--")):
+    for number, tier in enumerate(metrics.tiers(pair.real)):
+        for records, label, dash in ((pair.real, "real", "-"), (pair.simulated, SIMULATED, "--")):
             seen = np.sort(metrics.values([r for r in records if r.tier == tier], metric)) * 1000
             shares = np.arange(1, seen.size + 1) / max(seen.size, 1) * 100
-            axes.step(seen, shares, dash, where="post", color=colour, label=f"{tier}, {label}")
-    axes.spines[["top", "right"]].set_visible(False)
+            axes.step(seen, shares, dash, where="post", color=colour(number), label=f"{tier}, {label}")

@@ -1,8 +1,8 @@
-"""What would an engine do with this, and when? vLLM's scheduling on numpy columns, without vLLM.
+"""The simulated engine: vLLM's scheduling on numpy columns, without vLLM.
 
-The simulated host of a packer: it applies a `Step` as `engines/vllm/plugin/hook.py` and stock `schedule()` together
-apply it, on the same `Jobs` table, with a block account of its own. `tests/engine/test_licence.py` requires
-identical steps from vLLM's own scheduler; time comes from a pace, which is where simulation begins.
+It applies a packer's `Step` as `engines/vllm/plugin/hook.py` and vLLM's `schedule()` apply it together, on
+the same `Jobs` table, and accounts KV blocks itself. `tests/engine/test_licence.py` requires identical steps
+from vLLM's own scheduler. The seconds of an iteration come from a latency model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.engines.simulated import kernels
-from headway.engines.simulated.kernels import FREE, Limits
+from headway.engines.simulated.kernels import Limits
 from headway.forecast.latency.online import batch_of
 from headway.memory import reservations
 from headway.memory.budget import KvBudget
@@ -21,16 +21,20 @@ from headway.pack.kernels import NO_CAP
 from headway.ports import Packer
 from headway.types import Batch, Floats, Ints, Jobs, Slo
 
-_NOBODY = np.empty(0, np.int64)
+_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One iteration: rows that computed and their tokens (aligned), rows paused, rows that lost their KV.
+    """One iteration.
 
-    preempted: how many of these memory took (stock's rule), not the packer. admitted: rows that came in.
-    copied: tokens of KV that move between device and host for this iteration, both ways together. saved:
-    rows whose KV went there.
+    rows, tokens: rows that computed and their tokens, aligned.
+    paused: rows that hold a slot and did not compute.
+    evicted: rows that lost their KV.
+    preempted: how many of these lost it because blocks ran out (vLLM's rule), not by the packer.
+    admitted: number of rows admitted.
+    copied: tokens of KV copied between device and host for this iteration, both directions together.
+    saved: rows whose KV was copied to the host.
     """
 
     start: float
@@ -41,12 +45,16 @@ class Ran:
     preempted: int
     admitted: int
     copied: int = 0
-    saved: Ints = field(default_factory=lambda: _NOBODY)
+    saved: Ints = field(default_factory=lambda: _NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What an iteration finished: ids, instants of their first tokens, times they lost their KV."""
+    """The requests that an iteration finished.
+
+    first: instants of their first tokens.
+    evictions: how often each lost its KV.
+    """
 
     ids: list[str]
     first: Floats
@@ -66,19 +74,19 @@ class SimulatedEngine:
     ) -> None:  # fmt: skip
         self.packer, self.blocks, self.size, self.copy_seconds = packer, blocks, size, copy_seconds
         self.limits = Limits(size, slots, budget, max_model_len)
-        self.balance: Ints = np.array([blocks, 0])
+        self.usage = kernels.usage_of(blocks)
         self.jobs = Jobs(256)
         self.target: Ints = np.zeros(256, np.int64)
         self._serial = 0
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
-        return int(self.balance[FREE])
+        """Free KV blocks."""
+        return int(self.usage["free_blocks"])
 
     @property
     def ledger(self) -> KvBudget:
-        """The account that the packer reads."""
+        """The KV budget that the packer reads."""
         return KvBudget(self.blocks, self.free, self.size, self.limits.slots)
 
     def add(
@@ -90,11 +98,11 @@ class SimulatedEngine:
         tokens_left: expected output tokens, None = the true number. urgency: `Jobs.urgency`.
         """
         self._serial += 1
-        promise = slo or Slo()
+        targets = slo or Slo()
         row = self.jobs.add(
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
             tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency,
-            ttft=_or_never(promise.ttft), tpot=_or_never(promise.tpot), e2e=_or_never(promise.e2e),
+            ttft=_or_never(targets.ttft), tpot=_or_never(targets.tpot), e2e=_or_never(targets.e2e),
         )  # fmt: skip
         if row >= self.target.size:
             self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])
@@ -113,11 +121,11 @@ class SimulatedEngine:
         return len(self.jobs) > 0
 
     def schedule(self, now: float) -> Ran:
-        """Decide and account one iteration that begins now."""
+        """Decide on one iteration that begins now, and account its KV."""
         jobs, limits = self.jobs, self.limits
         step = self.packer.pack(jobs, self.ledger, now)
-        kernels.evict(jobs.data, self.balance, step.evict)
-        copied = kernels.save(jobs.data, self.balance, step.save)
+        kernels.evict(jobs.data, self.usage, step.evict)
+        copied = kernels.save(jobs.data, self.usage, step.save)
         if step.lend is not None:
             reservations.begin_loans(
                 jobs.data, step.lend.borrower, step.lend.lender, step.lend.start, step.lend.blocks
@@ -127,37 +135,35 @@ class SimulatedEngine:
         budget = limits.budget if step.token_budget is None else step.token_budget
         paused = self._paused(step.order)
         reserve = np.zeros(step.order.size, np.int64) if step.reserve is None else step.reserve
-        ran = kernels.run_reserved(
-            jobs.data, self.balance, limits, step.order, caps, reserve, running, budget
-        )
-        assert step.lend is None or jobs.running[step.lend.borrower].all(), "a guest did not come in"
+        ran = kernels.run_reserved(jobs.data, self.usage, limits, step.order, caps, reserve, running, budget)
+        assert step.lend is None or jobs.running[step.lend.borrower].all(), "a borrower was not admitted"
         lost = np.concatenate([step.evict, ran.lost])
         moved = copied + ran.copied
         return Ran(now, ran.rows, ran.tokens, paused, lost, ran.lost.size, ran.admitted, moved, step.save)
 
     def complete(self, ran: Ran, now: float) -> Done:
-        """Let the iteration end now: tokens come out. Returns what is finished by it."""
+        """End the iteration: output its tokens. Returns the requests that it finished."""
         jobs = self.jobs
-        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
+        rows = kernels.complete(jobs.data, self.usage, self.target, ran.rows, ran.tokens, now)
         done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
         for name in done.ids:
             jobs.remove(name)
         return done
 
     def batch(self, ran: Ran) -> Batch:
-        """Return the shape of an iteration that was scheduled and is not complete."""
+        """Return the shape of a scheduled iteration that is not complete."""
         return batch_of(self.jobs, ran.rows, ran.tokens)
 
     def seconds(self, ran: Ran, execution: float) -> float:
-        """Return the seconds of an iteration that computes for `execution` seconds: copies come first."""
+        """Return the seconds of an iteration that computes for `execution` seconds, after its copies."""
         return execution + (ran.copied * self.copy_seconds if ran.copied else 0.0)
 
     def _paused(self, order: Ints) -> Ints:
         """Return the rows that hold a slot and are not in `order`."""
-        holding = self.jobs.running & self.jobs.live
-        holding[order] = False
-        return np.flatnonzero(holding)
+        paused = self.jobs.running & self.jobs.live
+        paused[order] = False
+        return np.flatnonzero(paused)
 
 
-def _or_never(promise: float | None) -> float:
-    return float("inf") if promise is None else promise
+def _or_never(target: float | None) -> float:
+    return float("inf") if target is None else target

@@ -1,9 +1,9 @@
-"""What would an engine do whose blocks have two ends, and whose host has room for KV?
+"""Simulated engines with a host pool for KV, with plain or two-ended blocks (BROS 5).
 
-`TwoEndedEngine` accounts every slot in a `memory.two_ended.block_table.TwoEndedTable`: a paused best-effort request keeps its KV until a
-real-time one grows into it, and what is overwritten is copied to a bounded host pool and back (BROS 5).
-`HostPoolEngine` is the same engine with plain blocks: whole requests go to the host. Both overlap copies with the
-computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
+`HostPoolEngine` has plain blocks and swaps whole requests to the host. `TwoEndedEngine` accounts every KV
+slot in a `memory.two_ended.block_table.TwoEndedTable`: a paused best-effort request keeps its KV until a
+real-time request grows into it, and only what is overwritten is copied to the host and back. Both overlap
+copies with the computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from headway.compiled import compiled
 from headway.engines.simulated import kernels
 from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
-from headway.engines.simulated.kernels import HOLDING, Limits, Rows
+from headway.engines.simulated.kernels import Limits, Rows, Usage
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation, checkpoint
 from headway.memory.two_ended import block_table as slots_of
@@ -32,8 +32,9 @@ from headway.types import Ints, Jobs, Slo, Step
 
 
 class HostPoolEngine(SimulatedEngine):
-    """A simulated engine with plain blocks and a host pool of `host` tokens; the packer says who is saved.
+    """A simulated engine with plain blocks and a host pool, to which the packer saves requests (`Step.save`).
 
+    host: tokens that the pool holds.
     overlap: copies run beside the computation instead of before it.
     """
 
@@ -48,7 +49,7 @@ class HostPoolEngine(SimulatedEngine):
         self.host, self.overlap = host, overlap
 
     def schedule(self, now: float) -> Ran:
-        """Decide and account one iteration; who does not fit on the host is computed again instead."""
+        """Decide on one iteration and account its KV; rows that do not fit on the host are evicted."""
         packer = self.packer
         self.packer = _Bounded(packer, self)
         try:
@@ -56,10 +57,10 @@ class HostPoolEngine(SimulatedEngine):
         finally:
             self.packer = packer
 
-    def room(self, rows: Ints) -> int:
+    def fitting(self, rows: Ints) -> int:
         """Return how many of `rows`, from the first on, still fit on the host."""
-        there = int(self.jobs.saved[self.jobs.live].sum())
-        return int(np.searchsorted(there + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
+        saved = int(self.jobs.saved[self.jobs.live].sum())
+        return int(np.searchsorted(saved + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
 
     def seconds(self, ran: Ran, execution: float) -> float:
         """Return the seconds of an iteration that computes for `execution` seconds."""
@@ -76,7 +77,7 @@ class _Bounded(Packer):
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         step = self.packer.pack(jobs, ledger, now)
-        fits = self.engine.room(step.save)
+        fits = self.engine.fitting(step.save)
         if fits == step.save.size:
             return step
         lost = np.concatenate([step.evict, step.save[fits:]])
@@ -86,9 +87,12 @@ class _Bounded(Packer):
 class TwoEndedEngine(HostPoolEngine):
     """A simulated engine with two-ended blocks.
 
-    `Jobs.saved` counts a row's tokens on the host: its swap cost. A row whose KV is partly there still runs
-    or pauses; one that is there as a whole waits. dropped: tokens that the last iteration dropped.
-    decode_only: as inside vLLM (`engines/vllm/plugin/two_ended.py`), the right end of a shared block only decodes.
+    `Jobs.saved` counts a row's tokens on the host: its swap cost. A row with part of its KV there runs or
+    pauses; a row with all of it there waits.
+
+    kv: the table of slots.
+    dropped: tokens whose KV the last iteration dropped, in want of slots.
+    decode_only: the right end of a shared block only decodes, as in vLLM (`vllm/plugin/two_ended.py`).
     """
 
     def __init__(
@@ -100,17 +104,17 @@ class TwoEndedEngine(HostPoolEngine):
             host=host, copy_seconds=copy_seconds, overlap=overlap,
         )  # fmt: skip
         rows = self.target.size
-        self.book = slots_of.new(blocks, size, max_model_len, host, rows, decode_only=decode_only)
+        self.kv = slots_of.new(blocks, size, max_model_len, host, rows, decode_only=decode_only)
         self.dropped = 0
 
     @property
     def free(self) -> int:
-        return int(self.book.state[0]["num_empty"])
+        return int(self.kv.state[0]["num_empty"])
 
     @property
     def ledger(self) -> TwoEndedBudget:
         rows = np.arange(self.target.size)
-        moves = checkpoint.blocks_to_restore(self.book, rows)
+        moves = checkpoint.blocks_to_restore(self.kv, rows)
         return TwoEndedBudget(self.blocks, self.free, self.size, self.limits.slots, moves)
 
     def add(
@@ -121,103 +125,101 @@ class TwoEndedEngine(HostPoolEngine):
             id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
             urgency=urgency,
         )  # fmt: skip
-        if self.target.size > self.book.kind.size:
-            self.book = slots_of.resized(self.book, self.target.size)
+        if self.target.size > self.kv.kind.size:
+            self.kv = slots_of.resized(self.kv, self.target.size)
         promised = slo is not None and slo.objective != "best_effort"
-        allocation.add_row(self.book, row, REAL_TIME if promised else BEST_EFFORT)
+        allocation.add_row(self.kv, row, REAL_TIME if promised else BEST_EFFORT)
         return row
 
     def schedule(self, now: float) -> Ran:
-        """Decide and account one iteration that begins now: real-time rows first, then best effort."""
-        jobs, book, dropped = self.jobs, self.book, int(self.book.state[0]["dropped_tokens"])
+        """Decide on one iteration and account its KV: real-time rows first, then best-effort rows."""
+        jobs, kv, dropped = self.jobs, self.kv, int(self.kv.state[0]["dropped_tokens"])
         step = self.packer.pack(jobs, self.ledger, now)
-        rows, tokens, lost, admitted = account(jobs, book, self.balance, self.limits, step)
-        self.dropped = int(book.state[0]["dropped_tokens"]) - dropped
-        evicted, copied = np.concatenate([step.evict, lost]), int(book.state[0]["copied_tokens"])
+        rows, tokens, lost, admitted = account(jobs, kv, self.usage, self.limits, step)
+        self.dropped = int(kv.state[0]["dropped_tokens"]) - dropped
+        evicted, copied = np.concatenate([step.evict, lost]), int(kv.state[0]["copied_tokens"])
         paused = self._paused(rows)
         return Ran(now, rows, tokens, paused, evicted, lost.size, admitted, copied, step.save)
 
     def complete(self, ran: Ran, now: float) -> Done:
-        """Let the iteration end now: tokens come out, and who is finished leaves the book."""
+        """End the iteration: output its tokens. Returns the requests that it finished."""
         jobs = self.jobs
-        rows = kernels.complete(jobs.data, self.balance, self.target, ran.rows, ran.tokens, now)
+        rows = kernels.complete(jobs.data, self.usage, self.target, ran.rows, ran.tokens, now)
         for row in rows:
-            checkpoint.free_row(self.book, row)
-            self.book.kind[row] = 0
+            checkpoint.free_row(self.kv, row)
+            self.kv.kind[row] = 0
         done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
         for name in done.ids:
             jobs.remove(name)
         return done
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the book is whole and the jobs' table agrees with it."""
-        allocation.check_integrity(self.book)
+        """Raise AssertionError unless the table of slots is consistent and agrees with the jobs' table."""
+        allocation.check_integrity(self.kv)
         rows = self.jobs.rows()
-        assert (self.jobs.blocks[rows] == self.book.num_blocks[rows]).all()
-        assert (self.jobs.saved[rows] == self.book.host_tokens[rows]).all()
-        assert self.balance[HOLDING] == np.count_nonzero(self.jobs.running[rows])
+        assert (self.jobs.blocks[rows] == self.kv.num_blocks[rows]).all()
+        assert (self.jobs.saved[rows] == self.kv.host_tokens[rows]).all()
+        assert self.usage["held_slots"] == np.count_nonzero(self.jobs.running[rows])
 
 
 def account(
-    jobs: Jobs, book: TwoEndedTable, balance: Ints, limits: Limits, step: Step
+    jobs: Jobs, kv: TwoEndedTable, usage: Usage, limits: Limits, step: Step
 ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
-    """Account a step on the book, within what the step and the engine allow; returns what `run` does."""
+    """Account a step within its own and the engine's limits; returns what `run` returns."""
     caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
     most = limits.slots if step.max_running is None else step.max_running
     budget = limits.budget if step.token_budget is None else min(step.token_budget, limits.budget)
     within = limits._replace(budget=budget)
-    return run(jobs.data, book, balance, within, step.order, caps, step.evict, step.save, most)
+    return run(jobs.data, kv, usage, within, step.order, caps, step.evict, step.save, most)
 
 
 @compiled
 def run(
-    jobs: Rows, book: TwoEndedTable, balance: Ints, limits: Limits, order: Ints, caps: Ints, evict: Ints, save: Ints,
-    max_running: int,
+    jobs: Rows, kv: TwoEndedTable, usage: Usage, limits: Limits, order: Ints, caps: Ints, evict: Ints,
+    save: Ints, max_running: int,
 ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
-    """Account one iteration on the book. Returns rows and tokens (aligned), who lost all KV, who came: n."""
-    allocation.begin_iteration(book)
+    """Account one iteration. Returns rows and tokens (aligned), rows that lost all KV, rows admitted: n."""
+    allocation.begin_iteration(kv)
     for row in evict:
-        _leave(jobs, book, balance, row)
-    _send_away(jobs, book, balance, save)
-    book.pinned[order] = book.kind[order] == BEST_EFFORT
+        _evict(jobs, kv, usage, row)
+    _save(jobs, kv, usage, save)
+    kv.pinned[order] = kv.kind[order] == BEST_EFFORT
     rows, tokens = np.empty(order.size, np.int64), np.empty(order.size, np.int64)
-    size, admitted, left = 0, 0, limits.budget
-    # Arrays, not the whole book, go into the loop: each one in a call costs its reference count.
+    size, admitted, budget = 0, 0, limits.budget
+    # The loop takes arrays, not the whole table: each array in a call costs its reference count.
     arrays = (
-        book.block_ids, book.num_blocks, book.num_tokens, book.host_tokens, book.kind, book.left_tokens, book.right_tokens, book.saved_tokens,
+        kv.block_ids, kv.num_blocks, kv.num_tokens, kv.host_tokens, kv.kind, kv.left_tokens, kv.right_tokens, kv.saved_tokens,
     )  # fmt: skip
     for kind in (REAL_TIME, BEST_EFFORT):
         for i in range(order.size):
             row = order[i]
-            if book.kind[row] != kind or size >= max_running:
+            if kv.kind[row] != kind or size >= max_running:
                 continue
-            give = min(missing_of(jobs, row), caps[i], left)
+            give = min(missing_of(jobs, row), caps[i], budget)
             fresh = not jobs["running"][row]
-            blocked = (
-                kind == BEST_EFFORT and book.pinned[row] == 0
-            )  # a real-time row has just taken its slots
-            full = fresh and balance[HOLDING] >= limits.slots
-            may = give > 0 and not blocked and not full
-            if not may or not (_next_slot(arrays, limits.size, row, give) or _hold(book, row, give)):
-                book.pinned[row] = 0
-                if fresh and book.num_blocks[row] > 0:  # read back, but no room for more
-                    balance[HOLDING] += 1
+            overwritten = kind == BEST_EFFORT and kv.pinned[row] == 0  # by a real-time row, just now
+            full = fresh and usage["held_slots"] >= limits.slots
+            runs = give > 0 and not overwritten and not full
+            if not runs or not (_next_slot(arrays, limits.size, row, give) or _hold(kv, row, give)):
+                kv.pinned[row] = 0
+                if fresh and kv.num_blocks[row] > 0:  # its KV is back, but there are no slots for new tokens
+                    usage["held_slots"] += 1
                     jobs["running"][row] = True
                 continue
-            balance[HOLDING] += fresh
+            usage["held_slots"] += fresh
             admitted += fresh
             jobs["running"][row] = True
             rows[size], tokens[size] = row, give
-            size, left = size + 1, left - give
-            if kind == BEST_EFFORT and book.state[0]["decode_only"]:
-                allocation.refill_from_left(book, row)
-    lost = _settle(jobs, book, balance)
+            size, budget = size + 1, budget - give
+            if kind == BEST_EFFORT and kv.state[0]["decode_only"]:
+                allocation.refill_from_left(kv, row)
+    lost = _update_columns(jobs, kv, usage)
     return rows[:size], tokens[:size], lost, admitted
 
 
 @compiled
 def _next_slot(arrays: tuple[Ints, ...], size: int, row: int, tokens: int) -> bool:
-    """Give a row one token in its last block when a slot is free there, as nearly always when answering."""
+    """Give a row a slot for one token in its last block, if one is free: the usual case when decoding."""
     table, held, stored, host, kind, used_left, used_right, saved = arrays
     k = held[row] - 1
     if tokens != 1 or host[row] > 0 or k < 0:
@@ -235,53 +237,53 @@ def _next_slot(arrays: tuple[Ints, ...], size: int, row: int, tokens: int) -> bo
 
 
 @compiled
-def _hold(book: TwoEndedTable, row: int, tokens: int) -> bool:
-    """Bring all of a row's KV to the device and give it the slots of its next tokens."""
-    if book.swapped_tokens[row] > 0:
-        return allocation.swap_in(book, row) and allocation.grow(book, row, tokens)
-    return checkpoint.restore(book, row) and allocation.grow(book, row, tokens)
+def _hold(kv: TwoEndedTable, row: int, tokens: int) -> bool:
+    """Bring all of a row's KV to the device and give it slots for its next tokens."""
+    if kv.swapped_tokens[row] > 0:
+        return allocation.swap_in(kv, row) and allocation.grow(kv, row, tokens)
+    return checkpoint.restore(kv, row) and allocation.grow(kv, row, tokens)
 
 
 @compiled
-def _leave(jobs: Rows, book: TwoEndedTable, balance: Ints, row: int) -> None:
-    """Take all of a row's KV."""
-    if book.host_tokens[row] > 0:
-        slots_of.add_op(book, FREE, row, 0, book.block_ids.shape[1] * book.state[0]["block_size"], 0, 0)
-    checkpoint.free_row(book, row)
-    balance[HOLDING] -= jobs["running"][row]
+def _evict(jobs: Rows, kv: TwoEndedTable, usage: Usage, row: int) -> None:
+    """Evict a row: free all of its KV, on the host too."""
+    if kv.host_tokens[row] > 0:
+        slots_of.add_op(kv, FREE, row, 0, kv.block_ids.shape[1] * kv.state[0]["block_size"], 0, 0)
+    checkpoint.free_row(kv, row)
+    usage["held_slots"] -= jobs["running"][row]
     jobs["running"][row] = False
     jobs["computed"][row], jobs["blocks"][row], jobs["saved"][row] = 0, 0, 0
     jobs["evictions"][row] += 1
 
 
 @compiled
-def _send_away(jobs: Rows, book: TwoEndedTable, balance: Ints, save: Ints) -> None:
-    """Copy rows to the host as a whole; where there is no room they lose their KV."""
+def _save(jobs: Rows, kv: TwoEndedTable, usage: Usage, save: Ints) -> None:
+    """Copy rows to the host as a whole; rows that do not fit there lose their KV."""
     for row in save:
-        if not checkpoint.swap_out(book, row):
-            _leave(jobs, book, balance, row)
+        if not checkpoint.swap_out(kv, row):
+            _evict(jobs, kv, usage, row)
             continue
-        balance[HOLDING] -= jobs["running"][row]
+        usage["held_slots"] -= jobs["running"][row]
         jobs["running"][row] = False
-        jobs["blocks"][row], jobs["saved"][row] = 0, book.host_tokens[row]
+        jobs["blocks"][row], jobs["saved"][row] = 0, kv.host_tokens[row]
         jobs["evictions"][row] += 1
 
 
 @compiled
-def _settle(jobs: Rows, book: TwoEndedTable, balance: Ints) -> Ints:
-    """Bring the table's columns up to date with the book; return rows that lost all of their KV."""
+def _update_columns(jobs: Rows, kv: TwoEndedTable, usage: Usage) -> Ints:
+    """Copy the state of the table of slots into the jobs' columns; return rows that lost all of their KV."""
     lost, size = np.empty(jobs.size, np.int64), 0
     for row in range(jobs.size):
-        if not jobs["live"][row] or book.kind[row] == 0:
+        if not jobs["live"][row] or kv.kind[row] == 0:
             continue
-        jobs["blocks"][row], jobs["saved"][row] = book.num_blocks[row], book.host_tokens[row]
-        there = book.num_tokens[row] + book.swapped_tokens[row]
-        if there < jobs["computed"][row]:  # dropped in extremity
+        jobs["blocks"][row], jobs["saved"][row] = kv.num_blocks[row], kv.host_tokens[row]
+        there = kv.num_tokens[row] + kv.swapped_tokens[row]
+        if there < jobs["computed"][row]:  # some of its KV was dropped, in want of slots
             jobs["computed"][row] = there
             jobs["evictions"][row] += 1
             if there == 0 and jobs["running"][row]:
                 jobs["running"][row] = False
-                balance[HOLDING] -= 1
+                usage["held_slots"] -= 1
                 lost[size] = row
                 size += 1
     return lost[:size]

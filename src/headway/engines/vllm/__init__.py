@@ -1,1 +1,5 @@
-"""A real vLLM: started, fed, scheduled and supervised by Headway."""
+"""vLLM as Headway's engine.
+
+process/ runs in the gateway: it starts, supervises and talks to `vllm serve`. plugin/ runs inside vLLM: its
+scheduler, KV connectors and control route. The modules beside them are used by both.
+"""

@@ -1,7 +1,7 @@
-"""What would vLLM's own scheduler do? The real class, stepped in virtual time without GPU or weights.
+"""vLLM's own scheduler in virtual time, without GPU or weights: the oracle for the simulated engine.
 
-Only the model is missing: each scheduled answer gets a made-up token. Everything the scheduler decides
-(order, chunks, blocks, preemptions) is vLLM's own code, so it is the oracle that other hosts are held to.
+Only the model is missing: each scheduled request gets a constant token. Everything the scheduler decides
+(order, chunks, blocks, preemptions) is vLLM's own code.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.engines.vllm.process.launch import host_pool
+from headway.engines.vllm.kv_transfer import host_pool
 from headway.models.resolve import resolve
 
-_TOKEN = 7  # what every made-up answer consists of
-# One small layer: the scheduler needs a shape of KV, its size in bytes is nobody's concern here.
-_HEADS, _HEAD_SIZE = 1, 64
+_TOKEN = 7  # every prompt and answer consists of it
+_HEADS, _HEAD_SIZE = 1, 64  # of one small layer: the scheduler needs a shape of KV, not its true size
 
 
 def config(
@@ -24,9 +23,10 @@ def config(
     policy: str = "fcfs", recipe: str | None = None, slots: int | None = None, model: str = "smollm2",
     host_gib: float = 0.0, pool: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Return vLLM's own configuration object, prefix caching and overlapped scheduling off.
+    """Return vLLM's configuration object, with prefix caching and asynchronous scheduling off.
 
-    host_gib: host memory for saved KV (`engines/vllm/plugin/connector.py`), 0 = none. pool: the connector itself.
+    host_gib: GiB of a host pool (`plugin/connector.py`), 0 = none.
+    pool: another KV connector instead, as `--kv-transfer-config` takes it.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
@@ -61,7 +61,7 @@ def scheduler(vllm_config: Any, blocks: int, block_size: int, cls: type[Any] | N
 
 @dataclass(slots=True)
 class SchedulerOracle:
-    """A scheduler and the virtual time it lives in; `step` is one iteration."""
+    """A scheduler in virtual time; `step` is one iteration."""
 
     scheduler: Any
     now: float = 0.0
@@ -77,6 +77,7 @@ class SchedulerOracle:
     ) -> None:  # fmt: skip
         """Add a request of `prompt` tokens that answers with exactly `output` tokens.
 
+        metadata: its `vllm_xargs` (`request_metadata.py`).
         arrival: the instant that policies see, None = now.
         """
         from vllm import SamplingParams
@@ -101,7 +102,7 @@ class SchedulerOracle:
         from vllm.v1.outputs import ModelRunnerOutput
 
         ids = list(output.num_scheduled_tokens)
-        tokens = [[_TOKEN] if self._answers(id) else [] for id in ids]
+        tokens = [[_TOKEN] if self._outputs(id) else [] for id in ids]
         self.now += seconds
         result = ModelRunnerOutput(ids, {id: i for i, id in enumerate(ids)}, tokens)
         for outputs in self.scheduler.update_from_output(output, result).values():
@@ -113,20 +114,20 @@ class SchedulerOracle:
         self.complete(output, seconds)
         return dict(output.num_scheduled_tokens)
 
-    def _answers(self, id: str) -> bool:
-        """Tell whether all that a request has so far is computed, so that a new token comes out."""
+    def _outputs(self, id: str) -> bool:
+        """Tell whether all tokens of a request are computed, so that it outputs a new one."""
         request = self.scheduler.requests[id]
         return bool(request.num_computed_tokens >= request.num_tokens)
 
 
 def run(
-    clock: SchedulerOracle, arrivals: Sequence[tuple[float, str, int, int]], seconds: float = 0.05
+    oracle: SchedulerOracle, arrivals: Sequence[tuple[float, str, int, int]], seconds: float = 0.05
 ) -> list[Any]:
-    """Feed (instant, id, prompt, output) as time reaches them; return every step's tokens, in order."""
+    """Run (instant, id, prompt, output) requests to the end; return the tokens of every step, in order."""
     steps, todo = [], sorted(arrivals)
-    while todo or clock.busy:
-        while todo and todo[0][0] <= clock.now:
+    while todo or oracle.busy:
+        while todo and todo[0][0] <= oracle.now:
             _, id, prompt, output = todo.pop(0)
-            clock.add(id, prompt, output)
-        steps.append(clock.step(seconds))
+            oracle.add(id, prompt, output)
+        steps.append(oracle.step(seconds))
     return steps

@@ -1,8 +1,8 @@
-"""Where does a swapped request's KV wait? In host memory, by a KV connector of our own.
+"""A KV connector with a bounded host pool for swapped requests (QLM 5, KV swap; BROS 5.2 builds on it).
 
-vLLM V1 preempts by recomputing; its offload connectors keep full blocks by content. This one keeps one
-request's KV as it is, the partial block too: `Step.save` copies it out before the blocks are used again, and
-admission copies it back before the forward pass (QLM 5, KV swap; BROS 5.2 builds on it). The pool is bounded.
+vLLM V1 preempts by recomputing, and its offload connectors keep full blocks by content. This one keeps the KV
+of a whole request, the partial block too: `Step.save` copies it out before its blocks are used again, and
+admission copies it back before the forward pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _PROBE = 32 << 20  # bytes copied to learn how fast the memory is
 class Copies(KVConnectorMetadata):
     """What the worker does before the next forward pass, in this order.
 
-    out: (request, its block ids) to the host; drop: requests whose copies are not needed any more; back:
-    (request, its block ids, how many of them are there already) to the device.
+    out: (request, block ids) to copy to the host.
+    drop: requests whose copies in the pool are discarded.
+    back: (request, block ids, how many of them the prefix cache has) to copy to the device.
     """
 
     out: list[tuple[str, list[int]]] = field(default_factory=list)
@@ -32,11 +33,14 @@ class Copies(KVConnectorMetadata):
 
 
 class HostPool(KVConnectorBase_V1):
-    """Both sides of the connector; vLLM makes one of them in the scheduler and one in each worker.
+    """Both sides of the connector; vLLM makes one in the scheduler and one in each worker.
 
-    saved: tokens on the host per request (scheduler side). copy_seconds: to copy one token's KV, as fast as
-    this host's memory is (a GPU's bus is about as fast). Copies are ordered by the device's own stream:
-    blocks given away in this step are read before they are written, and come back before they are read.
+    saved: tokens on the host per request (scheduler side).
+    copy_seconds: seconds to copy one token's KV, by the speed of this host's memory (a GPU's bus is about as
+        fast).
+
+    The device's stream orders the copies: blocks freed in this step are read before they are written, and
+    restored blocks are written before they are read.
     """
 
     requires_kv_delivery = False
@@ -58,7 +62,7 @@ class HostPool(KVConnectorBase_V1):
     # ---- the scheduler's side
 
     def save(self, id: str, blocks: list[int], tokens: int) -> bool:
-        """Keep a request's KV, whose blocks are about to be freed. False when the pool has no room for it."""
+        """Keep the KV of a request whose blocks are about to be freed. False when the pool is too full."""
         if len(blocks) > self.free or not tokens:
             return False
         self.free -= len(blocks)
@@ -71,7 +75,7 @@ class HostPool(KVConnectorBase_V1):
         return max(self.saved.get(request.request_id, 0) - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has blocks again: order its copy back."""
+        """Order the copy back of a request that has blocks again."""
         id = request.request_id
         if num_external_tokens:
             ids, tokens = blocks.get_block_ids()[0], self.saved[id]
@@ -82,12 +86,12 @@ class HostPool(KVConnectorBase_V1):
             self._forget(id)
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
-        """Hand the worker its copies."""
+        """Return the worker's copies of this step."""
         copies, self._next = self._next, Copies()
         return copies
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request that ends while its KV is on the host (it was aborted) needs it no more."""
+        """Discard the KV of a request that was aborted while it was on the host."""
         if request.request_id in self.saved:
             self._forget(request.request_id)
         return False, None
@@ -103,33 +107,33 @@ class HostPool(KVConnectorBase_V1):
     # ---- the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Take note of each layer's cache, as views whose first dimension is the block."""
+        """Keep each layer's cache as a view whose first dimension is the block."""
         self._caches = [self._by_block(cache) for cache in kv_caches.values()]
 
     def _by_block(self, cache: Any) -> Any:
         return cache.movedim(list(cache.shape).index(self.num_blocks), 0)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Copy out what the scheduler has freed; vLLM calls this before anything writes."""
+        """Copy freed blocks to the host; vLLM calls this before anything writes."""
         for id, blocks in kv_connector_metadata.out:
             self._host[id] = [_to_host(cache[blocks]) for cache in self._caches]
         for id in kv_connector_metadata.drop:
             self._host.pop(id)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Copy back what comes in again with this forward pass."""
+        """Copy restored blocks to the device, before the forward pass."""
         for id, blocks, there in self._get_connector_metadata().back:
             for cache, host in zip(self._caches, self._host.pop(id), strict=True):
                 cache[blocks[there:]] = host[there:].to(cache.device, non_blocking=True)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Copies run on the stream that computes: nothing to wait for."""
+        """Do nothing: copies run on the compute stream."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved during the forward pass."""
+        """Do nothing: copies to the host come before the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved during the forward pass."""
+        """Do nothing: copies to the host come before the forward pass."""
 
 
 def _copy_seconds(size: float) -> float:
@@ -141,7 +145,7 @@ def _copy_seconds(size: float) -> float:
 
 
 def _to_host(blocks: Any) -> Any:
-    """Return a copy in host memory; pinned on a GPU, so that it does not hold up the next kernels."""
+    """Return a copy in host memory, pinned on a GPU so that it does not delay the next kernels."""
     if blocks.device.type == "cpu":
         return blocks  # indexing made a copy already
     host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)

@@ -3,13 +3,15 @@
 vLLM's API server calls methods of the engine core between two iterations ("utility calls"). This module adds
 one such method to the engine core and the HTTP route `POST /headway/control` that calls it:
 
-    {"op": "state", "log": 20}                 the state: running, waiting and held requests, free blocks, and the
-                                               last 20 steps: [instant, tokens by id, paused, evicted, log row]
-    {"op": "state", "iterations": 20,          the state with the last 20 rows of the iteration log
-     "requests": 20}                           (`iteration_log.py`)
-    {"op": "urgency", "values": {id: number}}  set `Jobs.urgency`: lower goes first, before the recipe's own rank;
-                                               0 = the recipe's rank alone
-    {"op": "pause" | "resume", "ids": [...]}   hold requests back, keeping their KV, and let them go on
+    {"op": "state", "log": 20}
+        return the state: running, waiting and held requests, free blocks, and the last 20 steps:
+        [instant, tokens by id, paused, evicted, log row]
+    {"op": "state", "iterations": 20, "requests": 20}
+        return the state with the last 20 rows of the iteration log (`iteration_log.py`)
+    {"op": "urgency", "values": {id: number}}
+        set `Jobs.urgency`: lower goes first, before the recipe's own rank; 0 = the recipe's rank alone
+    {"op": "pause" | "resume", "ids": [...]}
+        hold requests back, keeping their KV, and let them go on
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests.
 """
@@ -25,7 +27,7 @@ _PENDING = 4096  # urgencies kept for requests that have not arrived
 
 
 class PendingUrgency:
-    """Urgencies set before their requests arrived, which were on their way over HTTP; bounded, oldest go first.
+    """Urgencies set while their requests were still on their way over HTTP; bounded, the oldest go first.
 
     An entry stays until its request leaves: with `n` > 1 several engine requests have one id.
     """

@@ -1,8 +1,8 @@
-"""When did what happen inside the engine? One short row per iteration and per request.
+"""A bounded log of the engine's iterations and requests, by which the simulator is validated.
 
-The hook tells this diary what it does anyway; simulation is measured by it. Two times matter of an iteration:
-`seconds` from the decision to the model's output, which the pace learns, and `interval` from one decision to
-the next, which is what a request waits for: it holds the output's way out and whoever else has the core too.
+Two times of an iteration differ: `seconds`, from the decision to the model's output, which the latency model
+learns; and `interval`, from one decision to the next, which a request waits for. The interval includes the
+processing of the output and other work on the same CPU core.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ Row = list[float | None]
 
 
 class IterationLog:
-    """The last iterations and requests, as rows that travel in JSON.
+    """The last iterations and requests, as rows for JSON; instants are those of the hook's clock.
 
     iterations: [start, seconds, interval, decodes, context, prefill, prefill_context], times in seconds, the
-    last four as in `types.Batch`; None = not over yet. requests: (id, entered, first, last): when the
-    scheduler got it, and the decisions that followed its first and its last token. Instants are the hook's.
+        last four as in `types.Batch`; None = not over yet.
+    requests: (id, entered, first, last): the instants at which the scheduler got the request and at which it
+        decided after the request's first and last token.
     """
 
     def __init__(self, kept: int = _KEPT) -> None:
@@ -31,29 +32,29 @@ class IterationLog:
         self._open: Row | None = None
 
     def enter(self, key: str, now: float) -> None:
-        """Note that the scheduler got a request."""
+        """Log that the scheduler got a request."""
         self._entered[key] = now
 
     def decide(self, now: float) -> None:
-        """Note that the next decision begins: the iteration before, if any, was this long in all."""
+        """Log that the next decision begins, which ends the interval of the iteration before."""
         if self._open is not None and self._open[0] is not None:
             self._open[2] = now - self._open[0]
             self._open = None
 
     def begin(self, start: float, batch: Batch) -> Row:
-        """Note an iteration that has been decided; return its row, which is filled in later."""
+        """Log an iteration that has been decided; return its row, which is completed later."""
         row: Row = [start, None, None, *astuple(batch)]
         self.iterations.append(row)
         self._open = row
         return row
 
     def output(self, seconds: float) -> None:
-        """Note that the model's output is there, `seconds` after the decision was made."""
+        """Log that the model's output came `seconds` after the decision."""
         if self._open is not None:
             self._open[1] = seconds
 
     def leave(self, key: str, id: str, first: float, now: float) -> None:
-        """Note that a request has ended. first: 0 when its first token came with its last."""
+        """Log that a request has ended. first: 0 when its first token came with its last."""
         entered = self._entered.pop(key, None)
         if entered is not None:
             self.requests.append((id, entered, first or now, now))

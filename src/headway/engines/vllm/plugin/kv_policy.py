@@ -1,134 +1,89 @@
-"""Whose KV blocks are whose? StockKv vLLM's answer, and where an engine that shares blocks gives another.
+"""The interface by which the hook lets requests share KV blocks, and `StockKv`, which does not.
 
-The hook asks its `KvPolicy` at each point at which KV changes hands; vLLM's own block manager goes on doing
-the work. `StockKv` adds nothing to it.
+The hook calls its `KvPolicy` wherever KV is allocated, freed or accounted; vLLM's own block manager still
+does the work.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 from typing import Any, Protocol
 
-from headway.core.engine_spec import EngineSpec
-from headway.engines.vllm.plugin.connector import HostPool
 from headway.memory.budget import KvBudget
 from headway.types import Ints, Step
 
-_log = logging.getLogger(__name__)
-
 
 class KvPolicy(Protocol):
-    """One scheduler's extra account of KV. Rows are rows of its `Jobs`; calls come in this order in a step.
+    """One scheduler's policy for KV blocks. Rows are rows of its `Jobs`; calls come in this order in a step.
 
-    An implementation wraps what it must of `kv_cache_manager` when it is made, and raises ConfigError there
-    when the engine's settings do not allow it.
+    An implementation wraps methods of `kv_cache_manager` in its constructor.
     """
 
     def leave(self, row: int) -> None:
-        """Forget a row that has lost its KV or is leaving the table; its columns are still there.
+        """Forget a row that has lost its KV or is leaving the table; its columns are still valid.
 
-        Called for the finished and aborted before `refresh`, for the evicted and saved after vLLM has freed
-        their blocks, and for those that vLLM preempted itself after its `schedule()`.
+        Called for finished and aborted requests before `refresh`, for evicted and saved ones after vLLM has
+        freed their blocks, and for those that vLLM preempted itself after its `schedule()`.
         """
 
     def refresh(self, rows: Ints) -> None:
-        """Correct the table's columns of the running `rows`, just read from vLLM (blocks = by computed)."""
+        """Correct the columns of the running `rows`, just read from vLLM (blocks: by computed tokens)."""
 
-    def ledger(self, plain: KvBudget) -> KvBudget:
-        """Return the account that the packer reads."""
+    def budget(self, stock: KvBudget) -> KvBudget:
+        """Return the budget that the packer reads; stock: by vLLM's own count."""
 
     def plan(self, step: Step) -> Step:
-        """Return the step to carry out instead of the packer's: before its evictions and saves."""
+        """Return the step to execute instead of the packer's; called before its evictions and saves."""
 
     def begin(self, step: Step) -> None:
-        """Prepare what stock is about to allocate: after evictions and saves, before stock schedules."""
+        """Prepare stock's allocations; called after evictions and saves, before stock schedules."""
 
     def check(self, ran: dict[str, int]) -> None:
-        """Assert that what stock has scheduled (request id -> tokens) lies where it may."""
+        """Check what stock has scheduled (request id -> tokens) against the blocks; raises AssertionError."""
 
-    def away(self) -> int:
-        """Return the tokens of requests that run for vLLM and lie on the host."""
+    def tokens_on_host(self) -> int:
+        """Return the tokens on the host of requests that are running for vLLM."""
 
     def counters(self) -> dict[str, int]:
-        """Return what it has done so far, for the hook's counters."""
+        """Return counters for the hook's state."""
 
     def state(self) -> dict[str, Any]:
-        """Return what the hook's state says about it."""
+        """Return further entries of the hook's state."""
 
 
 class StockKv:
-    """vLLM's blocks as they are; `why` they are not otherwise, where the recipe would have it."""
+    """vLLM's own blocks, unshared. why: the reason, where the recipe wants two-ended blocks."""
 
     def __init__(self, why: str | None = None) -> None:
         self.why = why
 
     def leave(self, row: int) -> None:
-        """Nothing is shared."""
+        """Do nothing."""
 
     def refresh(self, rows: Ints) -> None:
-        """A row holds what it has computed."""
+        """Do nothing."""
 
-    def ledger(self, plain: KvBudget) -> KvBudget:
-        """Return it as it is."""
-        return plain
+    def budget(self, stock: KvBudget) -> KvBudget:
+        """Return vLLM's own budget."""
+        return stock
 
     def plan(self, step: Step) -> Step:
-        """Return it as it is."""
+        """Return the packer's step."""
         return step
 
     def begin(self, step: Step) -> None:
-        """vLLM allocates as it goes."""
+        """Do nothing."""
 
     def check(self, ran: dict[str, int]) -> None:
-        """vLLM checks itself."""
+        """Do nothing."""
 
-    def away(self) -> int:
-        """Who is on the host does not run for vLLM."""
+    def tokens_on_host(self) -> int:
+        """Return 0: requests on the host are not running for vLLM."""
         return 0
 
     def counters(self) -> dict[str, int]:
-        """Return nothing."""
+        """Return no counters."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return why blocks have no second end, where a recipe wants them to."""
+        """Return why blocks are not two-ended, where the recipe wants them to be."""
         return {} if self.why is None else {"two_ended": False, "two_ended_why": self.why}
-
-
-def spec_of(scheduler: Any, max_running: int) -> EngineSpec:
-    """Return what a scheduler's engine can do, as packers are told; `scheduler` is the hook."""
-    from headway.engines.vllm.plugin import reservations, two_ended
-
-    pool = scheduler.connector if isinstance(scheduler.connector, HostPool) else None
-    obstacles = {"two_ended": two_ended.obstacle(scheduler), "reservations": reservations.obstacle(scheduler)}
-    why_not = {ability: why for ability, why in obstacles.items() if why is not None}
-    return EngineSpec(
-        max_running,
-        int(scheduler.max_num_scheduled_tokens),
-        int(scheduler.block_size),
-        int(scheduler.max_model_len),
-        math.inf if pool is None else pool.copy_seconds,
-        0 if pool is None else pool.free * pool.size,
-        two_ended="two_ended" not in why_not,
-        reservations="reservations" not in why_not,
-        latency=scheduler.latency,
-        why_not=why_not,
-    )
-
-
-def kv_policy_of(scheduler: Any) -> KvPolicy:
-    """Return the policy that the packer's use of KV needs; asked once, when all else of the hook is there."""
-    from headway.engines.vllm.plugin.reservations import Reservations  # they use this module
-    from headway.engines.vllm.plugin.two_ended import TwoEnds
-
-    use = scheduler.packer.kv
-    if use.reserves:
-        return Reservations(scheduler.kv_cache_manager, scheduler.jobs)
-    if use.two_ended:
-        return TwoEnds(scheduler)
-    if not scheduler.recipe.wants.two_ended:
-        return StockKv()
-    why = scheduler.spec.why_not["two_ended"].reason
-    _log.warning("%s runs without two-ended blocks here: %s.", scheduler.recipe.name, why)
-    return StockKv(why)

@@ -1,9 +1,9 @@
-"""How does vLLM hold what a packer reserves and lends? (EcoServe 3.2 exact allocation, 3.4 KVC pipelining.)
+"""ReservedKv and loans of KV blocks in vLLM (EcoServe 3.2 exact allocation, 3.4 KVC pipelining).
 
-vLLM gives blocks as answers grow. Here `allocate_slots` is asked for more at once, as for speculative tokens,
-and a guest's block list ends with blocks of its host's list, counted twice by vLLM's own reference counts; so
-whoever ends first takes nothing from the other. Who lends what to whom stands in the table
-(`memory/reservations.py`), as in the simulated engine; whether blocks are there is vLLM's own answer.
+vLLM allocates blocks as answers grow. Here `allocate_slots` is called for more tokens at once, as for
+speculative ones, and a borrower's block list ends with blocks of its lender's list, which vLLM's reference
+counts count twice; so the first of the two to finish frees nothing of the other. The `Jobs` table holds the
+loans (`memory/reservations.py`), as in the simulated engine; vLLM counts the free blocks.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from headway.memory import reservations
 from headway.types import Ints, Jobs, Loans, Step
 
 
-class Reservations(StockKv):
+class ReservedKv(StockKv):
     """Exact allocation and loans on one scheduler's KV cache manager, which it wraps."""
 
     def __init__(self, manager: Any, jobs: Jobs) -> None:
         super().__init__()
         self._manager, self._jobs = manager, jobs
         single = manager.coordinator.single_type_managers[0]
-        self._lists, self._size = single.req_to_blocks, int(single.block_size)
+        self._blocks_of, self._size = single.req_to_blocks, int(single.block_size)
         self._allocate = manager.allocate_slots
-        self._wanted: dict[str, int] = {}  # tokens to hold blocks for, in this step
-        self._coming: dict[str, list[Any]] = {}  # loans that their guest's list does not have yet
-        self._lent = 0
+        self._reserve: dict[str, int] = {}  # tokens to hold blocks for, in this step
+        self._pending: dict[str, list[Any]] = {}  # loans that are not in their borrower's block list yet
+        self._loans = 0
         manager.allocate_slots = self.allocate
 
     def leave(self, row: int) -> None:
-        """End the loans of a row; its blocks went by vLLM's own counts."""
-        lent = self._coming.pop(str(self._jobs.keys[row]), None)
-        if lent is not None:
-            self._manager.block_pool.free_blocks(reversed(lent))
+        """End the loans of a row; vLLM's reference counts have freed its blocks."""
+        loan = self._pending.pop(str(self._jobs.keys[row]), None)
+        if loan is not None:
+            self._manager.block_pool.free_blocks(reversed(loan))
         if self._jobs.first_lent_block[row] or self._jobs.loan_blocks[row]:
             reservations.end_loans(self._jobs.data, row)
 
     def refresh(self, rows: Ints) -> None:
-        """Rows hold the blocks of their lists; those that are borrowed are not their own.
+        """Set each row's own blocks: those of its list without the borrowed ones.
 
-        Loans end of rows that vLLM has preempted outside of a step (when its caches are reset).
+        Ends the loans of rows that vLLM has preempted outside of a step (when its caches are reset).
         """
         jobs = self._jobs
         for row in np.flatnonzero(
@@ -51,13 +51,13 @@ class Reservations(StockKv):
         ).tolist():
             self.leave(row)
         names = [str(jobs.keys[row]) for row in rows.tolist()]
-        held = (len(self._lists[name]) + len(self._coming.get(name, ())) for name in names)
+        held = (len(self._blocks_of[name]) + len(self._pending.get(name, ())) for name in names)
         jobs.blocks[rows] = np.fromiter(held, np.int64, rows.size) - jobs.loan_blocks[rows]
 
     def begin(self, step: Step) -> None:
-        """Take note of what a step reserves, and begin its loans."""
+        """Keep what the step reserves, and begin its loans."""
         names = [str(self._jobs.keys[row]) for row in step.order.tolist()]
-        self._wanted = {} if step.reserve is None else dict(zip(names, step.reserve.tolist(), strict=True))
+        self._reserve = {} if step.reserve is None else dict(zip(names, step.reserve.tolist(), strict=True))
         if step.lend is not None:
             reservations.begin_loans(
                 self._jobs.data, step.lend.borrower, step.lend.lender, step.lend.start, step.lend.blocks
@@ -65,62 +65,62 @@ class Reservations(StockKv):
             self._lend(step.lend)
 
     def _lend(self, loans: Loans) -> None:
-        """Hold what guests borrow, until it is in their lists: their hosts may end before that."""
+        """Hold the blocks of loans until they are in the borrowers' lists: lenders may end before that."""
         columns = (
             loans.borrower.tolist(),
             loans.lender.tolist(),
             loans.start.tolist(),
             loans.blocks.tolist(),
         )
-        for guest, host, start, span in zip(*columns, strict=True):
-            blocks = self._lists[str(self._jobs.keys[host])][start : start + span]
-            assert len(blocks) == span, "a loan lies in its host's blocks"
+        for borrower, lender, start, count in zip(*columns, strict=True):
+            blocks = self._blocks_of[str(self._jobs.keys[lender])][start : start + count]
+            assert len(blocks) == count, "a loan lies in its lender's blocks"
             self._manager.block_pool.touch(blocks)
-            self._coming[str(self._jobs.keys[guest])] = blocks
-            self._lent += 1
+            self._pending[str(self._jobs.keys[borrower])] = blocks
+            self._loans += 1
 
     def allocate(self, request: Any, tokens: int, **options: Any) -> Any:
-        """Do as `allocate_slots` for as many tokens as are reserved; a loan counts as there already."""
+        """Replace `allocate_slots`: allocate for the tokens reserved; a loan counts as allocated."""
         end = request.num_computed_tokens + tokens + options.get("num_external_computed_tokens", 0)
-        ahead = self._wanted.get(request.request_id, 0) - end
+        ahead = self._reserve.get(request.request_id, 0) - end
         options["num_lookahead_tokens"] = max(options.get("num_lookahead_tokens", 0), ahead)
-        lent = self._coming.get(request.request_id)
-        if lent is None:
+        loan = self._pending.get(request.request_id)
+        if loan is None:
             return self._allocate(request, tokens, **options)
-        return self._let_in(request, tokens, lent, options)
+        return self._admit_borrower(request, tokens, loan, options)
 
-    def _let_in(self, request: Any, tokens: int, lent: list[Any], options: dict[str, Any]) -> Any:
-        """Let a guest begin: its list is its own blocks, the new ones too, and then its loan."""
-        mine = self._lists[request.request_id]
-        there = len(mine)
-        mine.extend(lent)
-        made = self._allocate(request, tokens, **options)
-        if made is None:
-            del mine[there:]
+    def _admit_borrower(self, request: Any, tokens: int, loan: list[Any], options: dict[str, Any]) -> Any:
+        """Allocate a borrower's first blocks: its list is its own blocks, old and new, then its loan."""
+        blocks = self._blocks_of[request.request_id]
+        before = len(blocks)
+        blocks.extend(loan)
+        allocated = self._allocate(request, tokens, **options)
+        if allocated is None:
+            del blocks[before:]
             return None
-        del self._coming[request.request_id]
-        fresh = mine[there + len(lent) :] + lent
-        mine[there:] = fresh
+        del self._pending[request.request_id]
+        fresh = blocks[before + len(loan) :] + loan
+        blocks[before:] = fresh
         return self._manager.create_kv_cache_blocks((fresh,))
 
     def check(self, ran: dict[str, int]) -> None:
-        """Take back loans of guests that stock did not let in; assert that nobody computes where it may not.
+        """End the loans of borrowers that stock did not admit; assert that every row stays in its own blocks.
 
-        A host stays before its guests, and everybody inside its blocks.
+        A lender stays before the blocks it has lent.
         """
-        for id in [id for id in self._coming if not self._lists.get(id)]:
+        for id in [id for id in self._pending if not self._blocks_of.get(id)]:
             self.leave(self._jobs.row_of[id])
         jobs, count = self._jobs, len(ran)
         rows = np.fromiter((jobs.row_of[id] for id in ran), np.int64, count)
         ends = -(-(jobs.computed[rows] + np.fromiter(ran.values(), np.int64, count)) // self._size)
-        room = np.fromiter((len(self._lists[id]) for id in ran), np.int64, count)
+        room = np.fromiter((len(self._blocks_of[id]) for id in ran), np.int64, count)
         lent = jobs.first_lent_block[rows]
-        assert (ends <= np.where(lent > 0, lent, room)).all(), "a host runs into its guest"
+        assert (ends <= np.where(lent > 0, lent, room)).all(), "a lender reaches the blocks it has lent"
         assert (ends <= room).all(), "a row computes beyond its blocks"
 
     def counters(self) -> dict[str, int]:
-        """Return how many loans there were."""
-        return {"loans": self._lent}
+        """Return the number of loans so far."""
+        return {"loans": self._loans}
 
 
 def obstacle(scheduler: Any) -> Obstacle | None:

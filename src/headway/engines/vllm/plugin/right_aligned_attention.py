@@ -1,9 +1,10 @@
-"""How does vLLM's CPU attention read a block that is filled from the right? With a window, and no new kernel.
+"""Attention over a KV block that is filled from the right (BROS 5.1), with vLLM's own CPU kernel.
 
-When decoding, attention does not depend on the order of the cached tokens (their positions are in the keys
-already). So the shared block is put first in the request's table, and the kernel's sliding window, as long as
-the request, cuts off what somebody else has at that block's left (BROS 5.1). vLLM's own methods are wrapped:
-where a new token goes, what attention is told, and one more call per layer for each such request.
+When decoding, attention does not depend on the order of the cached tokens: their positions are already in the
+keys. So the shared block comes first in the request's block table, and the kernel's sliding window, as long
+as the request, cuts off the slots at that block's left, which belong to another request. Three of vLLM's
+methods are wrapped: the slot of a new token, the attention metadata, and the attention itself, which makes
+one more kernel call per layer for each such request.
 """
 
 from __future__ import annotations
@@ -13,11 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-_tails: list[tuple[int, int]] = []  # of this step: row in the batch, its block that fills from the right
+# Of this step, for requests whose last block fills from the right: row in the batch, index of that block.
+_right_aligned: list[tuple[int, int]] = []
 
 
 class Call(NamedTuple):
-    """One request's attention: its token's place, its table turned round, the length to pretend, a window."""
+    """The kernel call of one request.
+
+    token: index of its token in the batch.
+    table: its block table, last block first.
+    lengths: sequence length that covers all slots of these blocks.
+    starts: query start locations.
+    plan: vLLM's scheduler metadata for the call.
+    window: sliding window, the request's true length.
+    """
 
     token: int
     table: Any
@@ -52,14 +62,14 @@ def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _update_states(stock: Any, runner: Any, output: Any) -> Any:
-    """Before the batch is made up: blocks that have moved. After it: whose token goes to the right."""
-    ends = output.kv_connector_metadata
-    for id, table in getattr(ends, "tables", {}).items():
+    """Before stock builds the batch: rewrite changed block tables. After it: find the right-aligned rows."""
+    metadata = output.kv_connector_metadata
+    for id, table in getattr(metadata, "tables", {}).items():
         _rewrite(runner, id, table)
-    done = stock(runner, output)
+    result = stock(runner, output)
     rows = runner.input_batch.req_id_to_index
-    _tails[:] = [(rows[id], k) for id, k in getattr(ends, "right", ()) if id in rows]
-    return done
+    _right_aligned[:] = [(rows[id], k) for id, k in getattr(metadata, "right", ()) if id in rows]
+    return result
 
 
 def _rewrite(runner: Any, id: str, table: list[int]) -> None:
@@ -73,7 +83,7 @@ def _rewrite(runner: Any, id: str, table: list[int]) -> None:
 def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, positions: Any) -> None:
     stock(tables, count, starts, positions)
     table = tables.block_tables[0]
-    for row, k in _tails:
+    for row, k in _right_aligned:
         if row < count:
             at, size = int(starts[row]), table.block_size
             slot = size - 1 - int(positions[at]) % size
@@ -81,15 +91,17 @@ def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, posi
 
 
 def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
-    output_tokens = stock(builder, common_prefix_len, common, *args, **kwargs)
-    output_tokens.headway = [
-        call for row, k in _tails if row < common.num_reqs and (call := _call(builder, common, row, k))
+    metadata = stock(builder, common_prefix_len, common, *args, **kwargs)
+    metadata.headway = [
+        call
+        for row, k in _right_aligned
+        if row < common.num_reqs and (call := _call(builder, common, row, k))
     ]
-    return output_tokens
+    return metadata
 
 
 def _call(builder: Any, common: Any, row: int, k: int) -> Call | None:
-    """Return how to attend to a request whose k-th block is its last; None when that block is full."""
+    """Return the kernel call of a request whose k-th block is its last; None when that block is full."""
     from vllm import _custom_ops as ops
     from vllm import envs
 
@@ -113,7 +125,7 @@ def _forward(
     stock: Any, impl: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any,
     output: Any, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    done = stock(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
+    result = stock(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
     calls = getattr(metadata, "headway", None)
     if calls:
         from vllm import _custom_ops as ops
@@ -129,20 +141,20 @@ def _forward(
                 k_scale=layer._k_scale_float, v_scale=layer._v_scale_float,
                 kv_cache_dtype=impl.kv_cache_dtype,
             )  # fmt: skip
-    return done
+    return result
 
 
 def _halves(cache: Any) -> tuple[Any, Any]:
-    """Return the keys' and the values' part of a layer's cache, as vLLM's backend does."""
+    """Return the keys and the values of a layer's cache, split as vLLM's backend does."""
     blocks, heads, size, _ = cache.size()
     keys, values = cache.view((blocks, heads, size * 2, -1)).chunk(2, dim=2)
     return keys, values
 
 
 def reads_from_the_right(size: int, heads: int, dim: int, dtype: Any) -> bool:
-    """Tell whether this machine's attention does: tried once, before anybody depends on it.
+    """Tell whether this machine's attention reads right-aligned blocks correctly, by trying it.
 
-    The same tokens are attended to in blocks of their own and beside somebody else's.
+    The same tokens are attended to in blocks of their own and in a block shared with other tokens.
     """
     from vllm.platforms import current_platform
 
@@ -155,7 +167,7 @@ def reads_from_the_right(size: int, heads: int, dim: int, dtype: Any) -> bool:
     _write(cache, keys[:size], whole)
     _write(cache, keys[size:], 2 * size + last)
     _write(cache, keys[size:], 3 * size + size - 1 - last)
-    _write(cache, 8 * others, 3 * size + torch.arange(size // 2))  # loud, so that it would be heard
+    _write(cache, 8 * others, 3 * size + torch.arange(size // 2))  # large, so that reading them would show
     alone = attend(cache, others[:1, 1], [1, 2], size + tail, -1)
     beside = attend(cache, others[:1, 1], [3, 1], 2 * size, size + tail)
     near = 1e-4 if dtype == torch.float32 else 4e-2
@@ -173,7 +185,7 @@ def _write(cache: Any, data: Any, slots: Any) -> None:
 
 
 def attend(cache: Any, query: Any, blocks: list[int], tokens: int, window: int) -> Any:
-    """Return what one token sees of `tokens` slots of these blocks, through a window (-1 = of all)."""
+    """Return the attention output of one token over `tokens` slots of these blocks (window -1 = all)."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -192,10 +204,11 @@ def attend(cache: Any, query: Any, blocks: list[int], tokens: int, window: int) 
 
 
 def layout(cache: Any, size: int) -> Any:
-    """Return where in a block (flat) each slot's KV lies: (slots, elements), asked of the backend itself.
+    """Return the offsets of each slot's KV in a flattened block, shape (slots, elements), found by probing.
 
-    Its inner order differs between instruction sets. Three probes write, for every element of every slot,
-    the slot's number and the element's in two digits; all are small whole numbers, exact in any float type.
+    The inner order of a block differs between instruction sets. Three probes write, for every element of
+    every slot, the slot's number and the element's number in two digits; all are small integers, exact in any
+    float type.
     """
     _, heads, _, width = cache.shape
     dim = width // 2
@@ -207,7 +220,9 @@ def layout(cache: Any, size: int) -> Any:
     part = place // (size * dim)  # head by head: its keys, then its values
     order = torch.argsort(slot * (2 * heads * dim) + part * dim + high * 64 + low)
     where = order.view(size, 2 * heads * dim)
-    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), "not one slot's"
+    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), (
+        "a slot's elements are not together"
+    )
     return where
 
 

@@ -1,7 +1,7 @@
-"""Which slots are copied where, before the next forward pass? The book's orders, as arrays of slot numbers.
+"""KV copies of two-ended blocks as arrays of slot numbers (BROS 5.2: save only what will be overwritten).
 
-`memory/two_ended/block_table.py` says which tokens of which row move; here that becomes slots of vLLM's blocks and of a host
-pool whose slots are handed out token by token (BROS 5.2: only what is about to be overwritten is saved).
+`memory/two_ended/block_table.py` orders copies in tokens of rows; here they become slots of vLLM's blocks and
+of a host pool whose slots are given out token by token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ OUT, IN, WITHIN = range(3)  # device to host, host to device, device to device
 
 
 class Copy(NamedTuple):
-    """Slots to read and slots to write, aligned. All are read before the first is written."""
+    """Slots to read and slots to write, aligned; all are read before the first is written.
+
+    way: OUT, IN or WITHIN.
+    """
 
     way: int
     source: Ints
@@ -25,18 +28,18 @@ class Copy(NamedTuple):
 
 
 class HostSlots:
-    """Which slot of the host pool has which token: given out when a token is saved, free when it is back."""
+    """The slots of the host pool by token: taken when a token is saved, free when it is read back."""
 
-    def __init__(self, width: int) -> None:
-        """width: tokens of a row at most."""
-        self.width = width
+    def __init__(self, max_tokens: int) -> None:
+        """max_tokens: of one row."""
+        self.max_tokens = max_tokens
         self.most = 0  # slots that were ever used
         self._freed: Ints = np.empty(0, np.int64)
         self._at: dict[int, Ints] = {}  # row -> slot per token, -1 = none
 
     def put(self, row: int, tokens: Ints) -> Ints:
         """Return a free slot for each token."""
-        at = self._at.setdefault(row, np.full(self.width, -1))
+        at = self._at.setdefault(row, np.full(self.max_tokens, -1))
         slots, self._freed = self._freed[: tokens.size], self._freed[tokens.size :]
         fresh = np.arange(self.most, self.most + tokens.size - slots.size)
         self.most += fresh.size
@@ -46,13 +49,13 @@ class HostSlots:
     def pop(self, row: int, tokens: Ints) -> Ints:
         """Return the slots of tokens, which are free from now on."""
         slots = self._at[row][tokens]
-        assert (slots >= 0).all(), "read back without having been saved"
+        assert (slots >= 0).all(), "a token is read back that was not saved"
         self._at[row][tokens] = -1
         self._freed = np.concatenate([self._freed, slots])
         return slots
 
     def drop(self, row: int, first: int = 0, end: int | None = None) -> None:
-        """Free what a row has of the tokens from `first` to `end`."""
+        """Free the slots of a row's tokens from `first` to `end`."""
         if row in self._at:
             at = self._at[row]
             there = first + np.flatnonzero(at[first:end] >= 0)
@@ -66,36 +69,31 @@ class HostSlots:
 
 
 def slots_of(tokens: Ints, block: int, size: int, mirrored: int) -> Ints:
-    """Return vLLM's slots of a block's tokens; its block 0 is nobody's, so ours are one further."""
+    """Return vLLM's slots of a block's tokens; vLLM's block 0 is the null block, so block b is its b + 1."""
     at = tokens % size
     return (block + 1) * size + (size - 1 - at if mirrored else at)
 
 
-def copies_of(book: TwoEndedTable, host: HostSlots) -> list[Copy]:
-    """Return this iteration's copies, in order; neighbours that go the same way over the host are one.
+def copies_of(kv: TwoEndedTable, host: HostSlots) -> list[Copy]:
+    """Return this iteration's copies in order; neighbours in the same direction are merged.
 
-    Unless both write a slot: one that was freed in between has a new owner, whose KV must come last.
+    Copies that write the same slot stay apart: a slot freed in between has a new owner, whose KV comes last.
     """
-    done: list[Copy] = []
-    for entry in book.ops[: book.state[0]["num_ops"]].tolist():
-        output_tokens = _copy(entry, int(book.state[0]["block_size"]), host)
-        if output_tokens is None:
+    copies: list[Copy] = []
+    for entry in kv.ops[: kv.state[0]["num_ops"]].tolist():
+        copy = _copy(entry, int(kv.state[0]["block_size"]), host)
+        if copy is None:
             continue
-        if (
-            done
-            and output_tokens.way != WITHIN
-            and done[-1].way == output_tokens.way
-            and _apart(done[-1], output_tokens)
-        ):
-            last = done.pop()
-            source, target = (np.concatenate(pair) for pair in zip(last[1:], output_tokens[1:], strict=True))
-            output_tokens = Copy(output_tokens.way, source, target)
-        done.append(output_tokens)
-    return done
+        if copies and _mergeable(copies[-1], copy):
+            last = copies.pop()
+            source, target = (np.concatenate(pair) for pair in zip(last[1:], copy[1:], strict=True))
+            copy = Copy(copy.way, source, target)
+        copies.append(copy)
+    return copies
 
 
-def _apart(one: Copy, other: Copy) -> bool:
-    return not np.isin(other.target, one.target).any()
+def _mergeable(one: Copy, other: Copy) -> bool:
+    return other.way == one.way != WITHIN and not np.isin(other.target, one.target).any()
 
 
 def _copy(entry: list[int], size: int, host: HostSlots) -> Copy | None:

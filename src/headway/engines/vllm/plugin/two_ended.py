@@ -1,9 +1,9 @@
-"""Whose block may a request grow into, inside vLLM? The same book as in the simulator decides.
+"""Two-ended KV blocks in vLLM (BROS 5), accounted by the same code as in the simulator.
 
-Each step the book grants rows and tokens (`engines/two_ended.account`), vLLM's own `schedule()` is shown just
-these, and its block manager hands out the blocks that the book has given (BROS 5). A best-effort request that
-pauses, or is on the host, stays running for vLLM and is not scheduled; one that has lost all KV is preempted,
-one that has lost its end computes it again.
+In each step `engines/simulated/two_ended.account` decides which rows compute how many tokens in which slots;
+vLLM's own `schedule()` is shown just these, and its block manager hands out these blocks. A best-effort
+request that pauses, or is on the host, stays running for vLLM and is not scheduled; one that has lost all KV
+is preempted; one that has lost the end of its KV computes that again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.engine_spec import Obstacle
-from headway.engines.simulated.kernels import Limits
+from headway.engines.simulated.kernels import Limits, usage_of
 from headway.engines.simulated.two_ended import account
 from headway.engines.vllm.plugin.right_aligned_attention import reads_from_the_right
 from headway.engines.vllm.plugin.slot_copies import HostSlots, copies_of
@@ -25,7 +25,7 @@ from headway.memory.two_ended.block_table import BEST_EFFORT, LOAD, MOVE, REAL_T
 from headway.pack.bros.algorithm_1 import real_time
 from headway.types import Ints, Step
 
-_NOBODY = np.empty(0, np.int64)
+_NO_ROWS = np.empty(0, np.int64)
 _COPIES = ((SAVE, "saved_tokens"), (LOAD, "loaded_tokens"), (MOVE, "moved_tokens"))
 _MULTIPLE = 32  # tokens: what the CPU attention's blocks consist of
 
@@ -54,11 +54,17 @@ def obstacle(scheduler: Any) -> Obstacle | None:
     return Obstacle(found, "choose bros-plain-blocks") if found else None
 
 
-class TwoEnds:
-    """vLLM's KV as a `memory.two_ended.block_table.TwoEndedTable`; a `KvPolicy`.
+class TwoEndedKv:
+    """vLLM's KV slots as a `TwoEndedTable`; a `KvPolicy`.
 
-    TwoEndedTable block b is vLLM's block b + 1 (its block 0 is nobody's). vLLM's pool itself stays untouched: its
-    manager's methods that allocate and free are replaced.
+    Block b of the table is vLLM's block b + 1 (its block 0 is the null block). vLLM's block pool is not used:
+    the methods of its manager that allocate and free are replaced.
+
+    kv: the table of slots.
+    host_slots: slots of the host pool.
+    running: rows that hold a slot and KV.
+    serial: serial of the job that the table knows by each row.
+    granted: tokens of this step by request.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -67,88 +73,88 @@ class TwoEnds:
         self.blocks = self.manager.block_pool.blocks
         size, longest, total = int(scheduler.block_size), int(scheduler.max_model_len), len(self.blocks) - 1
         rows = self.jobs.data.size
-        self.book = block_table.new(total, size, longest, self.pool.host_tokens, rows, decode_only=True)
+        self.kv = block_table.new(total, size, longest, self.pool.host_tokens, rows, decode_only=True)
         self.limits = Limits(size, scheduler._slots, scheduler.max_num_scheduled_tokens, longest)
-        self.host = HostSlots(longest)
-        self.inside = np.zeros(rows, np.bool_)  # rows that hold a slot and KV
-        self.serial = np.zeros(rows, np.int64)  # of the job that the book knows by this row
+        self.host_slots = HostSlots(longest)
+        self.running = np.zeros(rows, np.bool_)
+        self.serial = np.zeros(rows, np.int64)
         self.granted: dict[str, int] = {}
-        self.done = dict.fromkeys((name for _, name in _COPIES), 0)
-        self._known: dict[str, list[int]] = {}  # each running request's blocks, as the worker has them
+        self.copied = dict.fromkeys((name for _, name in _COPIES), 0)
+        # Each running request's blocks, as the worker has them
+        self._worker_tables: dict[str, list[int]] = {}
         self.pool.begin()
-        self._take_over()
-        self._run(Step(_NOBODY, _NOBODY, _NOBODY, _NOBODY))  # compiles it
+        self._wrap_manager()
+        self._run(Step(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))  # compiles it
 
-    def _take_over(self) -> None:
+    def _wrap_manager(self) -> None:
         manager = self.manager
         manager.allocate_slots, manager.free = self.allocate, self.free
-        manager.block_pool.get_num_free_blocks = lambda: int(self.book.state[0]["num_empty"])
+        manager.block_pool.get_num_free_blocks = lambda: int(self.kv.state[0]["num_empty"])
 
-    # ---- what the hook asks
+    # ---- called by the hook
 
     def leave(self, row: int) -> None:
-        """Its KV is free already (`free`)."""
-        self.inside[row] = False
+        """Note that a row has lost its slot; `free` has freed its KV."""
+        self.running[row] = False
 
     def refresh(self, rows: Ints) -> None:
-        """Let those who have come or gone into or out of the book; the table's columns are the book's."""
+        """Enter new rows into the table of slots, remove ended ones, and read the jobs' columns from it."""
         jobs = self.jobs
-        if jobs.data.size > self.inside.size:
+        if jobs.data.size > self.running.size:
             self._grow(jobs.data.size)
-        for row in np.flatnonzero(~jobs.live & (self.book.kind != 0)):
+        for row in np.flatnonzero(~jobs.live & (self.kv.kind != 0)):
             self._forget(int(row))
-            self.book.kind[row] = 0
+            self.kv.kind[row] = 0
         fresh = np.flatnonzero(jobs.live & (self.serial != jobs.serial))
         for row in fresh[np.argsort(jobs.serial[fresh])]:
-            allocation.add_row(self.book, row, REAL_TIME if real_time(jobs.data, row) else BEST_EFFORT)
-            self.inside[row], self.serial[row] = False, jobs.serial[row]
-        book = self.book
-        jobs.computed[:], jobs.running[:] = book.num_tokens + book.swapped_tokens, self.inside
-        jobs.blocks[:], jobs.saved[:] = book.num_blocks, book.host_tokens
+            allocation.add_row(self.kv, row, REAL_TIME if real_time(jobs.data, row) else BEST_EFFORT)
+            self.running[row], self.serial[row] = False, jobs.serial[row]
+        kv = self.kv
+        jobs.computed[:], jobs.running[:] = kv.num_tokens + kv.swapped_tokens, self.running
+        jobs.blocks[:], jobs.saved[:] = kv.num_blocks, kv.host_tokens
 
     def _grow(self, rows: int) -> None:
-        more = np.zeros(rows - self.inside.size, np.int64)
-        self.book = block_table.resized(self.book, rows)
+        more = np.zeros(rows - self.running.size, np.int64)
+        self.kv = block_table.resized(self.kv, rows)
         self.serial = np.concatenate([self.serial, more])
-        self.inside = np.concatenate([self.inside, more.astype(np.bool_)])
+        self.running = np.concatenate([self.running, more.astype(np.bool_)])
 
-    def ledger(self, plain: KvBudget) -> TwoEndedBudget:
-        """Return the account of empty blocks, and what each row needs to be read back."""
-        moves = checkpoint.blocks_to_restore(self.book, np.arange(self.inside.size))
-        free = int(self.book.state[0]["num_empty"])
-        return TwoEndedBudget(plain.total, free, plain.size, plain.slots, moves)
+    def budget(self, stock: KvBudget) -> TwoEndedBudget:
+        """Return the empty blocks, and how many of them each row needs to be read back."""
+        moves = checkpoint.blocks_to_restore(self.kv, np.arange(self.running.size))
+        return TwoEndedBudget(stock.total, int(self.kv.state[0]["num_empty"]), stock.size, stock.slots, moves)
 
     def plan(self, step: Step) -> Step:
-        """Account the step on the book. Returns what vLLM is to carry out: who runs, who has lost all KV."""
+        """Account the packer's step. Returns vLLM's: the rows that run, and those that have lost all KV."""
         jobs, before = self.jobs, self.jobs.evictions.copy()
         rows, tokens = self._run(step)
-        self.inside[:] = jobs.running
+        self.running[:] = jobs.running
         self.granted = dict(zip(jobs.names(rows), tokens.tolist(), strict=True))
-        self._tell(rows)
-        evict = self._lost(np.flatnonzero(jobs.evictions != before))
-        jobs.evictions[evict] -= 1  # the hook counts those that vLLM preempts
-        return Step(rows, tokens, evict, _NOBODY, max_running=rows.size, token_budget=int(tokens.sum()))
+        self._fill_metadata(rows)
+        evict = self._lost_rows(np.flatnonzero(jobs.evictions != before))
+        jobs.evictions[evict] -= 1  # the hook counts the preemptions by vLLM
+        return Step(rows, tokens, evict, _NO_ROWS, max_running=rows.size, token_budget=int(tokens.sum()))
 
     def _run(self, step: Step) -> tuple[Ints, Ints]:
-        """Return who computes how many tokens."""
-        balance = np.array([0, np.count_nonzero(self.inside)])
-        rows, tokens, _, _ = account(self.jobs, self.book, balance, self.limits, step)
+        """Account a step; return the rows that compute and their tokens."""
+        usage = usage_of(0, int(np.count_nonzero(self.running)))
+        rows, tokens, _, _ = account(self.jobs, self.kv, usage, self.limits, step)
         return rows, tokens
 
-    def _tell(self, rows: Ints) -> None:
-        """Write down for the worker what to copy, and who writes to the right."""
-        book, ends = self.book, self.pool.ends
-        orders = book.ops[: book.state[0]["num_ops"]]
+    def _fill_metadata(self, rows: Ints) -> None:
+        """Give the worker its copies, and the rows that fill their last block from the right."""
+        kv, metadata = self.kv, self.pool.metadata
+        orders = kv.ops[: kv.state[0]["num_ops"]]
         for kind, name in _COPIES:
-            self.done[name] += int(orders[orders[:, 0] == kind, 3].sum())
-        ends.copies += copies_of(book, self.host)
-        row = rows[book.kind[rows] == BEST_EFFORT]
-        last = book.num_blocks[row] - 1
-        right = book.mirrored[book.block_ids[row, last]] == 1
-        ends.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
+            self.copied[name] += int(orders[orders[:, 0] == kind, 3].sum())
+        metadata.copies += copies_of(kv, self.host_slots)
+        row = rows[kv.kind[rows] == BEST_EFFORT]
+        last = kv.num_blocks[row] - 1
+        right = kv.mirrored[kv.block_ids[row, last]] == 1
+        metadata.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
 
-    def _lost(self, rows: Ints) -> Ints:
-        """Of rows whose KV was taken: let those without their end go back there, return those without any."""
+    def _lost_rows(self, rows: Ints) -> Ints:
+        """Return the rows that have lost all KV; correct vLLM's count of those that have lost its end."""
         out = []
         for row in rows.tolist():
             request, computed = self._request(row), int(self.jobs.computed[row])
@@ -156,64 +162,64 @@ class TwoEnds:
             if computed == 0 and had:
                 out.append(row)
                 continue
-            self.scheduler.recorder.preempted(request.request_id, had)  # vLLM sees neither of these
+            self.scheduler.stats.preempted(request.request_id, had)  # vLLM knows of neither of these
             request.num_computed_tokens = min(had, computed)
         return np.array(out, np.int64)
 
     def begin(self, step: Step) -> None:
-        """The book has given all blocks already (`plan`)."""
+        """Do nothing: `plan` has allocated the blocks."""
 
     def check(self, ran: dict[str, int]) -> None:
-        """Take back what vLLM has left out, such as a request whose grammar is not compiled yet."""
+        """Free the slots of requests that vLLM left out, such as one whose grammar is not compiled yet."""
         for id, tokens in self.granted.items():
             missing = tokens - ran.get(id, 0)
             if missing:
                 row = self.jobs.row_of[id]
-                allocation.trim(self.book, row, self.book.num_tokens[row] - missing)
-                self.inside[row] = self.book.num_tokens[row] > 0
-        assert ran.keys() <= self.granted.keys(), "vLLM runs what has no blocks"
+                allocation.trim(self.kv, row, self.kv.num_tokens[row] - missing)
+                self.running[row] = self.kv.num_tokens[row] > 0
+        assert ran.keys() <= self.granted.keys(), "vLLM runs a request that has no blocks"
 
-    def away(self) -> int:
-        """Return the tokens on the host: their requests stay running for vLLM."""
-        return int(self.book.state[0]["host_tokens"])
+    def tokens_on_host(self) -> int:
+        """Return the tokens on the host, whose requests stay running for vLLM."""
+        return int(self.kv.state[0]["host_tokens"])
 
     def counters(self) -> dict[str, int]:
-        """Return blocks that got a second owner, and tokens saved, read back, moved and dropped."""
-        totals = {name: int(self.book.state[0][name]) for name in ("shared_blocks", "dropped_tokens")}
-        return {**self.done, **totals}
+        """Return the blocks that got a second owner, and the tokens saved, loaded, moved and dropped."""
+        totals = {name: int(self.kv.state[0][name]) for name in ("shared_blocks", "dropped_tokens")}
+        return {**self.copied, **totals}
 
     def state(self) -> dict[str, Any]:
-        """Return that blocks have two ends."""
+        """Return that blocks are two-ended."""
         return {"two_ended": True}
 
-    # ---- what vLLM's scheduler asks in place of its block manager
+    # ---- in place of vLLM's block manager
 
     def allocate(self, request: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Return the blocks that are new to a request; the book has given them already."""
+        """Stand in for `allocate_slots`: return the blocks that `plan` has newly allocated to a request."""
         id = request.request_id
         row = self.jobs.row_of[id]
-        table = (self.book.block_ids[row, : self.book.num_blocks[row]] + 1).tolist()
-        known, self._known[id] = self._known.get(id, []), table
+        table = (self.kv.block_ids[row, : self.kv.num_blocks[row]] + 1).tolist()
+        known, self._worker_tables[id] = self._worker_tables.get(id, []), table
         blocks = [self.blocks[block] for block in table]
         self.manager.coordinator.single_type_managers[0].req_to_blocks[id] = blocks
         if table[: len(known)] != known:
-            self.pool.ends.tables[id] = table
+            self.pool.metadata.tables[id] = table
             blocks, known = [], []
         return self.manager.create_kv_cache_blocks((blocks[len(known) :],))
 
     def free(self, request: Any) -> None:
-        """Free what a request has, here and on the host: it has ended, or lost its KV."""
+        """Free the KV of a request that has ended or lost it, on the device and on the host."""
         id = request.request_id
-        self._known.pop(id, None)
+        self._worker_tables.pop(id, None)
         self.manager.coordinator.single_type_managers[0].req_to_blocks.pop(id, None)
         row = self.jobs.row_of.get(id)
         if row is not None and self.serial[row] == self.jobs.serial[row]:
             self._forget(row)
 
     def _forget(self, row: int) -> None:
-        checkpoint.free_row(self.book, row)
-        self.host.drop(row)
-        self.inside[row] = False
+        checkpoint.free_row(self.kv, row)
+        self.host_slots.drop(row)
+        self.running[row] = False
 
     def _request(self, row: int) -> Any:
         return self.scheduler.requests[str(self.jobs.keys[row])]

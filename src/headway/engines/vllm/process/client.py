@@ -1,7 +1,7 @@
-"""Who computes? One vLLM instance: started and supervised here, or attached to by URL.
+"""The gateway's client of one vLLM instance, started and supervised here or attached to by URL.
 
-`VllmEngine` tells its listener when the instance is up and when it is gone; between the two, requests are
-streamed to it and control messages reach its scheduler. A child that dies is started again with back-off.
+`VllmEngine` reports when the instance is up and when it is gone; between the two, requests are streamed to it
+and control messages reach its scheduler. A child that dies is started again with back-off.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from headway.errors import EngineError
 from headway.types import Event, Instance, InstanceDown, InstanceUp
 
 log = logging.getLogger("headway.engine")
-_POLL = 0.25  # seconds between looks at a child
+_POLL = 0.25  # seconds between checks of a child
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
-# vLLM closes idle connections after 5 s; letting go earlier avoids writing into one that is being closed.
+# vLLM closes idle connections after 5 s; closing them earlier avoids writing into one that is being closed.
 _KEEPALIVE = 2.0
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
 
@@ -41,12 +41,12 @@ class EngineGone(EngineError):
 
 
 class VllmEngine:
-    """One instance, by its configuration. `tell` receives InstanceUp and InstanceDown."""
+    """One instance, by its configuration. on_event: receives InstanceUp and InstanceDown."""
 
     def __init__(
-        self, id: str, config: Engine, recipe: str, log_dir: Path, tell: Callable[[Event], None]
+        self, id: str, config: Engine, recipe: str, log_dir: Path, on_event: Callable[[Event], None]
     ) -> None:
-        self.id, self.config, self._recipe, self._tell = id, config, recipe, tell
+        self.id, self.config, self._recipe, self._on_event = id, config, recipe, on_event
         self._port = config.port or (free_port() if config.url is None else 0)
         self.url = (config.url or f"http://127.0.0.1:{self._port}").rstrip("/")
         self._log = log_dir / f"{id}.log"
@@ -60,7 +60,7 @@ class VllmEngine:
     # ---- life
 
     async def start(self) -> None:
-        """Begin to start (or attach) and supervise; returns at once, `up` is set when it answers."""
+        """Start (or attach to) and supervise the instance in the background; `up` is set when it answers."""
         if self.config.url is None:
             await asyncio.to_thread(check_installed)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
@@ -69,7 +69,7 @@ class VllmEngine:
         self._task = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """End supervision and the child with all its processes."""
+        """End the supervision, and the child with all its processes."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -90,7 +90,7 @@ class VllmEngine:
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
-            except Exception as error:  # whatever it is, supervision must go on and people must hear of it
+            except Exception as error:  # supervision must go on after any error, and operators must see it
                 log.exception("engine %s", self.id)
                 self.failure = EngineError(f"The engine {self.id} failed: {error!r}.", "See the log.")
             self._down()
@@ -102,13 +102,13 @@ class VllmEngine:
     async def _bring_up(self) -> None:
         alive = self.child is not None and self.child.alive and await self.lives()
         if self.config.url is None and not alive:
-            await _to_the_end(self._spawn)
+            await _uninterrupted(self._spawn)
         await self._healthy()
         instance = await self._describe()
         self.failure = None
         self.up.set()
         log.info("engine %s is up: %s", self.id, instance)
-        self._tell(InstanceUp(instance))
+        self._on_event(InstanceUp(instance))
 
     def _spawn(self) -> None:
         if self.child is not None:
@@ -132,7 +132,7 @@ class VllmEngine:
             await asyncio.sleep(_POLL)
 
     async def _watch(self) -> None:
-        """Return when the instance is gone: by its exit, its silence, or `lost`."""
+        """Return when the instance stops answering or `lost` is called; EngineError when its child exits."""
         misses = 0
         while misses < 3 and self.up.is_set():
             await asyncio.sleep(_POLL)
@@ -142,16 +142,16 @@ class VllmEngine:
         log.error("engine %s does not answer any more", self.id)
 
     def lost(self) -> None:
-        """Take the instance for gone until it has answered again: a request just failed on it."""
+        """Treat the instance as down until it answers again, because a request has just failed on it."""
         self._down()
 
     def _down(self) -> None:
         if self.up.is_set():
             self.up.clear()
-            self._tell(InstanceDown(self.id))
+            self._on_event(InstanceDown(self.id))
 
     async def lives(self) -> bool:
-        """Ask whether the instance can still work: vLLM's /health says no once its engine core is dead."""
+        """Tell whether the instance can still work: vLLM's /health fails once its engine core is dead."""
         try:
             async with self._http.get(f"{self.url}/health", timeout=_timeout(3)) as answer:
                 return answer.status == 200
@@ -159,7 +159,7 @@ class VllmEngine:
             return False
 
     async def _describe(self) -> Instance:
-        """Return what the instance is; one without our scheduler inside is taken to have KV for all slots."""
+        """Return the instance; without Headway's scheduler inside it is assumed to have KV for all slots."""
         config = self.config
         try:
             state = await self.control({"op": "state"})
@@ -179,7 +179,7 @@ class VllmEngine:
     async def open(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a request and yield the response; leaving the block closes it, which makes vLLM abort it.
 
-        Raises EngineGone when the engine is not there or breaks off.
+        Raises EngineGone when the engine does not answer or the connection breaks.
         """
         try:
             headers = {"content-type": "application/json"}
@@ -205,7 +205,7 @@ class VllmEngine:
         if status == 400 and state is not None:
             raise EngineError(
                 f"The engine {self.id} refused the message: {state.get('error')}.",
-                "See headway/engines/vllm/plugin/control.py for what can be said.",
+                "See headway/engines/vllm/plugin/control.py for the messages.",
                 status=400, kind="invalid_request_error",
             )  # fmt: skip
         raise EngineError(
@@ -223,7 +223,7 @@ class VllmEngine:
             await self.control({"op": "urgency", "values": values, "jobs": False})
 
     async def metrics(self) -> str:
-        """Return the instance's own Prometheus page, empty when it is not there."""
+        """Return the instance's own Prometheus page, empty when it does not answer."""
         try:
             async with self._http.get(f"{self.url}/metrics", timeout=_timeout(5)) as answer:
                 return await answer.text() if answer.status == 200 else ""
@@ -239,8 +239,8 @@ def _state(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-async def _to_the_end(work: Callable[[], None]) -> None:
-    """Run it in a thread and stay until its end even when cancelled: no child may be born unseen."""
+async def _uninterrupted(work: Callable[[], None]) -> None:
+    """Run `work` in a thread to its end even when cancelled, so that no child starts unsupervised."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(task)

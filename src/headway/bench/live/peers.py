@@ -1,0 +1,98 @@
+"""The two servers of the overhead benchmark: a FAKE engine, and a gateway in front of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import tomli_w
+
+from headway.engines.vllm.process.launch import Child, free_port
+from headway.errors import EngineError
+
+DIRECT, HEADWAY = "direct", "headway"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A running server.
+
+    process: its psutil.Process
+    """
+
+    name: str
+    port: int
+    process: Any
+
+    def cpu(self) -> float:
+        """Return the CPU seconds of the process so far: all threads, user and kernel mode."""
+        used = self.process.cpu_times()
+        return float(used.user + used.system)
+
+    def request(self, prompt: str, **more: Any) -> bytes:
+        """Return the bytes of a chat request."""
+        body = {"model": "smollm2", "messages": [{"role": "user", "content": prompt}], **more}
+        data = json.dumps(body).encode()
+        lines = ("POST /v1/chat/completions HTTP/1.1", f"host: 127.0.0.1:{self.port}",
+                 "content-type: application/json", f"content-length: {len(data)}")  # fmt: skip
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+Peers = tuple[Peer, Peer]  # direct, then Headway
+
+
+@contextmanager
+def servers(folder: Path, recipe: str = "slack") -> Iterator[Peers]:
+    """Start the FAKE engine and a gateway in front of it; stop both at the end."""
+    engine, gateway = free_port(), free_port()
+    config = {
+        "recipe": recipe,
+        "server": {"port": gateway, "max_queued": 10_000},
+        "engines": [{"url": f"http://127.0.0.1:{engine}", "max_running": 256}],
+        "broker": {"kind": "sqlite", "sqlite": {"path": str(folder / "queue.sqlite"), "synchronous": "full"}},
+    }
+    (folder / "headway.toml").write_text(tomli_w.dumps(config))
+    run = "from headway.cli import main; main()"
+    serve = [sys.executable, "-c", run, "serve", "--config", str(folder / "headway.toml")]
+    fake = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", str(engine)]
+    with ExitStack() as stack:
+        direct = stack.enter_context(_serving(DIRECT, fake, engine, "/health", folder))
+        yield direct, stack.enter_context(_serving(HEADWAY, serve, gateway, "/ready", folder))
+
+
+@contextmanager
+def _serving(name: str, argv: Sequence[str], port: int, path: str, folder: Path) -> Iterator[Peer]:
+    child = Child(argv, dict(os.environ), folder / f"{name}.log")
+    child.start()
+    try:
+        _wait(child, f"http://127.0.0.1:{port}{path}", name)
+        assert child.process is not None
+        yield Peer(name, port, psutil.Process(child.process.pid))
+    finally:
+        child.stop()
+
+
+def _wait(child: Child, url: str, name: str, patience: float = 60.0) -> None:
+    """Wait until a GET is answered with 200; EngineError when the server dies or takes too long."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if not child.alive:
+            raise child.died(name)
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise EngineError(
+        f"{name} did not answer at {url} in time. {child.tail()}", "Try again on an idle machine."
+    )

@@ -1,0 +1,47 @@
+"""The hook's setup: what its engine can do, and the KV policy that its packer needs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from headway.core.engine_spec import EngineSpec
+from headway.engines.vllm.plugin import reservations, two_ended
+from headway.engines.vllm.plugin.connector import HostPool
+from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
+
+_log = logging.getLogger(__name__)
+
+
+def spec_of(scheduler: Any, max_running: int) -> EngineSpec:
+    """Return the spec of a scheduler's engine; scheduler: the hook."""
+    pool = scheduler.connector if isinstance(scheduler.connector, HostPool) else None
+    obstacles = {"two_ended": two_ended.obstacle(scheduler), "reservations": reservations.obstacle(scheduler)}
+    why_not = {ability: why for ability, why in obstacles.items() if why is not None}
+    return EngineSpec(
+        max_running,
+        int(scheduler.max_num_scheduled_tokens),
+        int(scheduler.block_size),
+        int(scheduler.max_model_len),
+        math.inf if pool is None else pool.copy_seconds,
+        0 if pool is None else pool.free * pool.size,
+        two_ended="two_ended" not in why_not,
+        reservations="reservations" not in why_not,
+        latency=scheduler.latency,
+        why_not=why_not,
+    )
+
+
+def kv_policy_of(scheduler: Any) -> KvPolicy:
+    """Return the policy that the packer's use of KV needs; called last in the hook's constructor."""
+    use = scheduler.packer.kv
+    if use.reserves:
+        return reservations.ReservedKv(scheduler.kv_cache_manager, scheduler.jobs)
+    if use.two_ended:
+        return two_ended.TwoEndedKv(scheduler)
+    if not scheduler.recipe.wants.two_ended:
+        return StockKv()
+    why = scheduler.spec.why_not["two_ended"].reason
+    _log.warning("%s runs without two-ended blocks here: %s.", scheduler.recipe.name, why)
+    return StockKv(why)
