@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.live import overhead
+from headway.bench.live import overhead, planning_overhead
 from headway.bench.live.fake_engine import NAME
 from headway.bench.output.results import Row, save
 from headway.errors import EngineError
@@ -48,6 +48,14 @@ def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
     assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
     assert NAME in (tmp_path / "report.html").read_text()
     assert report.table().row_count == len(measured.rows)
+
+
+def test_a_gateway_is_measured_while_its_planner_thinks() -> None:
+    rows = {(row.id, row.system): row for row in planning_overhead.planning_rows(0.5)}
+    assert set(rows) == {
+        (f"planning.{p}_ms", system) for p in ("p50", "p99") for system in ("thinks", "answers at once")
+    }
+    assert all(row.ours is not None and row.ours > 0 for row in rows.values())
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def _error(status: int) -> dict[str, Any]:
 
 def _prompt(body: dict[str, Any]) -> str:
     if "messages" in body:
-        return str(body["messages"][0]["content"])
+        return str(body["messages"][0].get("content"))
     return str(body.get("prompt", ""))
 
 

@@ -66,15 +66,18 @@ SLEEPING = replace(DEFAULT["vllm"], name="by-arrival-sleeping", planner=Sleeping
 _SYSTEMS = {"answers at once": "AT_ONCE", "thinks": "SLEEPING"}
 
 
-def planning_rows(quick: bool) -> list[Row]:
-    """Return planning.p50_ms and planning.p99_ms of requests that need no plan, for both planners."""
+def planning_rows(duration: float) -> list[Row]:
+    """Return planning.p50_ms and planning.p99_ms of requests that need no plan, for both planners.
+
+    duration: seconds of load for each.
+    """
     rows = []
     for system, recipe in _SYSTEMS.items():
         with (
             tempfile.TemporaryDirectory(prefix="headway-planning-") as folder,
             servers(Path(folder), f"{__name__}:{recipe}") as (_, gateway),
         ):
-            seconds = asyncio.run(_load(f"http://127.0.0.1:{gateway.port}", 3.0 if quick else 20.0))
+            seconds = asyncio.run(_load(f"http://127.0.0.1:{gateway.port}", duration))
         for label, p in (("p50", 0.5), ("p99", 0.99)):
             value = float(np.quantile(seconds, p)) * 1000
             rows.append(Row(f"planning.{label}_ms", system, _SETTING, value, "ms"))
