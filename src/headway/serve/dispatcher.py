@@ -103,7 +103,9 @@ class Dispatcher:
                     )
 
     def _send(self, send: Send) -> None:
-        in_flight = self.in_flight[send.id]
+        in_flight = self.in_flight.get(send.id)
+        if in_flight is None:  # it ended while a plan's earlier commands were executed
+            return
         in_flight.rank = send.rank
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])
@@ -116,10 +118,10 @@ class Dispatcher:
 
     def _reject(self, reject: Reject) -> None:
         """Refuse a request that was accepted and is still queued."""
-        future = self.in_flight[reject.id].engine_future
         self._metrics.dropped(reject.reason)
-        if not future.done():
-            future.set_exception(refusal("All engines of this model are saturated.", reject))
+        in_flight = self.in_flight.get(reject.id)
+        if in_flight is not None and not in_flight.engine_future.done():
+            in_flight.engine_future.set_exception(refusal("All engines of this model are saturated.", reject))
 
 
 class RankUpdates:
