@@ -335,8 +335,8 @@ class Plan:
         swap: instance -> model it shall serve.
         warm: instance -> model whose weights it shall hold in host memory.
         reject: queued requests to refuse.
-        based_on: `Cluster.version` of the snapshot that a planner read which takes its time; what no longer holds
-            is dropped. None = the plan is for the cluster as it is.
+        based_on: `Cluster.version` of the snapshot that a thinking planner read; what no longer holds of the
+            plan is dropped. None = the plan is for the cluster as it is.
     """
 
     send: Sequence[Send] = ()

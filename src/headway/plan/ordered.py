@@ -1,8 +1,8 @@
 """One order for every instance: by arrival, by priority, by deadline, by attainable deadline.
 
-Virtual queues overlap: a request that several instances could serve is in all their queues, and the first with
-room takes it, so that no instance idles while work for it waits. The order is kept as requests come and go,
-and a plan names only what may be sent now, so its cost does not grow with the queue.
+Virtual queues overlap: a request that several instances could serve is in all their queues, and the first
+with room takes it, so that no instance idles while work for it waits. The order is kept as requests come and
+go, and a plan names only what may be sent now, so its cost does not grow with the queue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Peers:
         return min(heads) if heads else None
 
     def has_changed(self) -> bool:
-        """Tell whether something else is next, or something came or went inside, since this was asked last."""
+        """Tell whether the head, or what is inside, has changed since this was asked last."""
         head, last = self.next(), self.head
         changed = self.inside.changed or head != last
         self.head, self.inside.changed = head, False

@@ -188,7 +188,8 @@ def run(
     size, admitted, budget = 0, 0, limits.budget
     # The loop takes arrays, not the whole table: each array in a call costs its reference count.
     arrays = (
-        kv.block_ids, kv.num_blocks, kv.num_tokens, kv.host_tokens, kv.kind, kv.left_tokens, kv.right_tokens, kv.saved_tokens,
+        kv.block_ids, kv.num_blocks, kv.num_tokens, kv.host_tokens, kv.kind, kv.left_tokens, kv.right_tokens,
+        kv.saved_tokens,
     )  # fmt: skip
     for kind in (REAL_TIME, BEST_EFFORT):
         for i in range(order.size):

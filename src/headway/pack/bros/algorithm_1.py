@@ -6,74 +6,27 @@ best-effort rows by swap cost, and keeps the sums from which the iteration's sec
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.forecast.latency.online import seconds_of
+from headway.pack.bros.batch import (
+    ROOM,
+    SUMS,
+    Batch,
+    StepLimits,
+    count,
+    goes_first,
+    make_room,
+    save,
+    take,
+    with_row,
+)
 from headway.pack.kernels import due_of, missing_of, ordered
-from headway.types import Bools, Floats, Ints
+from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
-# The shape of an iteration, tokens to copy, the bound on its seconds, and tokens of the budget that are left.
-SUMS = np.dtype(
-    [(name, float) for name in (
-        "decodes", "context", "prefill", "prefill_context", "copies", "bound", "budget",
-    )]
-)  # fmt: skip
-# Blocks that can be had, blocks that are empty (below 0: to be emptied), slots for rows that come in, rows
-# chosen, rows to save, real-time rows kept out, and whether real-time rows hold much of the KV.
-ROOM = np.dtype(
-    [(name, int) for name in (
-        "available", "empty", "free_slots", "chosen", "saved", "refused", "crowded",
-    )]
-)  # fmt: skip
 _LOST = 1e9  # seconds
-
-
-class StepLimits(NamedTuple):
-    """What bounds one iteration.
-
-    batch_limit: rows that may run (B).
-    budget: tokens of the iteration.
-    total, free, size: KV blocks, those that are free, tokens of a block.
-    slots: rows that may hold KV.
-    copy: seconds to move one token's KV; shared: blocks have two ends.
-    replaces, spare, watermark, lost_last, crowded: as in `packer.Bros`.
-    """
-
-    batch_limit: int
-    budget: int
-    total: int
-    free: int
-    size: int
-    slots: int
-    copy: float
-    shared: bool
-    replaces: bool
-    spare: float
-    watermark: float
-    lost_last: bool
-    crowded: float
-
-
-class Batch(NamedTuple):
-    """An iteration being built.
-
-    rows, tokens: the chosen rows and their tokens.
-    left: seconds each chosen row has left (inf = best effort).
-    save: rows that go to the host.
-    sums, room: one record each of `SUMS` and `ROOM`.
-    """
-
-    rows: Ints
-    tokens: Ints
-    left: Floats
-    save: Ints
-    sums: Rows
-    room: Rows
 
 
 # ---- the algorithm
@@ -96,7 +49,7 @@ def algorithm_1(t: StepLimits, jobs: Rows, rows: Ints, moves: Ints, now: float, 
     if batch.room[0]["chosen"] == 0:  # new prompts that find no blocks must not hide those that have some
         inside = other[jobs["running"][other]]
         _pack_best_effort(t, jobs, batch, by_swap_cost(jobs, inside, inside.size), moves, theta)
-    _make_room(jobs, batch, other)
+    make_room(jobs, batch, other)
     return batch
 
 
@@ -126,21 +79,13 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tu
     out, seconds = np.empty(size, np.int64), np.empty(size)
     i, j = 0, 0
     for k in range(size):
-        if i < a.size and (j >= b.size or _goes_first(jobs, a[i], a_left[i], b[j], b_left[j])):
+        if i < a.size and (j >= b.size or goes_first(jobs, a[i], a_left[i], b[j], b_left[j])):
             out[k], seconds[k], i = a[i], a_left[i], i + 1
         else:
             out[k], seconds[k], j = b[j], b_left[j], j + 1
         if seconds[k] > _LOST / 2:
             seconds[k] -= _LOST
     return out, seconds
-
-
-@compiled
-def _goes_first(jobs: Rows, a: int, a_key: float, b: int, b_key: float) -> bool:
-    """Tell whether row a goes before row b: by urgency, then by their keys."""
-    if jobs["urgency"][a] != jobs["urgency"][b]:
-        return bool(jobs["urgency"][a] < jobs["urgency"][b])
-    return bool(a_key <= b_key)
 
 
 @compiled
@@ -198,14 +143,14 @@ def _pack_real_time(
         need = _need(t, jobs, row)
         while inside and need > room["available"] and last - 1 > i:
             last -= 1  # its own kind is all there is: the least urgent makes room
-            _save(jobs, batch, urgent[last])
+            save(jobs, batch, urgent[last])
         short = need > room["available"] - (0 if inside or room["chosen"] == 0 else spare)
         out = not inside and room["free_slots"] <= 0
         if want <= 0 or short or out or not _in_time(t, jobs, batch, row, want, left[i], theta):
             room["refused"] += not inside
             continue
         _tighten(jobs, batch, row, left[i], t, want, theta)
-        _take(jobs, batch, row, want, left[i], need, _copies(t, jobs, batch, row, need))
+        take(jobs, batch, row, want, left[i], need, _copies(t, jobs, batch, row, need))
 
 
 @compiled
@@ -273,7 +218,7 @@ def _pack_best_effort(
         copies = int(jobs["saved"][row])
         if batch.room[0]["chosen"] < t.batch_limit:
             if with_row(jobs, batch, row, want, copies, theta, t.copy) <= batch.sums[0]["bound"]:
-                _take(jobs, batch, row, want, np.inf, need, copies)
+                take(jobs, batch, row, want, np.inf, need, copies)
                 batch.room[0]["available"] -= claim - need
         elif t.replaces and victim >= 0 and batch.room[0]["refused"] == 0 and not batch.room[0]["crowded"]:
             victim = _replace(t, jobs, batch, victim, row, want, need, claim, copies, theta)
@@ -298,98 +243,18 @@ def _replace(
     Only when that one can wait for `spare` such iterations, and only within the smallest time left.
     """
     old, had = batch.rows[victim], batch.tokens[victim]
-    _count(jobs, batch, old, had, -1)
+    count(jobs, batch, old, had, -1)
     seconds = with_row(jobs, batch, row, want, copies, theta, t.copy)
     if seconds > batch.sums[0]["bound"] or batch.left[victim] < t.spare * seconds:
-        _count(jobs, batch, old, had, 1)
+        count(jobs, batch, old, had, 1)
         return victim
     batch.rows[victim], batch.tokens[victim], batch.left[victim] = row, want, np.inf
-    _count(jobs, batch, row, want, 1)
+    count(jobs, batch, row, want, 1)
     batch.sums[0]["copies"] += copies
     batch.room[0]["available"] -= claim
     batch.room[0]["empty"] -= need
     batch.room[0]["free_slots"] -= not jobs["running"][row]
     return victim - 1
-
-
-# ---- adding up
-
-
-@compiled
-def with_row(jobs: Rows, batch: Batch, row: int, want: int, copies: int, theta: Floats, copy: float) -> float:
-    """Return the forecast seconds of the iteration with one more row: max(t_exec, t_swap)."""
-    _count(jobs, batch, row, want, 1)
-    batch.sums[0]["copies"] += copies
-    seconds = forecast(batch.sums, theta, copy)
-    batch.sums[0]["copies"] -= copies
-    _count(jobs, batch, row, want, -1)
-    return seconds
-
-
-@compiled
-def forecast(all_sums: Rows, theta: Floats, copy: float) -> float:
-    """Return max(t_exec, t_swap) of an iteration in seconds (BROS 4.1)."""
-    sums = all_sums[0]
-    t_exec = seconds_of(theta, sums["decodes"], sums["context"], sums["prefill"], sums["prefill_context"])
-    return float(max(t_exec, sums["copies"] * copy))
-
-
-@compiled
-def _count(jobs: Rows, batch: Batch, row: int, tokens: int, sign: int) -> None:
-    """Add a row to the sums (sign 1), or take it out (-1)."""
-    sums, there = batch.sums[0], jobs["computed"][row]
-    if tokens == 1:
-        sums["decodes"] += sign
-        sums["context"] += sign * there
-    else:
-        sums["prefill"] += sign * tokens
-        sums["prefill_context"] += sign * (tokens * there + tokens * tokens // 2)
-    sums["budget"] -= sign * tokens
-
-
-@compiled
-def _take(jobs: Rows, batch: Batch, row: int, want: int, left: float, blocks: int, copies: int) -> None:
-    """Choose a row."""
-    at = batch.room[0]["chosen"]
-    batch.rows[at], batch.tokens[at], batch.left[at] = row, want, left
-    _count(jobs, batch, row, want, 1)
-    batch.sums[0]["copies"] += copies
-    batch.room[0]["chosen"] += 1
-    batch.room[0]["available"] -= blocks
-    batch.room[0]["empty"] -= blocks
-    batch.room[0]["free_slots"] -= not jobs["running"][row]
-
-
-@compiled
-def _save(jobs: Rows, batch: Batch, row: int) -> None:
-    """Send a row to the host as a whole, if it is here."""
-    if jobs["running"][row]:
-        batch.save[batch.room[0]["saved"]] = row
-        batch.room[0]["saved"] += 1
-        batch.room[0]["available"] += jobs["blocks"][row]
-        batch.room[0]["empty"] += jobs["blocks"][row]
-        batch.room[0]["free_slots"] += 1
-        batch.sums[0]["copies"] += jobs["computed"][row] - jobs["saved"][row]
-
-
-@compiled
-def _make_room(jobs: Rows, batch: Batch, other: Ints) -> None:
-    """Swap out whole best-effort rows that do not run, until the chosen ones fit.
-
-    The least urgent goes first, of equals the last to arrive.
-    """
-    chosen: Bools = np.zeros(jobs.size, np.bool_)
-    chosen[batch.rows[: batch.room[0]["chosen"]]] = True
-    while batch.room[0]["empty"] < 0:
-        last = -1
-        for row in other:
-            idle = jobs["running"][row] and not chosen[row]
-            if idle and (last < 0 or _goes_first(jobs, last, jobs["serial"][last], row, jobs["serial"][row])):
-                last = row
-        if last < 0:
-            return
-        chosen[last] = True
-        _save(jobs, batch, last)
 
 
 # ---- near its limit

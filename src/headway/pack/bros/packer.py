@@ -31,7 +31,8 @@ import numpy as np
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended.allocation import TwoEndedBudget
-from headway.pack.bros.algorithm_1 import StepLimits, algorithm_1, forecast, near_limit
+from headway.pack.bros.algorithm_1 import algorithm_1, near_limit
+from headway.pack.bros.batch import StepLimits, forecast
 from headway.ports import Packer
 from headway.types import Ints, Jobs, Step
 

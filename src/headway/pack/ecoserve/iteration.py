@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.memory.budget import KvBudget
-from headway.memory.preemption_cost import PAUSE, cheapest, preemption_costs
-from headway.memory.reservations import allocatable, blocks_of, capacity_of, first_borrower
+from headway.memory.reservations import allocatable, blocks_of, capacity_of
+from headway.pack.ecoserve.in_progress import go_on, put_active
 from headway.pack.ecoserve.pipelining import AHEAD, lend_tails
 from headway.pack.ecoserve.queues import (
     ACTIVE,
@@ -27,7 +27,6 @@ from headway.pack.ecoserve.queues import (
     by_urgency,
     class_of,
     in_turn,
-    left_of,
     look,
     need_of,
     same_range,
@@ -57,13 +56,13 @@ def decide(
     seen = look(jobs, status, by_arrival(jobs, rows), params.longest, progress[0]["groups"])
     buffer = _begin_buffer(jobs, status, seen, rows.size, ledger)
     n = buffer.counts[0]
-    goes = _go_on(params, jobs, status, progress, seen, ledger.size, theta, buffer)
+    goes = go_on(params, jobs, status, progress, seen, ledger.size, theta, buffer)
     if _is_due(params, progress, seen, buffer, ledger.total):
         progress[0]["full"] += 1
         _schedule(params, jobs, status, progress, seen, goes, ledger.size, now, buffer)
     else:
         progress[0]["kept"] += 1
-    _put_active(params, jobs, status, seen.active, goes, buffer)
+    put_active(params, jobs, status, seen.active, goes, buffer)
     _prompts(params, jobs, status, progress, seen, ledger.size, now, buffer)
     if n["order"] == 0 and seen.queued.size + seen.prompts.size + seen.waiting.size + seen.active.size:
         _rescue(params, jobs, status, progress, seen, ledger.size, theta, buffer)
@@ -102,123 +101,6 @@ def _is_due(params: EcoServeParams, progress: Rows, seen: RowView, buffer: StepB
     if params.lends and seen.came and seen.waiting.size <= AHEAD:
         return True  # it may fit into another row's tail
     return bool(seen.queued.size and allocatable(n["free"], params.reserve, n["pool"]) >= params.idle)
-
-
-# ---- generations in progress
-
-
-@compiled
-def _go_on(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    seen: RowView,
-    size: int,
-    theta: Floats,
-    buffer: StepBuffer,
-) -> Bools:
-    """Handle rows that reach the end of their KV, or of the part that they have not lent.
-
-    Returns which of the active rows generate now.
-    """
-    goes = np.ones(seen.active.size, np.bool_)
-    for i in range(seen.active.size):
-        row = seen.active[i]
-        end = blocks_of(jobs["computed"][row] + 1, size)
-        if (
-            status["state"][row] == ACTIVE
-            and jobs["first_lent_block"][row]
-            and end > jobs["first_lent_block"][row]
-        ):
-            goes[i] = _reach(params, jobs, status, progress, first_borrower(jobs, row), theta, buffer)
-        if goes[i] and status["state"][row] == ACTIVE and end > capacity_of(jobs, row):
-            _outgrow(params, jobs, status, progress, row, size, theta, buffer)
-    return goes
-
-
-@compiled
-def _reach(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    borrower: int,
-    theta: Floats,
-    buffer: StepBuffer,
-) -> bool:
-    """Resolve a loan that is due: the lender pauses or the borrower leaves, whichever is cheaper.
-
-    True when the lender goes on.
-    """
-    n = buffer.counts[0]
-    if status["state"][borrower] == GONE:
-        return True  # it has just outgrown its loan
-    progress[0]["late"] += 1
-    costs = preemption_costs(
-        theta,
-        jobs["computed"][borrower],
-        left_of(jobs, status, borrower),
-        n["generating"],
-        params.copy_seconds,
-    )
-    if jobs["held"][borrower] or cheapest(costs) == PAUSE:
-        return False
-    leave(params, jobs, status, borrower, theta, buffer)
-    return True
-
-
-@compiled
-def _outgrow(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    row: int,
-    size: int,
-    theta: Floats,
-    buffer: StepBuffer,
-) -> None:
-    """Extend an answer that is longer than predicted: from the pool, else it pauses and keeps its KV.
-
-    A borrower leaves instead.
-    """
-    n = buffer.counts[0]
-    output_tokens = jobs["prompt"][row] + jobs["output_tokens"][row]
-    if jobs["loan_blocks"][row]:
-        progress[0]["late"] += 1
-        status["goal"][row] = min(output_tokens + params.extra, params.longest)
-        leave(params, jobs, status, row, theta, buffer)
-        return
-    more = min(
-        blocks_of(params.extra, size), blocks_of(params.longest, size) - jobs["blocks"][row], n["free"]
-    )
-    status["goal"][row] = min(output_tokens + params.extra, params.longest)
-    if more > 0:
-        progress[0]["extended"] += 1
-        status["goal"][row] = min((jobs["blocks"][row] + more) * size, params.longest)
-        n["free"] -= more
-    else:
-        progress[0]["stalled"] += 1
-        status["state"][row] = QUEUED
-        n["pool"] += jobs["blocks"][row]
-        n["generating"] -= 1
-
-
-@compiled
-def _put_active(
-    params: EcoServeParams, jobs: Rows, status: Rows, active: Ints, goes: Bools, buffer: StepBuffer
-) -> None:
-    """Schedule one token for each generation that was active before and goes on.
-
-    They can be more than `max_running`: rows that control had held come back after others began.
-    """
-    n = buffer.counts[0]
-    for i in range(active.size):
-        if n["order"] >= params.max_running:
-            break
-        if goes[i] and status["state"][active[i]] == ACTIVE:
-            put(buffer, active[i], 1, status["goal"][active[i]])
 
 
 # ---- generations that begin

@@ -75,7 +75,7 @@ class VirtualTokenCounter(Planner):
         self._served[tenant] += max(0.0, min(counters[other] for other in others) - counters[tenant])
 
     def _tags(self, backlog: Backlog, rows: Ints) -> Floats:
-        """Return what the tenant's counter will be when it is each queued request's turn, 0 for those sent."""
+        """Return the tenant's counter at the turn of each queued request, 0 for those sent."""
         tags = np.zeros(rows.size)
         queued = np.flatnonzero(~backlog.sent[rows])
         if not queued.size:
