@@ -1,4 +1,4 @@
-"""How does Headway say that something is wrong? With what happened and how to mend it, in one place."""
+"""Errors that a person can act on: each states what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ConfigError(HeadwayError):
 
 
 class RequestError(HeadwayError):
-    """A request that the door refuses: the client can mend it."""
+    """A request that the gateway refuses and the client can correct."""
 
 
 class EngineError(HeadwayError):

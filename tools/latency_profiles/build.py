@@ -1,8 +1,8 @@
-"""Which latency profiles come with Headway, and from what measurements?
+"""Builds the latency profiles that come with Headway from public measurements.
 
-Each is a form (BROS 4.1, SLO-aware 4.2) fitted to public profiles of one model on one device. Run
-`HEADWAY_DATA=... python -m tools.latency_profiles.build --out DIR` to make them again, to the byte, and to see
-how far each form is off.
+Each is a latency law (BROS 4.1, SLO-aware 4.2) fitted to public profiles of one model on one device. Run
+`HEADWAY_DATA=... python -m tools.latency_profiles.build --out DIR` to reproduce the files byte for byte and
+to print the error of each law.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CPU_MIXED = {0: 19.5, 16: 24.7, 32: 30.1, 64: 40.4, 128: 57.8, 256: 95.5, 512: 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a file is fitted to. Errors are taken over the first `measured` batches, None = over all."""
+    """What a profile is fitted to. Errors are taken over the first `measured` batches, None = over all."""
 
     model: Model
     device: str
@@ -211,7 +211,7 @@ FILES: dict[str, Callable[[Data], Sample]] = {
 
 
 def build(sample: Sample) -> LatencyProfile:
-    """Return the latency profile of a sample: every form fitted, the nearest one chosen."""
+    """Return the latency profile of a sample: every law fitted, the nearest one chosen."""
     x = Shapes.of(sample.batches)
     seen = np.arange(len(sample.batches)) < (sample.measured or len(sample.batches))
     forms: dict[str, LatencyLaw] = {
@@ -228,7 +228,8 @@ def build(sample: Sample) -> LatencyProfile:
 
 
 def table(files: dict[str, LatencyProfile]) -> str:
-    """Return each form's mean and p90 error in per cent, by kind of batch; * marks the form of the file."""
+    """Return the mean and p90 error in per cent, of each law by kind of batch; * marks the law of the
+    file."""
     lines = [f"{'file':22}{'form':12}" + "".join(f"{k:>16}" for k in ("all", "prefill", "decode", "mixed"))]
     for name, file in files.items():
         for form, kinds in file.errors.items():

@@ -33,10 +33,9 @@ from headway.bench.load.prompts import find
 from headway.bench.output.plots import colour, legend, png, sheet
 from headway.bench.output.results import deliver
 from headway.errors import ConfigError
-from headway.forecast.lengths.padded import SHARE, Padded
-from headway.forecast.lengths.padding import Adaptive, PaddingTuner
+from headway.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
 from headway.forecast.lengths.predictor import Predictor, features
-from headway.forecast.lengths.ridge import PLAIN, Traits, fit
+from headway.forecast.lengths.ridge import PLAIN, Features, fit
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.serve.lengths.embedding import Embedder, locate, one_thread
@@ -60,7 +59,7 @@ class Asked:
     name: str
     texts: tuple[str, ...]
     requests: tuple[Request, ...]
-    features: Traits
+    features: Features
     output_tokens: Floats
 
     def __len__(self) -> int:
@@ -207,7 +206,7 @@ def _trial(asked: Asked, system: System, embed: Embedder) -> Seen:
         system.tell(asked, i)
     asking = [asked.requests[i] for i in rest]
     expected = np.array([system.lengths.forecast(request).mean for request in asking])
-    padded = np.array([Padded(system.lengths, SHARE).forecast(request).mean for request in asking])
+    padded = np.array([Padded(system.lengths, QUANTILE).forecast(request).mean for request in asking])
     return Seen(expected, padded, asked.output_tokens[cut:], None, seconds, ms)
 
 
@@ -225,7 +224,7 @@ def _prequential(asked: Asked, system: System) -> Seen:
         served.learn(request, int(asked.output_tokens[i]))
         if system.predictor is not None and system.predictor.due:
             _fit(system)
-    return Seen(expected, padded, asked.output_tokens, served.spot.share)
+    return Seen(expected, padded, asked.output_tokens, served.tuner.quantile)
 
 
 def _fit(system: System) -> float | None:

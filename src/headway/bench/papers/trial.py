@@ -9,7 +9,7 @@ import numpy as np
 from headway.bench.papers.observers import Gauges, inside
 from headway.forecast.latency import profiles
 from headway.forecast.latency.online import OnlineLatency
-from headway.forecast.lengths.padded import Padded
+from headway.forecast.lengths.padding import Padded
 from headway.pack.ecoserve.packer import Counts, EcoServe, Options
 from headway.ports import Lengths, Packer
 from headway.recipes.recipe import Recipe

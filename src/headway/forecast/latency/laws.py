@@ -1,8 +1,8 @@
-"""Which law does iteration time follow?
+"""Latency laws: functions from the shape of a batch to seconds, and their fits (BROS 4.1, SLO-aware 4.2).
 
 Published laws differ in what they multiply: BROS 4.1 takes tokens and tokens x attended tokens, SLO-aware 4.2
-takes requests, length and their product. Each is here a small object of coefficients that are never negative,
-fitted so that every measured iteration counts by its relative error.
+takes requests, length and their product. Here each is a small object of non-negative coefficients, fitted so
+that every measured iteration counts by its relative error.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LatencyLaw(ABC):
     @classmethod
     @abstractmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
-        """Return the form that is nearest to measured durations."""
+        """Return the law that is nearest to measured durations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ LAWS: dict[str, type[Additive] | type[Stepped] | type[Roofline] | type[Bros] | t
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """How far a form is off, as fractions of the measured seconds: the mean and two quantiles over `rows`."""
+    """The error of a law, as fractions of the measured seconds: the mean and two quantiles over `rows`."""
 
     mean: float
     p50: float
@@ -265,7 +265,7 @@ class Error:
 
 
 def fit(name: str, batches: Sequence[Batch], seconds: Floats) -> tuple[LatencyLaw, dict[str, Error]]:
-    """Return the named form fitted to measured seconds (one per batch, > 0), and its `errors`."""
+    """Return the named law fitted to measured seconds (one per batch, > 0), and its `errors`."""
     x, measured = Shapes.of(batches), np.asarray(seconds, float)
     if not measured.size or measured.shape != x.decodes.shape or not np.all(measured > 0):
         raise ValueError("a fit needs one duration above 0 for each batch, and at least one batch")
@@ -274,7 +274,7 @@ def fit(name: str, batches: Sequence[Batch], seconds: Floats) -> tuple[LatencyLa
 
 
 def errors(form: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
-    """Return the absolute relative error of a form: "all", and each kind of `KINDS` that occurs."""
+    """Return the absolute relative error of a law: "all", and each kind of `KINDS` that occurs."""
     off = np.abs(form.seconds(x) / measured - 1)
     rows = {"all": np.ones_like(off, bool)} | {kind: x.kind(kind) for kind in KINDS}
     return {kind: _error(off[which]) for kind, which in rows.items() if which.any()}

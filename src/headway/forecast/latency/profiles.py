@@ -1,8 +1,8 @@
-"""How long does an iteration take on a machine that is not here?
+"""Latency profiles: JSON files with what was measured of a model on a device.
 
-A latency profile keeps what was once measured of a model on a device: a form's coefficients (BROS 4.1, SLO-aware
-4.2), how far they are off, the memory for KV, the seconds to load. `python -m tools.latency_profiles.build` wrote
-the files that come with Headway from public profiles; each says where every number is from.
+A profile holds the coefficients of a latency law (BROS 4.1, SLO-aware 4.2) and their errors, the memory for
+KV and the seconds to load the model. `python -m tools.latency_profiles.build` made the built-in profiles from
+public data; each names the source of every number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headway.types import Batch, Floats
 
 VERSION = 1
 BUILTIN = Path(__file__).parent / "data"
-SHORTEST = 1e-4  # seconds; a form may be 0 for an empty batch, an iteration may not
+SHORTEST = 1e-4  # seconds; a law may be 0 for an empty batch, an iteration may not
 _REQUIRED = {"model": str, "device": str, "block_size": int, "kv_bytes_per_token": int, "weights_bytes": int}
 _OPTIONAL = {"kv_tokens": int, "load_cold_s": float, "load_warm_s": float, "kv_copy_gb_s": float}
 _OVERHEADS = (
@@ -38,13 +38,20 @@ _OVERHEADS = (
 class LatencyProfile:
     """One model on one device.
 
-    form: the law that fits best; additive: the five numbers for compiled loops, of the same data. kv_tokens:
-    tokens of KV that fit. load_cold_s: weights from disk, load_warm_s: from host memory or a ready image.
-    kv_copy_gb_s: KV between device and host, in 1e9 bytes per second over all the instance's links. errors:
-    {form: {kind: Error}}. source: {field: where it is from}. request_overhead_s: from a client to where the
-    scheduler can have its request; token_overhead_s: from the end of an iteration to the client's eyes.
-    interruption_s: by which each request that comes makes the iteration in progress longer, where API server
-    and engine share cores. None = not known.
+    form: the law that fits best.
+    additive: the additive law fitted to the same data, whose five numbers compiled loops take.
+    kv_tokens: tokens of KV that fit.
+    load_cold_s: seconds to load the weights from disk.
+    load_warm_s: seconds to load them from host memory or a ready image.
+    kv_copy_gb_s: KV between device and host, in 1e9 bytes per second over all the instance's links.
+    errors: {law: {kind of batch: Error}}.
+    source: {field: where it is from}.
+    request_overhead_s: from a client to the scheduler.
+    token_overhead_s: from the end of an iteration to the client.
+    interruption_s: by how much each request that arrives prolongs the iteration in progress, where API server
+        and engine share cores.
+
+    None = not known.
     """
 
     model: str
@@ -65,7 +72,7 @@ class LatencyProfile:
     interruption_s: float | None = None
 
     def latency(self) -> FixedLatency:
-        """Return the forecast of iteration times by the file's best form."""
+        """Return the forecast of iteration times by the profile's best law."""
         return FixedLatency(self.form)
 
     def coefficients(self) -> Floats:
@@ -89,7 +96,8 @@ class LatencyProfile:
 
 
 class FixedLatency:
-    """A `ports.LatencyModel` that stays as it was measured: for simulating a machine, not for serving on one."""
+    """A `ports.LatencyModel` that stays as it was measured: for simulating a machine, not for serving on
+    one."""
 
     def __init__(self, form: LatencyLaw) -> None:
         self.form, self.law = form, (form.CODE, form.array())  # law: as compiled loops take it
@@ -106,7 +114,7 @@ class FixedLatency:
         return np.asarray(np.maximum(self.form.seconds(alone), SHORTEST))
 
     def learn(self, batch: Batch, seconds: float) -> None:
-        """Do nothing: a latency profile is a record. `pace.OnlineLatency` learns."""
+        """Do nothing: a latency profile is a record. `OnlineLatency` learns."""
 
 
 def names() -> list[str]:
@@ -117,7 +125,7 @@ def names() -> list[str]:
 def load(name: str | Path) -> LatencyProfile:
     """Return the latency profile of a built-in name or a path.
 
-    Raises ConfigError, naming what is wrong and the mend, when there is none or it cannot be trusted.
+    Raises ConfigError, naming what is wrong and a hint, when there is none or it cannot be trusted.
     """
     path = _locate(name)
     try:
@@ -219,5 +227,5 @@ def _errors(data: Any, where: str) -> dict[str, dict[str, Error]]:
     try:
         return {form: {kind: Error(**e) for kind, e in kinds.items()} for form, kinds in data.items()}
     except (AttributeError, TypeError) as error:
-        mend = "Remove it, or give {form: {kind: {mean, p50, p90, rows}}}."
-        raise ConfigError(f"{where}: errors cannot be read ({error}).", mend) from error
+        hint = "Remove it, or give {form: {kind: {mean, p50, p90, rows}}}."
+        raise ConfigError(f"{where}: errors cannot be read ({error}).", hint) from error

@@ -76,7 +76,7 @@ class Counts:
 class EcoServe:
     """EcoServe's scheduler. It keeps its queues from one iteration to the next: one packer for one engine.
 
-    `Jobs.left` must forecast the whole answer when a row comes in (padded, `forecast/lengths/padded.py`). budget:
+    `Jobs.left` must forecast the whole answer when a row comes in (padded, `forecast/lengths/padding.py`). budget:
     most tokens of an iteration. copy_seconds: to move one token's KV between device and host, inf = the
     engine does not swap. longest: tokens, prompt and answer together, that the engine lets one request have.
     """

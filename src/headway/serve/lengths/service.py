@@ -17,8 +17,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from headway import config
-from headway.forecast.lengths.padded import Padded
-from headway.forecast.lengths.padding import Adaptive, PaddingTuner
+from headway.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
 from headway.forecast.lengths.predictor import Predictor, features
 from headway.forecast.lengths.ridge import fit
 from headway.forecast.lengths.task import TaskLengths
@@ -76,7 +75,7 @@ class LengthService:
         self._took = Histogram(
             "headway_forecast_seconds", "To read a prompt, waiting included.", buckets=_MS, registry=r
         )
-        self._padding.set(self._share or self._spot.share)
+        self._padding.set(self._share or self._spot.quantile)
 
     async def start(self) -> None:
         """Load the encoder (ConfigError when it is not there) and what earlier answers have taught."""
@@ -143,7 +142,7 @@ class LengthService:
         if self.predictor is None:
             return
         self.predictor.forget(id)
-        self._padding.set(self._share or self._spot.share)
+        self._padding.set(self._share or self._spot.quantile)
         self._fit_if_due(self.predictor)
 
     def _fit_if_due(self, predictor: Predictor) -> None:
