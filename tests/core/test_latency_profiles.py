@@ -1,4 +1,4 @@
-"""Forms find the law that made the data; latency profiles keep it, refuse what is wrong and say the mend."""
+"""Fits find the law that made the data; latency profiles keep it and reject errors with a hint."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def measured(law: LatencyLaw, batches: list[Batch]) -> Floats:
 
 
 @pytest.mark.parametrize("law", FITTED, ids=lambda law: law.NAME)
-def test_a_form_finds_the_law_that_made_the_data(law: LatencyLaw) -> None:
+def test_a_fit_finds_the_law_that_made_the_data(law: LatencyLaw) -> None:
     batches = WHOLE if isinstance(law, SloAware) else GRID
     found, off = fit(law.NAME, batches, measured(law, batches))
     assert off["all"].mean < 1e-3
@@ -143,7 +143,7 @@ def test_overheads_are_kept_and_left_out_of_files_that_do_not_know_them(tmp_path
     assert load(tmp_path / "known.json") == known
 
 
-def test_the_pace_does_not_learn() -> None:
+def test_a_fixed_latency_does_not_learn() -> None:
     latency, batch = FixedLatency(ADDITIVE), Batch(8, 4000, 0)
     before = latency.seconds(batch)
     assert before == pytest.approx(0.01 + 8 * 5e-4 + 4000 * 1.4e-6)
@@ -151,7 +151,7 @@ def test_the_pace_does_not_learn() -> None:
     assert latency.seconds(batch) == before
 
 
-def test_the_pace_of_prompts_is_that_of_their_batches() -> None:
+def test_the_latency_of_prompts_is_that_of_their_batches() -> None:
     for law in FITTED:
         latency = FixedLatency(law)
         alone = latency.prefill_seconds(np.array([16.0, 600.0]))
@@ -231,7 +231,7 @@ def test_a_name_that_is_nearly_right_is_suggested() -> None:
         load("/nowhere/at/all.json")
 
 
-def test_a_folder_is_no_pace_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_latency_profile(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
 
@@ -270,7 +270,7 @@ def test_the_files_are_those_that_the_script_makes() -> None:
 
 
 @pytest.mark.parametrize(("name", "batch", "low", "high"), PLAUSIBLE)
-def test_a_built_in_pace_is_plausible(name: str, batch: Batch, low: float, high: float) -> None:
+def test_a_built_in_profile_is_plausible(name: str, batch: Batch, low: float, high: float) -> None:
     file = load(name)
     assert low < file.latency().seconds(batch) < high
     assert low < FixedLatency(file.additive).seconds(batch) < high

@@ -1,4 +1,4 @@
-"""Profiles: scenes an engine can play, laws found again in what it did, and what lies between iterations."""
+"""Latency measurement: scenes that fit the engine, recovered laws, and overheads between iterations."""
 
 from __future__ import annotations
 
