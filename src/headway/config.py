@@ -172,7 +172,7 @@ _UNKNOWN = "unexpected_keyword_argument"
 
 
 def load(path: Path | None) -> Config:
-    """Read a configuration file; None gives the defaults. ConfigError says what is wrong and how to fix it."""
+    """Read a configuration file; None gives the defaults. Raises ConfigError with a hint."""
     if path is None:
         return Config()
     try:

@@ -144,7 +144,8 @@ class Jobs(Table):
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
         "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float,
-        "blocks": int, "saved": int, "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
+        "blocks": int, "saved": int, "priority": int, "urgency": float,
+        "running": bool, "held": bool, "serial": int, "evictions": int,
         "lender": int, "loan_start": int, "loan_blocks": int, "first_lent_block": int,
     }  # fmt: skip
 
