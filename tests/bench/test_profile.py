@@ -142,7 +142,7 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
         measured = await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     assert (measured.limits.max_running, measured.limits.kv_tokens) == (RUNNING, 12_800)
     fits = measured.fits()
-    law = fits.forms["additive"]
+    law = fits.laws["additive"]
     shapes = Shapes.of([Batch(2, 500, 0), Batch(4, 1000, 0), Batch(0, 0, 256, 32_768)])
     # A sleep lasts up to a millisecond longer than asked for, and the loop has work of its own.
     assert np.all(law.seconds(shapes) > 0.9 * LAW.seconds(shapes))
@@ -161,8 +161,8 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
     assert {f.name for f in files} == {"pace.json", "report.json", "profile.png", "report.html"}
     assert load(tmp_path / "out" / "pace.json").additive == law
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
-    assert {row["system"] for row in rows if row["id"] == "residual.mean_pct"} == set(fits.forms)
-    assert profile_report.table(found, About()).row_count == len(fits.forms)
+    assert {row["system"] for row in rows if row["id"] == "residual.mean_pct"} == set(fits.laws)
+    assert profile_report.table(found, About()).row_count == len(fits.laws)
 
 
 async def test_what_cannot_be_profiled_says_why(tmp_path: Path) -> None:

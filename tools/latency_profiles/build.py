@@ -214,15 +214,13 @@ def build(sample: Sample) -> LatencyProfile:
     """Return the latency profile of a sample: every law fitted, the nearest one chosen."""
     x = Shapes.of(sample.batches)
     seen = np.arange(len(sample.batches)) < (sample.measured or len(sample.batches))
-    forms: dict[str, LatencyLaw] = {
-        name: _rounded(form.fit(x, sample.seconds)) for name, form in LAWS.items()
-    }
-    off = {name: _errors(form, x.only(seen), sample.seconds[seen]) for name, form in forms.items()}
+    laws: dict[str, LatencyLaw] = {name: _rounded(law.fit(x, sample.seconds)) for name, law in LAWS.items()}
+    off = {name: _errors(law, x.only(seen), sample.seconds[seen]) for name, law in laws.items()}
     best = min(_CHOICE, key=lambda name: off[name]["all"].mean)
-    additive = forms["additive"]
+    additive = laws["additive"]
     assert isinstance(additive, Additive)
     return LatencyProfile(
-        sample.model.name, sample.device, forms[best], additive, sample.block_size, sample.model.kv_bytes,
+        sample.model.name, sample.device, laws[best], additive, sample.block_size, sample.model.kv_bytes,
         sample.model.weights_bytes, sample.kv_tokens, *sample.load, sample.copy_gb_s, off, sample.source,
     )  # fmt: skip
 
@@ -232,10 +230,10 @@ def table(files: dict[str, LatencyProfile]) -> str:
     file."""
     lines = [f"{'file':22}{'form':12}" + "".join(f"{k:>16}" for k in ("all", "prefill", "decode", "mixed"))]
     for name, file in files.items():
-        for form, kinds in file.errors.items():
+        for law, kinds in file.errors.items():
             cells = (kinds.get(kind) for kind in ("all", "prefill", "decode", "mixed"))
             shown = "".join(f"{e.mean:>9.1%}{e.p90:>7.1%}" if e else f"{'-':>16}" for e in cells)
-            lines.append(f"{name:22}{form + ('*' if form == file.form.NAME else ''):12}{shown}")
+            lines.append(f"{name:22}{law + ('*' if law == file.law.NAME else ''):12}{shown}")
     return "\n".join(lines)
 
 
@@ -331,16 +329,16 @@ def _median(rows: Rows, loaders: tuple[str, ...], scenarios: tuple[str, ...]) ->
     raise ConfigError(f"No row was loaded with {loaders}.", "Check serverlessllm_load_times.csv.gz.")
 
 
-def _errors(form: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
+def _errors(law: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
     return {
         kind: Error(round(e.mean, 4), round(e.p50, 4), round(e.p90, 4), e.rows)
-        for kind, e in errors(form, x, measured).items()
+        for kind, e in errors(law, x, measured).items()
     }
 
 
-def _rounded(form: Any) -> LatencyLaw:
-    """Return the form with 6 digits, so that another machine's last bits do not change the file."""
-    return type(form)(**{field.name: _digits(getattr(form, field.name)) for field in fields(form)})  # type: ignore[no-any-return]
+def _rounded(law: Any) -> LatencyLaw:
+    """Return the law with 6 digits, so that another machine's last bits do not change the file."""
+    return type(law)(**{field.name: _digits(getattr(law, field.name)) for field in fields(law)})  # type: ignore[no-any-return]
 
 
 def _digits(value: float) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headway.compiled import compiled
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import FREE, HOLDING, Limits
-from headway.forecast.latency.laws import law
+from headway.forecast.latency.laws import law_seconds
 from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
@@ -135,7 +135,7 @@ def _begin(w: RunState, now: float) -> None:
 def _seconds(w: RunState, rows: Ints, tokens: Ints) -> float:
     """Return how long an iteration takes, and teach the packer's pace."""
     decodes, context, prefill, pairs = shape(w.jobs, rows, tokens)
-    seconds = max(law(w.law_kind, w.law, decodes, context, prefill, pairs), SHORTEST)
+    seconds = max(law_seconds(w.law_kind, w.law, decodes, context, prefill, pairs), SHORTEST)
     if w.rule.kind == SLACK:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
         learn(w.theta, w.cov, w.cap, *parts, seconds, w.forget, w.surprise)
@@ -329,8 +329,8 @@ def world(recipe: Recipe, node: InstanceSpec, workload: Workload, lengths: TaskL
         _jobs(workload), _asks(workload, kind), workload.output.copy(), np.zeros((_HEAPS, n), np.int64),
         none, none.copy(), none.copy(), np.zeros((2, slots), np.int64),
         np.zeros((len(workload.tiers), lengths.window), np.int64), np.zeros(len(workload.tiers), np.int64),
-        latency.theta, latency.cov, latency.cap, node.latency.law[1], np.array([instance.blocks_total, 0]),
-        np.zeros(HEAP + _HEAPS, np.int64), np.zeros(2), never, never.copy(), node.latency.law[0], lengths.prior,
+        latency.theta, latency.cov, latency.cap, node.latency.compiled_law[1], np.array([instance.blocks_total, 0]),
+        np.zeros(HEAP + _HEAPS, np.int64), np.zeros(2), never, never.copy(), node.latency.compiled_law[0], lengths.prior,
         rule, Line(kind, instance.window, instance.blocks_total, size),
         Limits(size, slots, node.budget, instance.max_model_len), latency.forget, latency.surprise,
     )  # fmt: skip

@@ -147,7 +147,7 @@ def draw(found: Found) -> bytes:
     figure = Figure(figsize=(5, 4.4), dpi=120, layout="constrained")
     axes, used = figure.subplots(), found.fits.samples
     x = Shapes.of(used.batches)
-    told, seen = found.fits.forms[found.fits.best].seconds(x) * 1000, used.seconds * 1000
+    told, seen = found.fits.laws[found.fits.best].seconds(x) * 1000, used.seconds * 1000
     for kind, colour in _COLOURS.items():
         axes.loglog(seen[x.kind(kind)], told[x.kind(kind)], ".", color=colour, label=kind, alpha=0.7)
     edges = [float(seen.min()), float(seen.max())]

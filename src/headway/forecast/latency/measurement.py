@@ -175,7 +175,7 @@ class Fits:
     disturbed: how many were not, because another program had the machine.
     """
 
-    forms: Mapping[str, LatencyLaw]
+    laws: Mapping[str, LatencyLaw]
     errors: Mapping[str, dict[str, Error]]
     best: str
     samples: Samples
@@ -189,11 +189,11 @@ def fit_all(samples: Samples, names: Sequence[str] = tuple(LAWS)) -> Fits:
     """
     calm = _calm(samples)
     used = samples.only(calm)
-    forms = {name: _unbiased(name, used) for name in names}
+    laws = {name: _unbiased(name, used) for name in names}
     x = Shapes.of(used.batches)
-    off = {name: errors(form, x, used.seconds) for name, form in forms.items()}
-    best = min(forms, key=lambda name: _misfit(forms[name], used))
-    return Fits(forms, off, best, used, int(np.count_nonzero(~calm)))
+    off = {name: errors(law, x, used.seconds) for name, law in laws.items()}
+    best = min(laws, key=lambda name: _misfit(laws[name], used))
+    return Fits(laws, off, best, used, int(np.count_nonzero(~calm)))
 
 
 def _calm(samples: Samples) -> Bools:
@@ -206,8 +206,8 @@ def _calm(samples: Samples) -> Bools:
     if kept.size <= 2 * _AROUND:
         return kept
     for _ in range(3):
-        form, _errors = fit("stepped", samples.only(kept).batches, samples.seconds[kept])
-        calm = ~_slow(samples.seconds / form.seconds(Shapes.of(samples.batches)))
+        law, _errors = fit("stepped", samples.only(kept).batches, samples.seconds[kept])
+        calm = ~_slow(samples.seconds / law.seconds(Shapes.of(samples.batches)))
         if np.array_equal(calm, kept):
             break
         kept = calm
@@ -221,12 +221,12 @@ def _slow(ratio: Floats) -> Bools:
     return np.asarray(level >= _DISTURBED * np.median(ratio))
 
 
-def disturbed(form: LatencyLaw, rows: Sequence[Row]) -> float:
+def disturbed(law: LatencyLaw, rows: Sequence[Row]) -> float:
     """Return the seconds of a run in which all was slow, whatever its shape: not the engine's doing."""
     samples = Samples.of(rows)
     if samples.seconds.size <= 2 * _AROUND:
         return 0.0
-    slow = _slow(samples.seconds / form.seconds(Shapes.of(samples.batches)))
+    slow = _slow(samples.seconds / law.seconds(Shapes.of(samples.batches)))
     share = float(samples.seconds[slow].sum() / samples.seconds.sum())
     return share * sum(float(row[2] or 0.0) for row in rows)
 
@@ -237,51 +237,51 @@ def _unbiased(name: str, samples: Samples) -> LatencyLaw:
     Least squares of relative errors aim below the mean of what scatters, by its variance: short iterations
     would come out too short. A simulation adds up, so it needs means.
     """
-    form, _ = fit(name, samples.batches, samples.seconds)
+    law, _ = fit(name, samples.batches, samples.seconds)
     for _ in range(2):
-        form, _ = fit(name, samples.batches, _typical(form, samples))
-    return _level(form, samples)
+        law, _ = fit(name, samples.batches, _typical(law, samples))
+    return _level(law, samples)
 
 
-def _typical(form: LatencyLaw, samples: Samples) -> Floats:
+def _typical(law: LatencyLaw, samples: Samples) -> Floats:
     """Return the law's seconds, corrected for each kind of batch (powers of two of its size) by its mean."""
     x = Shapes.of(samples.batches)
-    told = form.seconds(x)
+    told = law.seconds(x)
     kinds = np.stack([np.ceil(np.log2(x.decodes + 1)), np.ceil(np.log2(x.prefill + 1))], 1)
     _, kind = np.unique(kinds, axis=0, return_inverse=True)
     ratio = np.bincount(kind.ravel(), samples.seconds) / np.bincount(kind.ravel(), told)
     return np.asarray(told * ratio[kind.ravel()])
 
 
-def _misfit(form: LatencyLaw, samples: Samples) -> float:
+def _misfit(law: LatencyLaw, samples: Samples) -> float:
     """Return the share of all time by which a law misses each kind of batch as a whole."""
-    told, x = form.seconds(Shapes.of(samples.batches)), Shapes.of(samples.batches)
-    off = _typical(form, samples) - told
+    told, x = law.seconds(Shapes.of(samples.batches)), Shapes.of(samples.batches)
+    off = _typical(law, samples) - told
     apart = [abs(float(off[x.kind(kind)].sum())) for kind in KINDS]
     return (sum(apart) + float(np.abs(off).sum())) / float(samples.seconds.sum())
 
 
-def _level(form: LatencyLaw, samples: Samples) -> LatencyLaw:
+def _level(law: LatencyLaw, samples: Samples) -> LatencyLaw:
     """Return the law scaled so that all samples together last as long as they did."""
-    factor = float(samples.seconds.sum() / form.seconds(Shapes.of(samples.batches)).sum())
-    return scaled(form, factor)
+    factor = float(samples.seconds.sum() / law.seconds(Shapes.of(samples.batches)).sum())
+    return scaled(law, factor)
 
 
-def scaled(form: LatencyLaw, factor: float) -> LatencyLaw:
+def scaled(law: LatencyLaw, factor: float) -> LatencyLaw:
     """Return a law whose every duration is `factor` times as long: all laws are linear in their fields."""
-    law: Any = form
-    found: LatencyLaw = type(law)(*(factor * float(getattr(law, entry.name)) for entry in fields(law)))
+    typed: Any = law
+    found: LatencyLaw = type(typed)(*(factor * float(getattr(typed, entry.name)) for entry in fields(typed)))
     return found
 
 
-def bias(form: LatencyLaw, rows: Sequence[Row], *, more: float = 0.0) -> float:
+def bias(law: LatencyLaw, rows: Sequence[Row], *, more: float = 0.0) -> float:
     """Return by which fraction a law's forecast of rows, all together, is longer than they were.
 
     more: seconds to add to the forecast, such as all interruptions of that time.
     """
     whole = [row for row in rows if row[2] is not None]
     shapes = Shapes(*np.array([row[3:7] for row in whole], float).reshape(-1, 4).T)
-    told = float(form.seconds(shapes).sum()) + more
+    told = float(law.seconds(shapes).sum()) + more
     return float(told / sum(float(row[2] or 0) for row in whole) - 1)
 
 

@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from headway.types import Floats, Ints
 
-Features = NDArray[
-    np.float32
-]  # per prompt: `PLAIN` numbers, then its embedding, if there is one
+Features = NDArray[np.float32]  # per prompt: `PLAIN` numbers, then its embedding, if there is one
 PLAIN = 8
 SAMPLES = 64  # of each forecast
 
