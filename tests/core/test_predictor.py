@@ -218,7 +218,7 @@ def test_fits_become_rarer_as_the_history_grows() -> None:
 
 @given(st.sampled_from([0.6, 0.7, 0.8, 0.9]), st.integers(0, 10**6))
 @settings(max_examples=12)
-def test_the_share_found_is_the_newsvendors_critical_ratio(ratio: float, seed: int) -> None:
+def test_the_quantile_found_is_the_newsvendors_critical_ratio(ratio: float, seed: int) -> None:
     """Forecasts are true, costs linear: the cheapest quantile is under / (under + over)."""
     rng = np.random.default_rng(seed)
     tuner = PaddingTuner(Costs(over=1 - ratio, under=ratio), window=2000, margin=0.0)
@@ -240,7 +240,7 @@ def test_forecasts_that_are_off_are_made_up_for(factor: float, above: bool) -> N
     assert tuner.quantile != QUANTILE
 
 
-def test_noise_does_not_move_the_share() -> None:
+def test_noise_does_not_move_the_quantile() -> None:
     tuner, rng = PaddingTuner(), np.random.default_rng(4)
     moves, last = 0, tuner.quantile
     for _ in range(3000):
@@ -256,7 +256,7 @@ def test_the_sums_are_those_of_the_last_answers(answers: list[tuple[int, int]]) 
     tuner = PaddingTuner(Costs(regroup=9.0), quantiles=(0.1, 0.5, 0.9), window=16)
     for length, output_tokens in answers:
         tuner.learn(Forecast(np.array([length / 2, length])), output_tokens)
-    lengths = [np.ceil(np.quantile([n / 2, n], tuner._shares)) for n, _ in answers]
+    lengths = [np.ceil(np.quantile([n / 2, n], tuner._quantiles)) for n, _ in answers]
     costs = [
         tuner.costs.of(one, output_tokens) for one, (_, output_tokens) in zip(lengths, answers, strict=True)
     ]

@@ -194,7 +194,7 @@ def _refuse_to_replace(target: Path) -> None:
 
 def _make(target: Path, *, check: bool) -> None:
     gguf = packaged_gguf()
-    # A fixed name: under the lock nobody else uses it, and what a killed fetch left is swept here.
+    # A fixed name: under the lock no other process uses it, and what a killed fetch left is swept here.
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
