@@ -48,8 +48,8 @@ def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dic
         names = {row: engine.jobs.keys[row] for row in ran.rows.tolist()}
         if isinstance(engine, TwoEndedEngine):
             engine.check_integrity()
-            assert (engine.book.stored[ran.rows] == engine.jobs.computed[ran.rows] + ran.tokens).all()
-            assert (engine.book.host[ran.rows] == 0).all(), "who runs is here"
+            assert (engine.book.num_tokens[ran.rows] == engine.jobs.computed[ran.rows] + ran.tokens).all()
+            assert (engine.book.host_tokens[ran.rows] == 0).all(), "who runs is here"
         done = engine.complete(ran, now + 0.05)
         for row, name in names.items():
             output_tokens[str(name)] = (
@@ -79,7 +79,7 @@ def test_every_request_ends_with_its_tokens(
     assert engine.free == blocks, "everything is free at the end"
     if isinstance(engine, TwoEndedEngine):
         engine.check_integrity()
-        assert not engine.book.host.any()
+        assert not engine.book.host_tokens.any()
 
 
 def test_a_real_time_request_that_fits_into_free_slots_costs_no_copy() -> None:
