@@ -1,4 +1,4 @@
-"""How are hot loops compiled? By numba, once per machine and version of the source.
+"""Compilation of hot loops by numba, once per machine and version of the source.
 
 What is compiled is plain Python over numpy columns, so that it can also be read, and stepped through with
 NUMBA_DISABLE_JIT=1. Machine code contains that of the functions it calls, and numba's cache looks only at a

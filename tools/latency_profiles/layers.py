@@ -1,8 +1,8 @@
-"""How long does an iteration take, added up from its operators?
+"""Iteration latency as the sum of its operators, from Vidur's profiles.
 
-An iteration is its layers: measured operator medians at the batch's tokens (Vidur's profiles), all-reduce,
-and the CPU's work around them. Attention was profiled for other models only, so its time is the KV read at a
-share of the memory bandwidth plus arithmetic at a share of the peak, both calibrated on those profiles.
+An iteration is its layers: measured operator medians at the batch's tokens, all-reduce, and the CPU's work
+around them. Attention was profiled for other models only, so its time is the KV read at a share of the memory
+bandwidth plus arithmetic at a share of the peak, both calibrated on those profiles.
 """
 
 from __future__ import annotations

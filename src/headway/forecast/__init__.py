@@ -1,1 +1,1 @@
-"""How long will it take?"""
+"""Forecasts: output lengths, and the latency of an iteration."""

@@ -1,1 +1,1 @@
-"""How are a model's files made?"""
+"""Models: the resolution of names to files, and the conversion of the default model."""

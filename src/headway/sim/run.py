@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from headway.core.controller import Controller
 from headway.errors import ConfigError
-from headway.forecast.lengths.padded import SHARE, Padded
+from headway.forecast.lengths.padding import QUANTILE, Padded
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.recipes.recipe import Recipe
@@ -63,7 +63,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         if self.recipe.lengths == "padded":
-            self.lengths = Padded(self.lengths, SHARE)
+            self.lengths = Padded(self.lengths, QUANTILE)
         elif self.recipe.lengths == "oracle":
             self.lengths = Oracle(self.workload)
 

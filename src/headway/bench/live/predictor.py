@@ -33,10 +33,9 @@ from headway.bench.load.prompts import find
 from headway.bench.output.plots import colour, legend, png, sheet
 from headway.bench.output.results import About, Report, Row, deliver, row_grid
 from headway.errors import ConfigError
-from headway.forecast.lengths.padded import SHARE, Padded
-from headway.forecast.lengths.padding import Adaptive, PaddingTuner
+from headway.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
 from headway.forecast.lengths.predictor import Predictor, features
-from headway.forecast.lengths.ridge import PLAIN, Traits, fit
+from headway.forecast.lengths.ridge import PLAIN, Features, fit
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.serve.lengths.embedding import Embedder, locate, one_thread
@@ -60,7 +59,7 @@ class DataSet:
     name: str
     texts: tuple[str, ...]
     requests: tuple[Request, ...]
-    features: Traits
+    features: Features
     output_tokens: Floats
 
     def __len__(self) -> int:

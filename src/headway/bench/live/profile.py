@@ -110,7 +110,7 @@ class Measured:
         if len(self.passes) < 2:
             return None
         rows, ends = self.interruption()[1], np.cumsum(self.passes)
-        off = [bias(form, rows[end - size : end]) for size, end in zip(self.passes, ends, strict=True)]
+        off = [bias(law, rows[end - size : end]) for size, end in zip(self.passes, ends, strict=True)]
         return max(off) - min(off)
 
     def fits(self) -> Fits:
@@ -120,11 +120,11 @@ class Measured:
     def profile(self, fits: Fits, device: str) -> LatencyProfile:
         """Return the latency profile of this engine. ConfigError when the model's shape cannot be read."""
         shape = _shape(self.target.model)
-        additive = fits.forms["additive"]
+        additive = fits.laws["additive"]
         assert isinstance(additive, Additive)
         request, token = overheads(self.seen, self.rows)
         return LatencyProfile(
-            model=self.target.name, device=device, form=fits.forms[fits.best], additive=additive,
+            model=self.target.name, device=device, law=fits.laws[fits.best], additive=additive,
             block_size=self.block_size, kv_tokens=self.limits.kv_tokens, load_cold_s=self.target.load_s,
             load_warm_s=None, kv_copy_gb_s=None, errors=dict(fits.errors),
             source=_source(len(self.rows)), request_overhead_s=request, token_overhead_s=token,

@@ -145,7 +145,7 @@ def _overheads(run: Run) -> list[Row]:
         "overhead.token_ms": profile.token_overhead_s,
         "interruption_ms": profile.interruption_s,
     }
-    drift = run.measured.spread(profile.form)
+    drift = run.measured.spread(profile.law)
     spread = Row("pace.spread_pct", run.system, "profile", None if drift is None else 100 * drift, "%")
     return [spread] + [
         Row(name, run.system, "profile", None if value is None else 1000 * value, "ms")

@@ -1,8 +1,8 @@
-"""Which law does iteration time follow?
+"""Latency laws: functions from the shape of a batch to seconds, and their fits (BROS 4.1, SLO-aware 4.2).
 
 Published laws differ in what they multiply: BROS 4.1 takes tokens and tokens x attended tokens, SLO-aware 4.2
-takes requests, length and their product. Each is here a small object of coefficients that are never negative,
-fitted so that every measured iteration counts by its relative error.
+takes requests, length and their product. Here each is a small object of non-negative coefficients, fitted so
+that every measured iteration counts by its relative error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADDITIVE, ROOFLINE, BROS, SLO_AWARE, STEPPED = range(5)
 
 
 @compiled
-def law(kind: int, c: Floats, decodes: float, context: float, prefill: float, pairs: float) -> float:
+def law_seconds(kind: int, c: Floats, decodes: float, context: float, prefill: float, pairs: float) -> float:
     """Return the seconds of one iteration by the law `kind` with coefficients c, in its class's order."""
     if kind == ADDITIVE:
         return float(c[0] + c[1] * decodes + c[3] * prefill + (c[2] * context + c[4] * pairs))
@@ -52,11 +52,11 @@ def _base(prefill: float, decodes: float, prompts: float, answers: float) -> flo
 
 
 @compiled
-def _laws(kind: int, c: Floats, x: Floats) -> Floats:
+def _each_law_seconds(kind: int, c: Floats, x: Floats) -> Floats:
     """Return the law's seconds for each column of x, shape (4, n)."""
     out = np.empty(x.shape[1])
     for i in range(out.size):
-        out[i] = law(kind, c, x[0, i], x[1, i], x[2, i], x[3, i])
+        out[i] = law_seconds(kind, c, x[0, i], x[1, i], x[2, i], x[3, i])
     return out
 
 
@@ -90,7 +90,8 @@ class Shapes:
 
 
 class LatencyLaw(ABC):
-    """A law with its coefficients, which are the fields: seconds, or seconds per unit. CODE: see `law`."""
+    """A law with its coefficients, which are the fields: seconds, or seconds per unit. CODE: see
+    `law_seconds`."""
 
     __slots__ = ()
     NAME: ClassVar[str]
@@ -103,12 +104,12 @@ class LatencyLaw(ABC):
     def seconds(self, x: Shapes) -> Floats:
         """Return the forecast duration of each row."""
         columns = np.stack([x.decodes, x.context, x.prefill, x.prefill_context]).astype(float)
-        return _laws(self.CODE, self.array(), columns)
+        return _each_law_seconds(self.CODE, self.array(), columns)
 
     @classmethod
     @abstractmethod
     def fit(cls, x: Shapes, seconds: Floats) -> Self:
-        """Return the form that is nearest to measured durations."""
+        """Return the law that is nearest to measured durations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +174,17 @@ class Roofline(LatencyLaw):
         """
         tokens = x.decodes + x.prefill
         fits = [cls._from(x, seconds, tokens <= limit) for limit in _FLOORS]
-        return min(fits, key=lambda form: float(np.square(form.seconds(x) / seconds - 1).sum()))
+        return min(fits, key=lambda law: float(np.square(law.seconds(x) / seconds - 1).sum()))
 
     @classmethod
     def _from(cls, x: Shapes, seconds: Floats, low: Bools) -> Self:
-        form = cls._linear(x, seconds, low)
+        law = cls._linear(x, seconds, low)
         for _ in range(30):
-            now = form._work(x) <= form.floor
+            now = law._work(x) <= law.floor
             if np.array_equal(now, low):
                 break
-            form, low = cls._linear(x, seconds, now), now
-        return form
+            law, low = cls._linear(x, seconds, now), now
+        return law
 
     @classmethod
     def _linear(cls, x: Shapes, seconds: Floats, low: Bools) -> Self:
@@ -250,13 +251,13 @@ class SloAware(LatencyLaw):
 
 
 LAWS: dict[str, type[Additive] | type[Stepped] | type[Roofline] | type[Bros] | type[SloAware]] = {
-    form.NAME: form for form in (Additive, Stepped, Roofline, Bros, SloAware)
+    law.NAME: law for law in (Additive, Stepped, Roofline, Bros, SloAware)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """How far a form is off, as fractions of the measured seconds: the mean and two quantiles over `rows`."""
+    """The error of a law, as fractions of the measured seconds: the mean and two quantiles over `rows`."""
 
     mean: float
     p50: float
@@ -265,17 +266,17 @@ class Error:
 
 
 def fit(name: str, batches: Sequence[Batch], seconds: Floats) -> tuple[LatencyLaw, dict[str, Error]]:
-    """Return the named form fitted to measured seconds (one per batch, > 0), and its `errors`."""
+    """Return the named law fitted to measured seconds (one per batch, > 0), and its `errors`."""
     x, measured = Shapes.of(batches), np.asarray(seconds, float)
     if not measured.size or measured.shape != x.decodes.shape or not np.all(measured > 0):
         raise ValueError("a fit needs one duration above 0 for each batch, and at least one batch")
-    form = LAWS[name].fit(x, measured)
-    return form, errors(form, x, measured)
+    law = LAWS[name].fit(x, measured)
+    return law, errors(law, x, measured)
 
 
-def errors(form: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
-    """Return the absolute relative error of a form: "all", and each kind of `KINDS` that occurs."""
-    off = np.abs(form.seconds(x) / measured - 1)
+def errors(law: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
+    """Return the absolute relative error of a law: "all", and each kind of `KINDS` that occurs."""
+    off = np.abs(law.seconds(x) / measured - 1)
     rows = {"all": np.ones_like(off, bool)} | {kind: x.kind(kind) for kind in KINDS}
     return {kind: _error(off[which]) for kind, which in rows.items() if which.any()}
 

@@ -1,8 +1,8 @@
-"""What must a live engine be made to do, so that its pace is known? And which law do its iterations follow?
+"""The design of a latency measurement on a live engine, and the fit of latency laws to its iterations.
 
-The grid is made of scenes: answers in progress (a ladder of batch sizes, since they end one after another),
-and prompts that come in alone or among them. Whatever batches the engine then makes of it, their true shapes
-and times come from the engine itself, so a scene is a stimulus and never an assumption.
+The load is made of scenes: answers in progress (a ladder of batch sizes, since they end one after another)
+and prompts that arrive alone or among them. The shapes and times of the resulting batches come from the
+engine's own iteration log, so a scene is a stimulus and never an assumption.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ _ENOUGH = 10  # requests that met a busy engine
 _POOL = 6  # iterations of answers alone that make one sample: they differ by a token each
 
 
-Row = Sequence[float | None]  # of an engine's diary: start, seconds, interval, then a `Batch`
+Row = Sequence[float | None]  # of an iteration log: start, seconds, interval, then a `Batch`
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine takes: requests running at once, tokens of KV, tokens of one request."""
+    """What the engine takes.
+
+    max_running: requests at once.
+    kv_tokens: tokens of KV.
+    max_model_len: tokens of one request.
+    """
 
     max_running: int
     kv_tokens: int
@@ -42,8 +47,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """answers: (prompt, output) tokens of requests that begin together. prompts: lengths of requests that
-    come one after another, each for `PROMPT_OUTPUT` tokens, once all answers are in progress."""
+    """One load of the engine.
+
+    answers: (prompt, output) tokens of requests that begin together.
+    prompts: lengths of requests that come one after another, each for `PROMPT_OUTPUT` tokens, once all
+        answers are in progress.
+    """
 
     answers: tuple[tuple[int, int], ...] = ()
     prompts: tuple[int, ...] = ()
@@ -134,7 +143,8 @@ class Samples:
 
     @classmethod
     def of(cls, rows: Sequence[Row], column: str = "interval") -> Samples:
-        """Return the samples of an engine's rows (`engines.vllm.diary`), by `seconds` or by `interval`.
+        """Return the samples of an engine's rows (`engines/vllm/plugin/iteration_log.py`), by `seconds` or by
+        `interval`.
 
         Answers alone are pooled: neighbours of the same batch size differ by a token each, and their mean is
         what a simulation adds up. Rows without a time are left out.
@@ -159,12 +169,13 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """Every form fitted to the same samples, how far each is off, and the name of the nearest.
+    """Every law fitted to the same samples, how far each is off, and the name of the nearest.
 
-    samples: those that were used. disturbed: how many were not, because something else had the machine.
+    samples: those that were used.
+    disturbed: how many were not, because another program had the machine.
     """
 
-    forms: Mapping[str, LatencyLaw]
+    laws: Mapping[str, LatencyLaw]
     errors: Mapping[str, dict[str, Error]]
     best: str
     samples: Samples
@@ -172,17 +183,17 @@ class Fits:
 
 
 def fit_all(samples: Samples, names: Sequence[str] = tuple(LAWS)) -> Fits:
-    """Fit every form; the best misses the means of like batches least. Raises ValueError without samples.
+    """Fit every law; the best misses the means of like batches least. Raises ValueError without samples.
 
-    Single iterations scatter far more than forms differ, so errors of single ones would not tell them apart.
+    Single iterations scatter far more than laws differ, so errors of single ones would not tell them apart.
     """
     calm = _calm(samples)
     used = samples.only(calm)
-    forms = {name: _unbiased(name, used) for name in names}
+    laws = {name: _unbiased(name, used) for name in names}
     x = Shapes.of(used.batches)
-    off = {name: errors(form, x, used.seconds) for name, form in forms.items()}
-    best = min(forms, key=lambda name: _misfit(forms[name], used))
-    return Fits(forms, off, best, used, int(np.count_nonzero(~calm)))
+    off = {name: errors(law, x, used.seconds) for name, law in laws.items()}
+    best = min(laws, key=lambda name: _misfit(laws[name], used))
+    return Fits(laws, off, best, used, int(np.count_nonzero(~calm)))
 
 
 def _calm(samples: Samples) -> Bools:
@@ -195,8 +206,8 @@ def _calm(samples: Samples) -> Bools:
     if kept.size <= 2 * _AROUND:
         return kept
     for _ in range(3):
-        form, _errors = fit("stepped", samples.only(kept).batches, samples.seconds[kept])
-        calm = ~_slow(samples.seconds / form.seconds(Shapes.of(samples.batches)))
+        law, _errors = fit("stepped", samples.only(kept).batches, samples.seconds[kept])
+        calm = ~_slow(samples.seconds / law.seconds(Shapes.of(samples.batches)))
         if np.array_equal(calm, kept):
             break
         kept = calm
@@ -210,67 +221,67 @@ def _slow(ratio: Floats) -> Bools:
     return np.asarray(level >= _DISTURBED * np.median(ratio))
 
 
-def disturbed(form: LatencyLaw, rows: Sequence[Row]) -> float:
+def disturbed(law: LatencyLaw, rows: Sequence[Row]) -> float:
     """Return the seconds of a run in which all was slow, whatever its shape: not the engine's doing."""
     samples = Samples.of(rows)
     if samples.seconds.size <= 2 * _AROUND:
         return 0.0
-    slow = _slow(samples.seconds / form.seconds(Shapes.of(samples.batches)))
+    slow = _slow(samples.seconds / law.seconds(Shapes.of(samples.batches)))
     share = float(samples.seconds[slow].sum() / samples.seconds.sum())
     return share * sum(float(row[2] or 0.0) for row in rows)
 
 
 def _unbiased(name: str, samples: Samples) -> LatencyLaw:
-    """Return the form fitted to the mean of like batches, all samples together as long as they were.
+    """Return the law fitted to the mean of like batches, all samples together as long as they were.
 
     Least squares of relative errors aim below the mean of what scatters, by its variance: short iterations
     would come out too short. A simulation adds up, so it needs means.
     """
-    form, _ = fit(name, samples.batches, samples.seconds)
+    law, _ = fit(name, samples.batches, samples.seconds)
     for _ in range(2):
-        form, _ = fit(name, samples.batches, _typical(form, samples))
-    return _level(form, samples)
+        law, _ = fit(name, samples.batches, _typical(law, samples))
+    return _level(law, samples)
 
 
-def _typical(form: LatencyLaw, samples: Samples) -> Floats:
-    """Return the form's seconds, corrected for each kind of batch (powers of two of its size) by its mean."""
+def _typical(law: LatencyLaw, samples: Samples) -> Floats:
+    """Return the law's seconds, corrected for each kind of batch (powers of two of its size) by its mean."""
     x = Shapes.of(samples.batches)
-    told = form.seconds(x)
+    told = law.seconds(x)
     kinds = np.stack([np.ceil(np.log2(x.decodes + 1)), np.ceil(np.log2(x.prefill + 1))], 1)
     _, kind = np.unique(kinds, axis=0, return_inverse=True)
     ratio = np.bincount(kind.ravel(), samples.seconds) / np.bincount(kind.ravel(), told)
     return np.asarray(told * ratio[kind.ravel()])
 
 
-def _misfit(form: LatencyLaw, samples: Samples) -> float:
-    """Return the share of all time by which a form misses each kind of batch as a whole."""
-    told, x = form.seconds(Shapes.of(samples.batches)), Shapes.of(samples.batches)
-    off = _typical(form, samples) - told
+def _misfit(law: LatencyLaw, samples: Samples) -> float:
+    """Return the share of all time by which a law misses each kind of batch as a whole."""
+    told, x = law.seconds(Shapes.of(samples.batches)), Shapes.of(samples.batches)
+    off = _typical(law, samples) - told
     apart = [abs(float(off[x.kind(kind)].sum())) for kind in KINDS]
     return (sum(apart) + float(np.abs(off).sum())) / float(samples.seconds.sum())
 
 
-def _level(form: LatencyLaw, samples: Samples) -> LatencyLaw:
-    """Return the form scaled so that all samples together last as long as they did."""
-    factor = float(samples.seconds.sum() / form.seconds(Shapes.of(samples.batches)).sum())
-    return scaled(form, factor)
+def _level(law: LatencyLaw, samples: Samples) -> LatencyLaw:
+    """Return the law scaled so that all samples together last as long as they did."""
+    factor = float(samples.seconds.sum() / law.seconds(Shapes.of(samples.batches)).sum())
+    return scaled(law, factor)
 
 
-def scaled(form: LatencyLaw, factor: float) -> LatencyLaw:
-    """Return a form whose every duration is `factor` times as long: all forms are linear in their fields."""
-    law: Any = form
-    found: LatencyLaw = type(law)(*(factor * float(getattr(law, entry.name)) for entry in fields(law)))
+def scaled(law: LatencyLaw, factor: float) -> LatencyLaw:
+    """Return a law whose every duration is `factor` times as long: all laws are linear in their fields."""
+    typed: Any = law
+    found: LatencyLaw = type(typed)(*(factor * float(getattr(typed, entry.name)) for entry in fields(typed)))
     return found
 
 
-def bias(form: LatencyLaw, rows: Sequence[Row], *, more: float = 0.0) -> float:
-    """Return by which fraction a form's forecast of rows, all together, is longer than they were.
+def bias(law: LatencyLaw, rows: Sequence[Row], *, more: float = 0.0) -> float:
+    """Return by which fraction a law's forecast of rows, all together, is longer than they were.
 
     more: seconds to add to the forecast, such as all interruptions of that time.
     """
     whole = [row for row in rows if row[2] is not None]
     shapes = Shapes(*np.array([row[3:7] for row in whole], float).reshape(-1, 4).T)
-    told = float(form.seconds(shapes).sum()) + more
+    told = float(law.seconds(shapes).sum()) + more
     return float(told / sum(float(row[2] or 0) for row in whole) - 1)
 
 
@@ -279,7 +290,8 @@ def interruptions(rows: Sequence[Row], arrivals: Sequence[Floats]) -> tuple[list
     without that.
 
     arrivals: instants at which requests were sent, one array per kind. Where the API server has the engine's
-    cores, its work for a request is taken from whatever runs; a pace that held it would count it twice.
+    cores, its work for a request is taken from whatever runs; a latency law that held it would count it
+    twice.
     """
     whole = np.array([row for row in rows if row[2] is not None], float)
     counts = np.stack([_during(whole, times) for times in arrivals], 1)
@@ -316,8 +328,9 @@ def _robust(a: Floats, y: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request by two clocks that agree. sent, shown: when the client sent it and saw its first token.
+    """One request by two clocks that agree.
 
+    sent, shown: when the client sent it and saw its first token.
     entered, first: when the scheduler got it, and its decision after the first token.
     """
 
@@ -330,10 +343,11 @@ class Seen:
 def overheads(seen: Sequence[Seen], rows: Sequence[Row]) -> tuple[float, float]:
     """Return (request, token) overheads in seconds.
 
-    request: from the client to where the scheduler could have it. A scheduler takes what has come when it
-    decides next, so the overhead is the one for which entries at those instants are right on average. token:
-    from the decision after an iteration to the client's eyes, the mean of the middle nine tenths. Where
-    there are some, only requests that met a busy engine count: its cores are shared, and idle ones are rare.
+    request: from the client to the scheduler. A scheduler takes what has come when it decides next, so the
+        overhead is the one for which entries at those instants are right on average.
+    token: from the decision after an iteration to the client, the mean of the middle nine tenths.
+
+    If enough requests met a busy engine, only these count: its cores are shared, and idle ones are rare.
     """
     starts = np.array([row[0] for row in rows if row[2] is not None], float)
     ends = starts + np.array([row[2] for row in rows if row[2] is not None], float)
@@ -350,7 +364,7 @@ def _request_overhead(sent: Floats, entered: Floats, starts: Floats, ends: Float
     for _ in range(40):
         middle = (low + high) / 2
         off = np.sort(_entries(sent + middle, starts, ends) - entered)
-        cut = off.size // 20  # a lost time slice here and there is nobody's overhead
+        cut = off.size // 20  # a lost time slice here and there is no overhead
         low, high = (middle, high) if off[cut : off.size - cut].mean() < 0 else (low, middle)
     return (low + high) / 2
 

@@ -1,8 +1,7 @@
-"""How long does an iteration take?
+"""The latency of an iteration, learned while serving by recursive least squares with forgetting.
 
-Iteration time is additive in what the batch holds (BROS 4.1, SLO-aware 4.2; measured again on vLLM, where a
-linear fit of mixed batches holds within a few per cent). So five coefficients are enough, and they are
-learned while serving by recursive least squares with forgetting.
+Iteration time is additive in what the batch holds (BROS 4.1, SLO-aware 4.2; on vLLM too, a linear fit of
+mixed batches holds within a few per cent), so five coefficients suffice.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ _SHORTEST = 1e-4  # seconds
 class OnlineLatency:
     """Iteration seconds = base + decodes, context, prefill and prefill x context, each times its coefficient.
 
-    `forget` in (0, 1]: weight of the past per step, so that a changed machine is learned anew. A step that
-    took far longer than forecast (another process had the core) moves the fit no more than `surprise` times
-    its forecast. theta: the five scaled coefficients, which compiled loops read in place.
+    forget: in (0, 1], the weight of the past per step, so that a changed machine is learned anew.
+    surprise: a step that took far longer than forecast, because another process had the core, moves the fit
+        no more than this many times its forecast.
+    theta: the five scaled coefficients, which compiled loops read in place.
     """
 
     def __init__(self, forget: float = 0.998, surprise: float = 2.0) -> None:

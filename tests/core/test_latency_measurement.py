@@ -82,8 +82,8 @@ def test_the_law_of_the_engine_is_found_and_the_sum_is_right() -> None:
     fits = fit_all(Samples.of(output_tokens))
     assert fits.best == "stepped"
     assert fits.errors["stepped"]["all"].mean < 0.09
-    assert abs(bias(fits.forms["stepped"], output_tokens)) < 0.01
-    law = fits.forms["stepped"]
+    assert abs(bias(fits.laws["stepped"], output_tokens)) < 0.01
+    law = fits.laws["stepped"]
     assert isinstance(law, Stepped)
     assert law.step == pytest.approx(LAW.step, rel=0.4)
     assert law.base == pytest.approx(LAW.base, rel=0.1)
@@ -96,7 +96,7 @@ def test_noisy_iterations_are_fitted_in_the_mean() -> None:
     for row in output_tokens:
         if not row[5]:
             row[2] = (row[2] or 0) * float(rng.lognormal(0, 0.3))
-    law = fit_all(Samples.of(output_tokens)).forms["stepped"]
+    law = fit_all(Samples.of(output_tokens)).laws["stepped"]
     assert abs(bias(law, [row for row in output_tokens if not row[5]])) < 0.015
     assert abs(bias(law, [row for row in output_tokens if row[5]])) < 0.015
 
@@ -109,10 +109,10 @@ def test_a_disturbed_period_is_left_out() -> None:
     noisy = fit_all(Samples.of(output_tokens))
     assert clean.disturbed == 0
     assert noisy.disturbed > 20
-    assert abs(bias(noisy.forms["stepped"], output_tokens[:400])) < 0.02
+    assert abs(bias(noisy.laws["stepped"], output_tokens[:400])) < 0.02
     length = sum(float(row[2] or 0) for row in output_tokens[400:500])
-    assert disturbed(noisy.forms["stepped"], output_tokens) == pytest.approx(length, rel=0.2)
-    assert disturbed(noisy.forms["stepped"], output_tokens[:400]) == 0.0
+    assert disturbed(noisy.laws["stepped"], output_tokens) == pytest.approx(length, rel=0.2)
+    assert disturbed(noisy.laws["stepped"], output_tokens[:400]) == 0.0
 
 
 def test_single_slow_iterations_are_kept() -> None:

@@ -127,7 +127,7 @@ def valid() -> dict[str, Any]:
 
 def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
     for law in FITTED:
-        file = replace(load("opt-13b-a100"), form=law, kv_tokens=None, load_cold_s=None)
+        file = replace(load("opt-13b-a100"), law=law, kv_tokens=None, load_cold_s=None)
         file.save(tmp_path / "mine.json")
         assert load(tmp_path / "mine.json") == file
         assert load(str(tmp_path / "mine.json")) == file
@@ -185,9 +185,9 @@ def coefficient(table: str, value: object) -> dict[str, Any]:
         (without("version"), 'Add "version"'),
         (having(version=VERSION + 1), "Upgrade Headway"),
         (having(version=True), "no version"),
-        (having(form="cubic"), "unknown form 'cubic'.*additive, stepped, roofline, bros, slo_aware"),
-        (having(form=["bros"]), "unknown form"),
-        (without("form"), "unknown form None"),
+        (having(form="cubic"), "unknown law 'cubic'.*additive, stepped, roofline, bros, slo_aware"),
+        (having(form=["bros"]), "unknown law"),
+        (without("form"), "unknown law None"),
         (without("coefficients"), "no table 'coefficients'"),
         (without("additive"), "no table 'additive'"),
         (without("prefill", "additive"), "additive has no 'prefill'"),
@@ -296,7 +296,7 @@ def test_a_profile_is_complete_and_names_its_sources(file: LatencyProfile) -> No
     assert file.kv_tokens % file.block_size == 0
     assert {"coefficients", "kv_tokens", "load", "kv_copy"} <= set(file.source)
     assert set(file.errors) == set(LAWS)
-    assert file.errors[file.form.NAME]["all"].mean < 0.10
+    assert file.errors[file.law.NAME]["all"].mean < 0.10
 
 
 def test_modelled_numbers_are_labelled() -> None:
