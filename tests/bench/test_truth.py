@@ -85,7 +85,7 @@ def test_a_run_that_the_simulator_made_itself_has_no_error(recipe: str) -> None:
 
 
 def test_a_slower_machine_is_seen_in_every_figure_of_an_overload() -> None:
-    slow = replace(PROFILE, form=replace(PROFILE.form, decode_base=0.016))  # type: ignore[call-arg]
+    slow = replace(PROFILE, law=replace(PROFILE.law, decode_base=0.016))  # type: ignore[call-arg]
     found = {one.id: one for one in compared(pair_of(replay("vllm", "above", 6.0, slow)))}
     assert (found["tpot.mean"].error or 0) > 5
     assert (found["ttft.mean"].error or 0) > 5

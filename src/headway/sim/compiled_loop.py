@@ -16,7 +16,7 @@ from headway.core.engine_spec import PackerParams
 from headway.core.ranks import ARRIVAL, ATTAINABLE, BEST_EFFORT, DUE, LATE, ON_TIME, PRIORITY
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import Limits, Usage
-from headway.forecast.latency.laws import law
+from headway.forecast.latency.laws import law_seconds
 from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.forecast.lengths.task import TaskLengths
@@ -166,7 +166,7 @@ def _begin(run: RunState, now: float) -> None:
 def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
     """Return how long an iteration takes; the packer's latency model learns from it."""
     decodes, context, prefill, pairs = shape(run.jobs, rows, tokens)
-    seconds = max(law(run.law_kind, run.law, decodes, context, prefill, pairs), SHORTEST)
+    seconds = max(law_seconds(run.law_kind, run.law, decodes, context, prefill, pairs), SHORTEST)
     if run.packer.kind == SLACK:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
         learn(run.theta, run.cov, run.cap, *parts, seconds, run.forget, run.surprise)
@@ -364,9 +364,9 @@ def initial_state(
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
         rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
         lengths=np.zeros((tasks, lengths.window), np.int64), learned=np.zeros(tasks, np.int64),
-        theta=latency.theta, cov=latency.cov, cap=latency.cap, law=spec.latency.law[1],
+        theta=latency.theta, cov=latency.cov, cap=latency.cap, law=spec.latency.compiled_law[1],
         usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),
-        law_kind=spec.latency.law[0], prior=lengths.prior, packer=params,
+        law_kind=spec.latency.compiled_law[0], prior=lengths.prior, packer=params,
         planner=PlannerParams(planner.kind, planner.ranked, instance.window, blocks, size),
         limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
         forget=latency.forget, surprise=latency.surprise,

@@ -218,7 +218,7 @@ def _trial(data: DataSet, system: System, embed: Embedder) -> Forecasts:
         system.tell(data, i)
     requests = [data.requests[i] for i in rest]
     expected = np.array([system.lengths.forecast(request).mean for request in requests])
-    padded = np.array([Padded(system.lengths, SHARE).forecast(request).mean for request in requests])
+    padded = np.array([Padded(system.lengths, QUANTILE).forecast(request).mean for request in requests])
     return Forecasts(expected, padded, data.output_tokens[cut:], None, seconds, ms)
 
 
@@ -236,7 +236,7 @@ def _prequential(data: DataSet, system: System) -> Forecasts:
         served.learn(request, int(data.output_tokens[i]))
         if system.predictor is not None and system.predictor.due:
             _fit(system)
-    return Forecasts(expected, padded, data.output_tokens, served.spot.share)
+    return Forecasts(expected, padded, data.output_tokens, served.tuner.quantile)
 
 
 def _fit(system: System) -> float | None:

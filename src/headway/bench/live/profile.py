@@ -105,7 +105,7 @@ class Measured:
         each, rows = interruptions(self.rows, [np.array(times) for times in self.moments.values()])
         return sum(each), [list(row) for row in rows]
 
-    def spread(self, form: LatencyLaw) -> float | None:
+    def spread(self, law: LatencyLaw) -> float | None:
         """Return the difference between passes as a fraction of a law's forecast; None for a single pass."""
         if len(self.passes) < 2:
             return None

@@ -129,7 +129,7 @@ def draw(found: Found) -> bytes:
     figure, (axes,) = sheet(1, 1, 5, 4.4)
     used = found.fits.samples
     x = Shapes.of(used.batches)
-    forecast, seen = found.fits.forms[found.fits.best].seconds(x) * 1000, used.seconds * 1000
+    forecast, seen = found.fits.laws[found.fits.best].seconds(x) * 1000, used.seconds * 1000
     for kind, colour in _COLOURS.items():
         axes.loglog(seen[x.kind(kind)], forecast[x.kind(kind)], ".", color=colour, label=kind, alpha=0.7)
     edges = [float(seen.min()), float(seen.max())]

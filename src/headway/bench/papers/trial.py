@@ -10,7 +10,7 @@ import numpy as np
 from headway.bench.papers.observers import Gauges, inside
 from headway.core.engine_spec import EngineSpec
 from headway.forecast.latency import profiles
-from headway.forecast.lengths.padded import Padded
+from headway.forecast.lengths.padding import Padded
 from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.ports import Lengths, Packer
 from headway.recipes.recipe import Recipe

@@ -42,8 +42,8 @@ def pair(replay: Replay, run: Run, setup: Setup) -> Pair:
     outcome = Simulation(find(replay.system), [instance(run.profile, setup.engine)], load).run()
     simulated = experiment.records(load, outcome)
     more = len(replay.records) * (run.profile.interruption_s or 0.0)
-    wrong = bias(run.profile.form, replay.rows, more=more)
-    slow = disturbed(run.profile.form, replay.rows)
+    wrong = bias(run.profile.law, replay.rows, more=more)
+    slow = disturbed(run.profile.law, replay.rows)
     return Pair(replay, [r for _, r in kept], simulated, outcome, wrong, slow)
 
 

@@ -111,7 +111,7 @@ class PredictorService:
             else Adaptive(self.predictor, self._tuner)
         )
         self._metrics = LengthMetrics(metrics.registry)
-        self._metrics.quantile.set(self._quantile or self._tuner.share)
+        self._metrics.quantile.set(self._quantile or self._tuner.quantile)
         self._embed = embed
         self._history: Path | None = None
         self._reading = 0
@@ -173,7 +173,7 @@ class PredictorService:
     def ended(self, id: str) -> None:
         """Forget a request, and begin a fit when one is due."""
         self.predictor.forget(id)
-        self._metrics.quantile.set(self._quantile or self._tuner.share)
+        self._metrics.quantile.set(self._quantile or self._tuner.quantile)
         self._fit_if_due()
 
     def _fit_if_due(self) -> None:
