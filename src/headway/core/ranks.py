@@ -7,9 +7,14 @@ first goes first. The queue (`plan/ordered.py`), the packers (`pack/kernels.py`)
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from headway.compiled import compiled
+from headway.types import Floats, Ints
+
+Value = TypeVar("Value", float, Floats)
 
 # Kinds of rank.
 ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
@@ -18,9 +23,9 @@ ON_TIME, LATE, BEST_EFFORT = range(3)
 
 
 @compiled
-def due_at(arrival: float, ttft: float, e2e: float) -> float:
-    """Return the instant at which the first promised thing is owed, inf = nothing is promised."""
-    return float(arrival + min(ttft, e2e))
+def due_at(arrival: Value, ttft: Value, e2e: Value) -> Value:
+    """Return when the first token or the whole answer is due, whichever comes first; inf = never."""
+    return arrival + np.minimum(ttft, e2e)  # type: ignore[no-any-return]
 
 
 @compiled
@@ -41,3 +46,8 @@ def first_key(kind: int, arrival: float, priority: int, due: float) -> float:
     if kind == PRIORITY:
         return float(priority)
     return float(arrival if kind == ARRIVAL else due)
+
+
+def first_keys(kind: int, arrival: Floats, priority: Ints, due: Floats) -> Floats:
+    """Return `first_key` of many requests."""
+    return np.asarray({PRIORITY: priority, ARRIVAL: arrival}.get(kind, due), float)

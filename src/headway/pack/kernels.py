@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
+from headway.core.ranks import ARRIVAL, ATTAINABLE, due_at, first_key, level_of
 from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints
 
 Rows = NDArray[np.void]
-FCFS, PRIORITY, DUE, SLACK = range(4)
+# Kinds of packers: by the rank of that kind; `SLACK` has the levels of `ATTAINABLE` and orders by slack.
+FCFS, SLACK = ARRIVAL, ATTAINABLE
 NO_CAP = 1 << 60
 _GRAIN = 32  # tokens; prompts are sized in steps of this
 _KEYS = 4
@@ -112,14 +114,6 @@ def slack_of(jobs: Rows, row: int, now: float, work: float, token: float) -> flo
     """
     answer = jobs["arrival"][row] + jobs["e2e"][row] - now - work - jobs["tokens_left"][row] * token
     return float(min(due_of(jobs, row) - now - work, answer))
-
-
-@compiled
-def lateness_class(jobs: Rows, row: int, slack: float) -> float:
-    """Return 0 for a row that can be on time, 1 for a first token already lost, 2 for best effort."""
-    if np.isinf(slack):
-        return 2.0
-    return 1.0 if slack < 0 and jobs["output_tokens"][row] == 0 else 0.0
 
 
 # ---- slots, blocks and tokens
@@ -284,9 +278,10 @@ def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
             keys[0, i] = not jobs["running"][row]
             keys[1, i] = 0.0 if jobs["running"][row] else jobs["urgency"][row]
             continue
-        first = min(jobs["ttft"][row], jobs["e2e"][row])
-        keys[0, i], keys[2, i] = jobs["urgency"][row], jobs["arrival"][row]
-        keys[1, i] = jobs["priority"][row] if kind == PRIORITY else jobs["arrival"][row] + first
+        arrival = jobs["arrival"][row]
+        due = due_at(arrival, jobs["ttft"][row], jobs["e2e"][row])
+        keys[0, i], keys[2, i] = jobs["urgency"][row], arrival
+        keys[1, i] = first_key(kind, arrival, jobs["priority"][row], due)
     return keys
 
 
@@ -301,7 +296,7 @@ def _slack(
         want = missing_of(jobs, rows[i])
         keys[3, i] = slack_of(jobs, rows[i], now, one if want == 1 else prefill_of(theta, want), token)
         keys[0, i] = jobs["urgency"][rows[i]]
-        keys[1, i] = lateness_class(jobs, rows[i], keys[3, i])
+        keys[1, i] = level_of(keys[3, i], jobs["output_tokens"][rows[i]] == 0)
     order = ordered(keys, serial)
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
     step = allocate(jobs, rows[order], others, ledger, params.max_running, params.budget, chunk)

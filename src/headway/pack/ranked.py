@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.engine_spec import PackerParams
+from headway.core.ranks import DUE, PRIORITY
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
 from headway.pack.allocation import allocate, free_to_run
@@ -24,15 +25,15 @@ _NO_PACE = np.zeros(5)
 
 def by_priority(jobs: Jobs, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
     """Lower priority number first, then arrival."""
-    return tuple(kernels.keys_of(kernels.PRIORITY, jobs.data, rows)[1:])
+    return tuple(kernels.keys_of(PRIORITY, jobs.data, rows)[1:])
 
 
 def by_due(jobs: Jobs, rows: Ints, now: float) -> tuple[Floats | Ints, ...]:
     """Earliest deadline first: first token (or whole answer), never for best effort; then arrival."""
-    return tuple(kernels.keys_of(kernels.DUE, jobs.data, rows)[1:])
+    return tuple(kernels.keys_of(DUE, jobs.data, rows)[1:])
 
 
-_KINDS: dict[Rank, int] = {by_priority: kernels.PRIORITY, by_due: kernels.DUE}
+_KINDS: dict[Rank, int] = {by_priority: PRIORITY, by_due: DUE}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from headway.core.ranks import ARRIVAL, ATTAINABLE, BEST_EFFORT, DUE, LATE, ON_TIME, PRIORITY
-from headway.types import Backlog, Floats, Ints
+from headway.core.ranks import ATTAINABLE, BEST_EFFORT, LATE, ON_TIME, first_key, first_keys
+from headway.types import Backlog, Ints
 
 # (level, first key, arrival, serial, row): a rank of `core/ranks.py` and the row that has it.
 Entry = tuple[int, float, float, int, int]
@@ -23,7 +23,7 @@ _LEVELS = (ON_TIME, LATE, BEST_EFFORT)
 class WaitingQueue:
     """Waiting requests in the order of a kind of rank (`core/ranks.py`).
 
-    keys: the first key of some rows where it is the planner's own (then `kind` is ignored for it).
+    head: the next request, as of the last `settle`.
     """
 
     def __init__(self, kind: int) -> None:
@@ -99,17 +99,13 @@ def entry_of(kind: int, backlog: Backlog, row: int) -> Entry:
     arrival, serial = float(backlog.arrival[row]), int(backlog.serial[row])
     due = float(backlog.due[row])
     level = BEST_EFFORT if kind == ATTAINABLE and np.isinf(due) else ON_TIME
-    key = float(backlog.priority[row]) if kind == PRIORITY else arrival if kind == ARRIVAL else due
-    return level, key, arrival, serial, row
+    return level, first_key(kind, arrival, int(backlog.priority[row]), due), arrival, serial, row
 
 
 def entries_of(kind: int, backlog: Backlog, rows: Ints) -> Iterator[Entry]:
     """Yield the entries of many queued rows."""
     due, arrival = backlog.due[rows], backlog.arrival[rows]
-    key: Floats | Ints = {PRIORITY: backlog.priority[rows], ARRIVAL: arrival}.get(kind, due)
+    key = first_keys(kind, arrival, backlog.priority[rows], due)
     level = np.where(np.isinf(due), BEST_EFFORT, ON_TIME) if kind == ATTAINABLE else np.zeros(rows.size, int)
-    columns = (level, key.astype(float), arrival, backlog.serial[rows], rows)
+    columns = (level, key, arrival, backlog.serial[rows], rows)
     return zip(*(column.tolist() for column in columns), strict=True)
-
-
-__all__ = ["DUE", "Entry", "WaitingQueue", "entries_of", "entry_of"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
-from headway.core.ranks import ARRIVAL, ATTAINABLE, BEST_EFFORT, DUE, LATE, ON_TIME, PRIORITY
+from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, LATE, ON_TIME, PRIORITY, due_at, first_keys, level_of
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import Limits, Usage
 from headway.forecast.latency.laws import law_seconds
@@ -130,8 +130,8 @@ def _arrive(run: RunState, i: int) -> None:
     progress = run.progress[0]
     run.requests["blocks"][i] = np.ceil((run.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
     progress["arrived"] += 1
-    never = run.planner.kind == ATTAINABLE and np.isinf(run.requests["key1"][i])
-    _push(run, BEST_EFFORT if never else ON_TIME, i)
+    levels = run.planner.kind == ATTAINABLE
+    _push(run, level_of(run.requests["key1"][i], False) if levels else ON_TIME, i)
     _send(run, run.jobs["arrival"][i])
 
 
@@ -279,11 +279,9 @@ def _belongs(run: RunState, i: int, heap: int) -> bool:
 def _inside_first(requests: Rows, kind: int, j: int, i: int, heap: int) -> bool:
     """Tell whether j, which is inside, ranks before i, which waits in `heap`."""
     if kind == ATTAINABLE:
-        best_effort = np.isinf(requests["key1"][j])
-        if best_effort != (heap == BEST_EFFORT):
-            return not best_effort
-        if heap == LATE:
-            return True
+        level = level_of(requests["key1"][j], False)
+        if level != heap:
+            return bool(level < heap)
     return _before(requests, j, i)
 
 
@@ -392,8 +390,8 @@ def _jobs(workload: Workload) -> Rows:
 
 def _requests(workload: Workload, kind: int) -> Rows:
     requests = np.zeros(len(workload), RequestColumns)
-    due = workload.arrival + np.minimum(workload.ttft, workload.e2e)
+    due = due_at(workload.arrival, workload.ttft, workload.e2e)
     requests["max_tokens"], requests["task"] = workload.max_tokens, workload.tier
-    requests["key1"] = {PRIORITY: workload.priority, ARRIVAL: workload.arrival}.get(kind, due)
+    requests["key1"] = first_keys(kind, workload.arrival, workload.priority, due)
     requests["key2"] = workload.arrival
     return requests

@@ -83,7 +83,7 @@ class Counts:
 class EcoServe(Packer):
     """EcoServe's scheduler. It keeps its queues from one iteration to the next: one packer for one engine.
 
-    `Jobs.tokens_left` must forecast the whole answer when a row comes in (padded, `forecast/lengths/padding.py`).
+    `Jobs.tokens_left` must forecast the whole answer when a row comes in (`forecast/lengths/padding.py`).
     It saves to the host where the engine can copy and that is cheaper than computing again.
     """
 
