@@ -24,6 +24,7 @@ from headway.bench.simulate.experiment import Fleet
 from headway.bench.simulate.sweep import Cell, Sweep
 from headway.bench.simulate.sweep_curves import collect
 from headway.cli import app
+from headway.core import ranks
 from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
 from headway.pack.ranked import Fcfs
@@ -60,7 +61,7 @@ class Slow(Packer):
 
 
 def recipe(name: str, packer: Callable[[EngineSpec], Packer]) -> Recipe:
-    return Recipe(name, "for tests", lambda: ordered.Ordered(ordered.by_arrival), packer)
+    return Recipe(name, "for tests", lambda: ordered.Ordered(ranks.ARRIVAL), packer)
 
 
 BROKEN = recipe("broken", lambda _: Broken())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.core import ranks
 from headway.engines.simulated.engine import Ran
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
@@ -52,7 +53,7 @@ class HostPoolEngine(Packer):
 SWAPPING = Recipe(
     "swapping",
     "for tests",
-    lambda: ordered.Ordered(ordered.by_due),
+    lambda: ordered.Ordered(ranks.DUE),
     lambda spec: HostPoolEngine(spec.max_running, spec.token_budget),
 )
 ALL = {**RECIPES, "swapping": SWAPPING}

@@ -14,8 +14,9 @@ from headway.bench.simulate.experiment import Fleet, simulate
 from headway.cli import app
 from headway.config import Config
 from headway.core.engine_spec import EngineSpec
+from headway.core.ranks import ARRIVAL
 from headway.errors import ConfigError
-from headway.plan.ordered import Ordered, by_arrival
+from headway.plan.ordered import Ordered
 from headway.ports import Packer
 from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.ecoserve import ECOSERVE
@@ -147,7 +148,7 @@ def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatc
 def test_the_compiled_loop_leaves_recipes_without_pull_alone() -> None:
     """It knows only lines that are ours; the outcome must be that of the loop in Python."""
     node = Fleet("opt-13b-a100", max_running=32, budget=512, kv_tokens=2048).instances("default")[0]
-    recipe = replace(find("vllm"), planner=lambda: Ordered(by_arrival, displaces=False, pull=False))
+    recipe = replace(find("vllm"), planner=lambda: Ordered(ARRIVAL, displaces=False, pull=False))
     ends = [Simulation(recipe, [node], crowd(60), fast=fast).run().end for fast in (True, False)]
     np.testing.assert_array_equal(*ends)
     assert (ends[0] != Simulation(find("vllm"), [node], crowd(60)).run().end).any()

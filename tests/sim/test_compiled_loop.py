@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.ranks import ATTAINABLE, DUE
 from headway.forecast.latency import profiles
-from headway.plan.ordered import Ordered, by_attainable_deadline, by_due
+from headway.plan.ordered import Ordered
 from headway.recipes.registry import RECIPES
 from headway.sim import compiled_loop
 from headway.sim.instance import InstanceSpec
@@ -63,7 +64,7 @@ def test_same_outcome(
     same(Simulation(RECIPES[recipe], [one], workload).run(), readable)
 
 
-@pytest.mark.parametrize("kind", [by_due, by_attainable_deadline])
+@pytest.mark.parametrize("kind", [DUE, ATTAINABLE])
 def test_same_outcome_with_ranks_that_travel(kind: int) -> None:
     """The planner orders by deadline, the packer by priority: only the rank makes the engine do as told."""
     recipe = replace(RECIPES["priority"], planner=lambda: Ordered(kind, ranked=True))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from headway.core.controller import Controller
+from headway.core.ranks import PRIORITY
 from headway.forecast.lengths.task import TaskLengths
-from headway.plan.ordered import Ordered, by_priority
+from headway.plan.ordered import Ordered
 from headway.recipes.registry import find
 from headway.sim.instance import SimulatedInstance
 from headway.sim.loop import Loop
@@ -43,7 +44,7 @@ def order(
 ) -> list[int]:
     """Return the requests in the order of their first tokens, one running at a time."""
     recipe = find("priority")
-    controller = Ranking(Ordered(by_priority, pull=False), TaskLengths())
+    controller = Ranking(Ordered(PRIORITY, pull=False), TaskLengths())
     controller.ranks, controller.rerank = ranks, rerank
     spec = replace(machine("e0", each=1.0, running=1), request_overhead=overhead)
     loop = Loop(

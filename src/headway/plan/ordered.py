@@ -14,14 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.cluster import Cluster
-from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
 from headway.plan.dispatch import spread
 from headway.plan.sent import SentOrder
 from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
 from headway.ports import Planner
 from headway.types import Arrived, Backlog, Event, Failed, Finished, Instance, Plan, Returned, Send
-
-by_arrival, by_priority, by_due, by_attainable_deadline = ARRIVAL, PRIORITY, DUE, ATTAINABLE
 
 Key = Callable[[Backlog, int], float]
 
@@ -142,7 +139,8 @@ class Ordered(Planner):
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         entry = entry_of(self.kind, cluster.backlog, row)
         self._inside[cluster.code(name)].add(name, entry, float(cluster.backlog.tokens[row]))
-        return Send(str(cluster.backlog.keys[row]), name, entry[1] if self.ranked else 0.0)
+        rank = self._entry(cluster.backlog, row)[1] if self.ranked else 0.0
+        return Send(str(cluster.backlog.keys[row]), name, rank)
 
     def _forget(self, backlog: Backlog, row: int) -> None:
         """Take a request out of the order of what is inside its instance, if that instance is up."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.core.engine_spec import EngineSpec
+from headway.core.ranks import ARRIVAL
 from headway.pack import ranked as packers
 from headway.pack.baselines.chunked import Chunked
 from headway.pack.baselines.fastserve import FastServe
@@ -22,7 +23,7 @@ from headway.plan.baselines.flow_control import FlowControl
 from headway.plan.baselines.parrot import Parrot
 from headway.plan.baselines.shepherd import Shepherd
 from headway.plan.baselines.vtc import VirtualTokenCounter
-from headway.plan.ordered import Ordered, by_arrival
+from headway.plan.ordered import Ordered
 from headway.ports import Packer
 from headway.recipes.recipe import Recipe
 
@@ -30,7 +31,7 @@ _SARATHI_BUDGET = 512
 
 
 def _baseline(name: str, about: str, packer: Callable[[EngineSpec], Packer]) -> Recipe:
-    return Recipe(name, about, lambda: Ordered(by_arrival, displaces=False, pull=False), packer)
+    return Recipe(name, about, lambda: Ordered(ARRIVAL, displaces=False, pull=False), packer)
 
 
 BASELINES = {

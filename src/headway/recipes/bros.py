@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from headway.core.engine_spec import EngineSpec
+from headway.core.ranks import DUE
 from headway.pack.bros.packer import BatchSize, Bros
-from headway.plan.ordered import Ordered, by_due
+from headway.plan.ordered import Ordered
 from headway.recipes.recipe import Recipe
 
 
@@ -36,7 +37,7 @@ VARIANTS: dict[str, tuple[str, Callable[[EngineSpec], Bros]]] = {
 
 def _recipe(name: str) -> Recipe:
     about, packer = VARIANTS[name]
-    return Recipe(name, about, lambda: Ordered(by_due, pull=False), packer)
+    return Recipe(name, about, lambda: Ordered(DUE, pull=False), packer)
 
 
 BROS = {name: _recipe(name) for name in VARIANTS}

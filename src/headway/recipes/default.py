@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.core import ranks
 from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
 from headway.pack.slack import Slack
 from headway.plan import ordered
@@ -13,25 +14,25 @@ DEFAULT = {
         Recipe(
             "vllm",
             "vLLM's own order: first come, first served",
-            lambda: ordered.Ordered(ordered.by_arrival, displaces=False),
+            lambda: ordered.Ordered(ranks.ARRIVAL, displaces=False),
             lambda spec: Fcfs(spec.max_running),
         ),
         Recipe(
             "priority",
             "vLLM's priorities, which also displace running work when the batch is full",
-            lambda: ordered.Ordered(ordered.by_priority),
+            lambda: ordered.Ordered(ranks.PRIORITY),
             lambda spec: Ranked(by_priority, spec.max_running, spec.token_budget),
         ),
         Recipe(
             "edf",
             "earliest deadline first, in the queue and in the engine",
-            lambda: ordered.Ordered(ordered.by_due),
+            lambda: ordered.Ordered(ranks.DUE),
             lambda spec: Ranked(by_due, spec.max_running, spec.token_budget),
         ),
         Recipe(
             "slack",
             "least slack first, prompt chunks sized so that running answers keep their promises (BROS 4.2)",
-            lambda: ordered.Ordered(ordered.by_attainable_deadline),
+            lambda: ordered.Ordered(ranks.ATTAINABLE),
             lambda spec: Slack(spec.max_running, spec.token_budget, spec.latency),
         ),
     )

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Literal
 
 from headway.core.engine_spec import EngineSpec
+from headway.core.ranks import ARRIVAL
 from headway.pack.ecoserve.packer import EcoServe, Options
-from headway.plan.ordered import Ordered, by_arrival
+from headway.plan.ordered import Ordered
 from headway.ports import Packer
 from headway.recipes.recipe import Recipe
 
@@ -31,7 +32,7 @@ def _packer(options: Options) -> Callable[[EngineSpec], Packer]:
 
 
 def _recipe(name: str, about: str, options: Options, lengths: Literal["padded", "oracle"]) -> Recipe:
-    planner = partial(Ordered, by_arrival, displaces=False, pull=False)
+    planner = partial(Ordered, ARRIVAL, displaces=False, pull=False)
     return Recipe(name, about, planner, _packer(options), lengths)
 
 
