@@ -110,7 +110,7 @@ def test_another_simulator_or_pace_file_is_another_cell(monkeypatch: pytest.Monk
     cell = SMALL.cells()[0]
     keys = {cell.key}
     for name in ("_code", "_pace"):
-        monkeypatch.setattr(sweeps, name, lambda _: "other")
+        monkeypatch.setattr(sweeps, name, lambda *_: "other")
         keys.add(cell.key)
     assert len(keys) == 3
 

@@ -109,7 +109,7 @@ def test_the_pool_is_never_used_unseen() -> None:
             run.iterate()
             jobs = run.engine.jobs
             rows = jobs.rows()
-            queued = rows[jobs.running[rows] & (run.packer.mine["state"][rows] != ACTIVE)]
+            queued = rows[jobs.running[rows] & (run.packer.status["state"][rows] != ACTIVE)]
             pool = int(jobs.blocks[queued].sum())
             counts = run.packer.counts
             assert run.engine.free >= max(reserve - pool, 0) or counts.rescued

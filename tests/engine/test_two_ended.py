@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
-from headway.pack.bros.batch_size import BatchSize
-from headway.pack.bros.packer import Bros
+from headway.pack.bros.packer import BatchSize, Bros
 from headway.types import Slo
 
 CHAT = Slo(ttft=0.4, tpot=0.2)
@@ -21,7 +20,7 @@ def build(
     blocks: int, host: int, *, two_ended: bool = True, places: int = 8, decode_only: bool = False
 ) -> HostPoolEngine:
     spec = EngineSpec(places, 64, 4, 64, 1e-4, host, two_ended=two_ended)
-    packer = Bros(spec, sizing=BatchSize(base=4))
+    packer = Bros(spec, batch_size=BatchSize(base=4))
     if not two_ended:
         return HostPoolEngine(
             packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4

@@ -16,8 +16,7 @@ from headway.engines.vllm.plugin import right_aligned_attention
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation
 from headway.models import resolve
-from headway.pack.bros.batch_size import BatchSize
-from headway.pack.bros.packer import Bros
+from headway.pack.bros.packer import BatchSize, Bros
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import ENV, Engine
@@ -96,7 +95,7 @@ def whole(scheduler: Any) -> None:
 
 
 def bros(scheduler: Any) -> Bros:
-    return Bros(replace(scheduler.spec, max_running=8), sizing=BatchSize(base=8))
+    return Bros(replace(scheduler.spec, max_running=8), batch_size=BatchSize(base=8))
 
 
 def run_all(engine: Engine, order: Sequence[int] = range(12)) -> dict[str, list[int]]:

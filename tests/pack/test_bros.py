@@ -12,8 +12,7 @@ from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended.allocation import TwoEndedBudget
 from headway.pack.bros import algorithm_1
-from headway.pack.bros.batch_size import BatchSize
-from headway.pack.bros.packer import Bros
+from headway.pack.bros.packer import BatchSize, Bros
 from headway.pack.kernels import due_of
 from headway.recipes.registry import find
 from headway.types import Ints, Jobs, Step
@@ -34,8 +33,8 @@ def spec(places: int, *, copy: float = 0.0, pool: bool = True) -> EngineSpec:
 
 
 def packer(places: int = 4, *, copy: float = 0.0, pool: bool = True, **options: bool) -> Bros:
-    made = Bros(spec(places, copy=copy, pool=pool), sizing=BatchSize(base=places), **options)
-    assert made.sizing.size == places
+    made = Bros(spec(places, copy=copy, pool=pool), batch_size=BatchSize(base=places), **options)
+    assert made.batch_size.size == places
     return made
 
 
@@ -51,7 +50,8 @@ def answering(jobs: Jobs, id: str, left: float, *, output_tokens: int = 10, prom
     tokens = prompt + output_tokens - 1
     jobs.add(
         id, arrival=first - 0.1, first=first, ttft=0.4, tpot=0.2, e2e=math.inf, prompt=prompt,
-        computed=tokens, output_tokens=output_tokens, blocks=-(-tokens // SIZE), running=True, serial=len(jobs),
+        computed=tokens, output_tokens=output_tokens, blocks=-(-tokens // SIZE), running=True,
+        serial=len(jobs),
     )  # fmt: skip
 
 
@@ -264,12 +264,12 @@ def test_a_request_near_its_limit_resets_the_batch() -> None:
     jobs = Jobs()
     for i in range(2):
         answering(jobs, f"r{i}", 1.0)
-    output_tokens = Bros(spec(8), sizing=BatchSize(base=2))
+    output_tokens = Bros(spec(8), batch_size=BatchSize(base=2))
     output_tokens.pack(jobs, account(jobs), NOW)
-    assert output_tokens.sizing.size == 4
+    assert output_tokens.batch_size.size == 4
     answering(jobs, "close", 0.04)
     output_tokens.pack(jobs, account(jobs), NOW)
-    assert output_tokens.sizing.size == 2
+    assert output_tokens.batch_size.size == 2
 
 
 @pytest.mark.parametrize(("name", "field", "value"), [
@@ -280,10 +280,10 @@ def test_recipes(name: str, field: str, value: bool) -> None:
     output_tokens = find(name).packer(EngineSpec(256, 2048))
     assert isinstance(output_tokens, Bros)
     assert getattr(output_tokens, field) is value
-    assert output_tokens.sizing.size == 128
+    assert output_tokens.batch_size.size == 128
 
 
-def test_without_sizing_the_batch_stays_at_the_base() -> None:
+def test_without_batch_size_the_batch_stays_at_the_base() -> None:
     output_tokens = find("bros-no-sizing").packer(EngineSpec(256, 2048))
     assert isinstance(output_tokens, Bros)
-    assert not output_tokens.sizing.adapts
+    assert not output_tokens.batch_size.adapts

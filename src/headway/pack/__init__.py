@@ -1,1 +1,1 @@
-"""What runs in the next iteration?"""
+"""Packers: what runs in the next iteration?"""

@@ -1,8 +1,8 @@
-"""Who gets the slots, the KV blocks and the iteration's tokens, once it is known who is more urgent?
+"""Allocation of slots, KV blocks and tokens to ranked rows.
 
-Each of the three goes to the most urgent first. A running job that ends up without a place keeps its KV as
-long as nobody more urgent needs the blocks (a pause costs nothing), and is evicted when somebody does and
-evicting the less urgent would not do.
+Each of the three goes to the most urgent first. A running job that ends up without a slot in the batch keeps
+its KV as long as no more urgent row needs the blocks (a pause costs nothing); it is evicted when one does and
+evicting less urgent rows is not enough.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def allocate(
 ) -> Step:
     """Return the step in which the rows of `ranked` (most urgent first) get what there is.
 
-    At most `max_running` rows run, their blocks fit the ledger, and at most `budget` tokens are computed,
-    `chunk` of them (None = all) for prompts. Nobody makes place for a row that gets no tokens; with
+    At most `max_running` rows run, their blocks fit, and at most `budget` tokens are computed,
+    `chunk` of them (None = all) for prompts. No row is displaced for one that gets no tokens; with
     budget >= max_running (vLLM requires it) the most urgent row always gets some.
     """
     most = budget if chunk is None else chunk

@@ -1,7 +1,7 @@
-"""How do the packers' hot loops run in microseconds? Compiled, one row at a time, on the table's own array.
+"""The packers' hot loops: order, slots, blocks and tokens of an iteration. Compiled, one row at a time.
 
-Everything here is a plain function of columns; `classic.py`, `room.py` and `slack.py` say what it is for, and
-the compiled simulator (`sim/compiled_loop.py`) calls the very same functions. `jobs` is `Jobs.data`, `rows` indices.
+`ranked.py`, `slack.py` and `allocation.py` call these functions, and so does the compiled simulator
+(`sim/compiled_loop.py`). `jobs` is `Jobs.data`, `rows` are indices.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def lateness_class(jobs: Rows, row: int, slack: float) -> float:
     return 1.0 if slack < 0 and jobs["output_tokens"][row] == 0 else 0.0
 
 
-# ---- who gets the slots, the blocks and the tokens
+# ---- slots, blocks and tokens
 
 
 @compiled
@@ -147,45 +147,45 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
 def allocate(
     jobs: Rows, ranked: Ints, others: int, ledger: KvBudget, max_running: int, budget: int, chunk: int
 ) -> CompiledStep:
-    """Return what `room.allocate` promises; others: rows that hold a slot and are not in the ranking."""
-    seats = ledger.slots - others
-    places = max(min(max_running, seats), 0)
+    """Return the step of `allocation.allocate`; others: rows that hold a slot and are not in the ranking."""
+    free_slots = ledger.slots - others
+    batch_limit = max(min(max_running, free_slots), 0)
     while True:
-        runs, stays = _share(jobs, ranked, ledger, seats, places, min(budget, chunk))
+        runs, stays = _share(jobs, ranked, ledger, free_slots, batch_limit, min(budget, chunk))
         order = ranked[runs]
         tokens = grant(jobs, order, budget, chunk)
-        hungry = -1
+        unfunded = -1
         for i in range(order.size):
             if tokens[i] == 0 and not jobs["running"][order[i]]:
-                hungry = order[i]
+                unfunded = order[i]
                 break
-        if hungry < 0:
+        if unfunded < 0:
             return CompiledStep(order, tokens, _losers(jobs, ranked, runs, stays))
-        ranked = _without(jobs, ranked, hungry)
+        ranked = _without(jobs, ranked, unfunded)
 
 
 @compiled
 def _share(
-    jobs: Rows, ranked: Ints, ledger: KvBudget, seats: int, places: int, most: int
+    jobs: Rows, ranked: Ints, ledger: KvBudget, free_slots: int, batch_limit: int, most: int
 ) -> tuple[Bools, Bools]:
     """Return masks of the rows that run and of those that pause, most urgent first.
 
     A prompt is admitted only whole (vLLM's own params), and with a block to spare so that its first tokens do
-    not evict somebody at once. One in progress then keeps room for its rest without more ado: as long as it
-    is not complete it takes all tokens, and nobody less urgent is admitted.
+    not evict another row at once. One in progress then keeps room for its rest: as long as it is not complete
+    it takes all tokens, and no less urgent row is admitted.
     """
     n = ranked.size
-    needs, blocks, taken, holders = np.empty(n, np.int64), ledger.free, 0, min(places, n)
+    needs, blocks, taken, holders = np.empty(n, np.int64), ledger.free, 0, min(batch_limit, n)
     for i in range(n):
         row = ranked[i]
         needs[i] = _needs(jobs, row, ledger, most)
         if jobs["running"][row]:
             blocks += jobs["blocks"][row]
-        holders += i >= places and jobs["running"][row]
-        taken += needs[i] if i < places else jobs["blocks"][row]
-    if taken > blocks or holders > seats:
-        return _squeeze(jobs, ranked, needs, blocks, seats, places)
-    runs = np.arange(n) < places
+        holders += i >= batch_limit and jobs["running"][row]
+        taken += needs[i] if i < batch_limit else jobs["blocks"][row]
+    if taken > blocks or holders > free_slots:
+        return _squeeze(jobs, ranked, needs, blocks, free_slots, batch_limit)
+    runs = np.arange(n) < batch_limit
     return runs, jobs["running"][ranked] & ~runs
 
 
@@ -200,27 +200,32 @@ def _needs(jobs: Rows, row: int, ledger: KvBudget, most: int) -> int:
 
 @compiled
 def _squeeze(
-    jobs: Rows, ranked: Ints, needs: Ints, blocks: int, seats: int, places: int
+    jobs: Rows, ranked: Ints, needs: Ints, blocks: int, free_slots: int, batch_limit: int
 ) -> tuple[Bools, Bools]:
     """Return the masks when room is short: in order of urgency, those whose need still fits.
 
-    No newcomer overtakes a row that does not fit: small prompts would keep it out for ever. Running rows
+    No newcomer overtakes a row that does not fit: small prompts would keep it out forever. Running rows
     that need no more may go on.
     """
-    n, most, newcomers, stuck = ranked.size, places, 0, False
+    n, most, newcomers, stuck = ranked.size, batch_limit, 0, False
     runs, stays = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
     for i in range(n):
         running, holds = jobs["running"][ranked[i]], jobs["blocks"][ranked[i]]
         newcomers += not running
         if not running and newcomers > most:
             continue
-        if needs[i] <= blocks and min(places, seats) > 0 and (running or not stuck):
-            runs[i], places, seats, blocks = True, places - 1, seats - 1, blocks - needs[i]
-        elif running and seats > 0 and holds <= blocks:
-            stays[i], stuck, seats, blocks = True, True, seats - 1, blocks - holds
+        if needs[i] <= blocks and min(batch_limit, free_slots) > 0 and (running or not stuck):
+            runs[i], batch_limit, free_slots, blocks = (
+                True,
+                batch_limit - 1,
+                free_slots - 1,
+                blocks - needs[i],
+            )
+        elif running and free_slots > 0 and holds <= blocks:
+            stays[i], stuck, free_slots, blocks = True, True, free_slots - 1, blocks - holds
         else:
             stuck = True
-    if seats > 0 and not runs.any():  # held rows have the rest: whoever fits is better than nobody
+    if free_slots > 0 and not runs.any():  # held rows have the rest: any row that fits is better than none
         for i in range(n):
             if not jobs["running"][ranked[i]] and needs[i] <= blocks:
                 runs[i] = True
@@ -236,11 +241,11 @@ def _losers(jobs: Rows, ranked: Ints, runs: Bools, stays: Bools) -> Ints:
 
 
 @compiled
-def _without(jobs: Rows, ranked: Ints, hungry: int) -> Ints:
+def _without(jobs: Rows, ranked: Ints, unfunded: int) -> Ints:
     """Return the ranking without the newcomers from the first that would get no token."""
     kept, size, met = np.empty_like(ranked), 0, False
     for row in ranked:
-        met |= row == hungry
+        met |= row == unfunded
         if jobs["running"][row] or not met:
             kept[size] = row
             size += 1
@@ -264,7 +269,8 @@ def pack(
     if params.kind != FCFS:
         return allocate(jobs, ranked, others, ledger, params.max_running, params.budget, params.budget)
     running = np.count_nonzero(jobs["running"][ranked])
-    order = ranked[: running + params.max_running]
+    inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
+    order = np.concatenate((inside, waiting))
     return CompiledStep(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
 
 
@@ -274,8 +280,9 @@ def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
     keys = np.zeros((3, rows.size))
     for i in range(rows.size):
         row = rows[i]
-        if kind == FCFS:
+        if kind == FCFS:  # those inside go on in order of arrival, whatever their urgency
             keys[0, i] = not jobs["running"][row]
+            keys[1, i] = 0.0 if jobs["running"][row] else jobs["urgency"][row]
             continue
         first = min(jobs["ttft"][row], jobs["e2e"][row])
         keys[0, i], keys[2, i] = jobs["urgency"][row], jobs["arrival"][row]
@@ -317,7 +324,7 @@ def _chunk(params: PackerParams, jobs: Rows, ranked: Ints, slack: Floats, theta:
     low, high = params.min_chunk, max(params.budget - decodes, params.min_chunk)
     if seconds_of(theta, decodes, context, high, high * high // 2) <= limit:
         return high
-    while high - low > _GRAIN:  # the pace grows with the prompt, so halving finds the largest that fits
+    while high - low > _GRAIN:  # seconds grow with the prompt, so halving finds the largest that fits
         middle = (low + high) // 2
         if seconds_of(theta, decodes, context, middle, middle * middle // 2) <= limit:
             low = middle
@@ -331,7 +338,7 @@ def _limit(params: PackerParams, jobs: Rows, head: Ints, slack: Floats) -> float
     """Return the seconds this iteration may take.
 
     Answers in progress must not fall behind. Slack they have gained is spent only for a first token that
-    has a promise, not for best-effort prompts, so that it is there when somebody arrives.
+    has a promise, not for best-effort prompts, so that it is there when a request arrives.
     """
     limit, latency, fresh = params.max_step, np.inf, False
     for i in range(head.size):
@@ -342,6 +349,6 @@ def _limit(params: PackerParams, jobs: Rows, head: Ints, slack: Floats) -> float
             continue
         tpot = jobs["tpot"][head[i]]
         latency = min(latency, tpot)
-        # One late already catches up at half its pace; to stop all prompts for it would not save it.
+        # One that is late catches up at half its tpot; to stop all prompts for it would not save it.
         limit = min(limit, tpot / 2 if slack[i] < 0 else slack[i])
     return float(limit if fresh else min(limit, latency))

@@ -1,7 +1,7 @@
-"""What runs in the next iteration? The rules everybody knows.
+"""Packers that go by a fixed rank: vLLM's own order (`Fcfs`), its priorities, earliest deadline.
 
-`Fcfs` is vLLM's own order. `Ranked` sorts by any rank and lets the more urgent take the place of the less
-urgent even when the batch is full, which vLLM's priority policy does not (its issue 40004).
+`Ranked` sorts by any rank and lets the more urgent displace the less urgent even when the batch is full,
+which vLLM's priority policy does not (its issue 40004).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS: dict[Rank, int] = {by_priority: kernels.PRIORITY, by_due: kernels.DUE}
 
 @dataclass(frozen=True, slots=True)
 class Fcfs(Packer):
-    """vLLM's first come, first served: nobody is displaced, tokens go to the running ones first."""
+    """vLLM's first come, first served: no row is displaced, tokens go to the running ones first."""
 
     max_running: int
 
@@ -54,10 +54,10 @@ class Fcfs(Packer):
 
 @dataclass(frozen=True, slots=True)
 class StockPriority(Packer):
-    """vLLM's own priority policy: who is more urgent comes in first, who is least urgent loses memory first.
+    """vLLM's own priority policy: the most urgent is admitted first, the least urgent loses memory first.
 
-    Nobody is displaced when the batch is full. Those inside are served by priority, stock serves them in the
-    order in which they came in: with a short token budget or short memory single steps differ from it.
+    No row is displaced when the batch is full. Running rows are served by priority, stock serves them in the
+    order in which they were admitted: with a short token budget or short memory single steps differ from it.
     """
 
     max_running: int
@@ -65,11 +65,11 @@ class StockPriority(Packer):
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return running rows, then enough waiting ones to fill the batch, both by priority and arrival."""
         rows = free_to_run(jobs)
-        waiting = ~jobs.running[rows]
-        columns = np.array([waiting, jobs.priority[rows], jobs.arrival[rows]], float)
+        columns = np.array([jobs.urgency[rows], jobs.priority[rows], jobs.arrival[rows]], float)
         order = rows[kernels.ordered(columns, jobs.serial[rows])]
-        most = rows.size - int(np.count_nonzero(waiting)) + self.max_running
-        return Step(order[:most], max_running=self.max_running)
+        inside, waiting = order[jobs.running[order]], order[~jobs.running[order]]
+        kept = np.concatenate([inside[: self.max_running], waiting[: self.max_running]])
+        return Step(kept, max_running=self.max_running)
 
 
 @dataclass(frozen=True, slots=True)

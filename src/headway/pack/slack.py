@@ -1,8 +1,8 @@
-"""What runs in the next iteration, so that each next token comes before it is late?
+"""Least slack first, with prompt chunks sized so that running answers keep their promises.
 
 Jobs with a promise run by least slack: the time until their next token is due, less the time it takes to
 make it (BROS 4.2). Best-effort jobs fill what is left, and how much prompt an iteration computes follows
-from the smallest slack among the answers in progress, by the learned pace.
+from the smallest slack among the answers in progress, by the learned latency.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from headway.types import Jobs, Step
 
 @dataclass(slots=True)
 class Slack(Packer):
-    """Least slack first, prompt chunks sized by the pace.
+    """Least slack first, prompt chunks sized by the learned latency.
 
-    budget: most tokens of an iteration. min_chunk: prompt tokens computed in any iteration, so that nobody
-    starves. max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
+    max_running: rows that compute in one iteration.
+    budget: most tokens of an iteration.
+    latency: as learned on this engine.
+    min_chunk: prompt tokens computed in any iteration, so that no prompt starves.
+    max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
     """
 
     max_running: int
@@ -39,8 +42,8 @@ class Slack(Packer):
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return the step: on time by least slack, then the late, then best effort by arrival.
 
-        Slack alone pauses but never evicts: who waits has ever less of it, so two equals would take each
-        other's KV in turn and recompute their prompts for ever. Among equals what holds KV goes on.
+        Slack alone pauses but never evicts: a waiting row has ever less of it, so two equals would take each
+        other's KV in turn and recompute their prompts forever. Among equals what holds KV goes on.
         """
         step = kernels.pack(self.params, jobs.data, jobs.rows(), ledger, now, self.latency.theta)
         return Step(step.order, step.caps, step.evict, max_running=self.max_running, token_budget=self.budget)

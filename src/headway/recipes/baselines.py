@@ -1,8 +1,7 @@
-"""What do the papers compare with? Their baselines as recipes.
+"""The papers' baselines as recipes.
 
-All of them plan first come, first served, and their queue is the engine's own (`pull=False`): what waits is
-inside, so that the packer sees all of it. The simulated engine runs every one; real vLLM those that do not
-swap.
+Those of `BASELINES` plan first come, first served, and queue inside the engine (`pull=False`), so that the
+packer sees all that waits. The simulated engine runs every one; vLLM needs a host pool for those that swap.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from headway.pack import ranked as packers
 from headway.pack.baselines.chunked import Chunked
 from headway.pack.baselines.fastserve import FastServe
 from headway.pack.baselines.multires import MultiRes
+from headway.pack.baselines.orca import Orca
 from headway.pack.baselines.round_robin import RoundRobin
 from headway.pack.baselines.srtf import Srtf
-from headway.pack.baselines.vllm_v0 import Orca, VllmV0
+from headway.pack.baselines.vllm_v0 import VllmV0
 from headway.plan.baselines import load_balancing
 from headway.plan.baselines.flow_control import FlowControl
 from headway.plan.baselines.parrot import Parrot
@@ -38,7 +38,7 @@ BASELINES = {
     for recipe in (
         _baseline(
             "vllm-priority",
-            "vLLM V1 with its own priority policy, which displaces nobody",
+            "vLLM V1 with its own priority policy, which displaces no running request",
             lambda spec: packers.StockPriority(spec.max_running),
         ),
         _baseline(

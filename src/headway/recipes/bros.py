@@ -1,4 +1,4 @@
-"""BROS and its ablations as recipes. The queue is the engine's own: Algorithm 1 chooses among all waiting."""
+"""BROS and its ablations as recipes. Requests queue inside the engine: Algorithm 1 chooses among them all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from headway.core.engine_spec import EngineSpec
-from headway.pack.bros.batch_size import BatchSize
-from headway.pack.bros.packer import Bros
+from headway.pack.bros.packer import BatchSize, Bros
 from headway.plan.ordered import Ordered, by_due
 from headway.recipes.recipe import Recipe
 
 
-def _without_sizing(spec: EngineSpec) -> Bros:
-    return Bros(spec, sizing=BatchSize(adapts=False))
+def _without_batch_size(spec: EngineSpec) -> Bros:
+    return Bros(spec, batch_size=BatchSize(adapts=False))
 
 
 # Recipes: what each is, and its packer.
@@ -27,7 +26,7 @@ VARIANTS: dict[str, tuple[str, Callable[[EngineSpec], Bros]]] = {
         "BROS without putting best effort in the place of real-time requests that can wait",
         partial(Bros, replaces=False),
     ),
-    "bros-no-sizing": ("BROS with a batch of 128 at any time", _without_sizing),
+    "bros-no-sizing": ("BROS with a batch of 128 at any time", _without_batch_size),
     "bros-lost-last": (
         "BROS, but first tokens that are late already go behind those that can still be in time",
         partial(Bros, lost_last=True),

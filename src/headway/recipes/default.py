@@ -30,7 +30,7 @@ DEFAULT = {
         ),
         Recipe(
             "slack",
-            "least slack first, prompt chunks sized so that running answers keep their pace (BROS 4.2)",
+            "least slack first, prompt chunks sized so that running answers keep their promises (BROS 4.2)",
             lambda: ordered.Ordered(ordered.by_attainable_deadline),
             lambda spec: Slack(spec.max_running, spec.token_budget, spec.latency),
         ),

@@ -1,9 +1,9 @@
-"""Which parts of EcoServe earn what? Its scheduler and the ablation of its paper, as recipes.
+"""EcoServe and the ablation of its paper as recipes.
 
 `-d`: decoupled queues. `-sd`: and time-synced groups. `-sdo`: and the order by deadline, held KV and length.
 Without a suffix: and KVC pipelining. Each with a predictor's padded lengths and, `-oracle`, with the true
-ones. The queue is the engine's own (`pull=False`): the packer orders all that waits. Who must leave is
-swapped where an engine has a host pool and copying is cheaper, else computed again.
+ones. Requests queue inside the engine (`pull=False`): the packer orders all that waits. Preempted requests
+are swapped where an engine has a host pool and copying is cheaper, else computed again.
 """
 
 from __future__ import annotations

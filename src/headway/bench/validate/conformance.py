@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headway.bench.load.metrics import Row
-from headway.core.engine_spec import EngineSpec, KvUse
+from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.engines.vllm import oracle
@@ -333,8 +333,9 @@ def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) ->
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     policy = "priority" if name == "vllm-priority" else "fcfs"
-    wants = KvUse() if recipe is None else find(recipe).wants
-    copy = case.copy_seconds if wants.saves else math.inf
+    spec = _spec(case, budget, BLOCK, OnlineLatency())
+    saves = recipe is not None and find(recipe).packer(spec).kv.saves
+    copy = case.copy_seconds if saves else math.inf
     setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy, copy)
     hook = None if recipe is None else HeadwayScheduler
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block

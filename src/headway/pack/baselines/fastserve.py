@@ -1,8 +1,8 @@
-"""What runs in the next iteration, if nobody knows how long answers will be?
+"""FastServe: a skip-join multi-level feedback queue with proactive swapping (arXiv 2305.05920).
 
-A multi-level feedback queue: who has computed little goes first, so short answers are not held up by long
-ones. A prompt's time is known, so a request skips the levels that its first iteration would overrun
-(FastServe, arXiv 2305.05920, 4.1, Algorithm 1); what waits gives its memory to the host (4.2).
+Requests that have computed little go first, so short answers are not held up by long ones, and no length
+forecast is needed. A prompt's time is known, so a request skips the levels that its first iteration would
+overrun (4.1, Algorithm 1); requests that wait give their memory to the host (4.2).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from headway.types import Batch, Floats, Ints, Jobs, Step
 
 
 class Ladder(Table):
-    """Where each row of an engine's `Jobs` stands; same row numbers, renewed when a row has a new serial.
+    """The level of each row of an engine's `Jobs`; same row numbers, renewed when a row has a new serial.
 
-    level: 0 is served first. used: seconds computed since it came to this level. place: order of coming to
-    the level. since: when it was last given tokens, or came to the level.
+    level: 0 is served first.
+    used: seconds computed since it came to this level.
+    place: order of coming to the level.
+    since: when it was last given tokens, or came to the level.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
@@ -43,12 +45,17 @@ class FastServe(Packer):
     """FastServe's skip-join MLFQ with proactive swapping.
 
     A request of level i is demoted one level after a quantum of 2**i times the shortest iteration, by the
-    pace. It joins the first level whose quantum covers its first iteration, and is promoted to level 0 when
-    it has waited `starve` seconds. Each iteration gives places to the lower levels first, in order of coming
-    to the level. Where KV is short, and also while less than `spare` of all blocks is free, the requests that
-    are scheduled last are swapped out. `levels` and `starve` are the operator's in the paper; the last level
-    has no end. Two warnings: with a `starve` that the backlog exceeds, everybody is copied back and forth for
-    one token each; and copies are not charged here, or a batch that waited for them would be demoted as one.
+    learned latency. It joins the first level whose quantum covers its first iteration, and is promoted to
+    level 0 when it has waited `starve` seconds. Each iteration goes to the lower levels first, in order of
+    coming to the level. Where KV is short, and also while less than `spare` of all blocks is free, the
+    requests that are scheduled last are swapped out.
+
+    levels, starve: the operator's choice in the paper; the last level has no end.
+    spare: share of all blocks to be kept free.
+    ladder: the level of each row.
+
+    With a `starve` that the backlog exceeds, all requests are copied back and forth for one token each.
+    Copies are not charged to a quantum, or a batch that waited for them would be demoted as one.
     """
 
     max_running: int
@@ -73,7 +80,7 @@ class FastServe(Packer):
         self._demote(rows, now)
         self._promote(rows, now)
         rows = rows[~jobs.held[rows]]
-        ranked = rows[np.lexsort((self.ladder.place[rows], self.ladder.level[rows]))]
+        ranked = rows[np.lexsort((self.ladder.place[rows], self.ladder.level[rows], jobs.urgency[rows]))]
         step = allocate(jobs, ranked, ledger, self.max_running, self.budget)
         self._charge(jobs, step, now)
         out = np.concatenate([step.evict, self._surplus(jobs, ledger, ranked, step)])
@@ -85,7 +92,7 @@ class FastServe(Packer):
         return np.asarray(np.where(level < self.levels - 1, shortest * 2.0**level, np.inf), float)
 
     def _join(self, jobs: Jobs, rows: Ints, now: float) -> None:
-        """Let new rows in where their first iteration fits the quantum."""
+        """Put new rows at the level whose quantum fits their first iteration."""
         new = rows[self.ladder.serial[rows] != jobs.serial[rows]]
         new = new[np.argsort(jobs.serial[new])]
         if not new.size:
@@ -96,13 +103,13 @@ class FastServe(Packer):
         self._put(new, np.asarray(level, np.int64), now)
 
     def _demote(self, rows: Ints, now: float) -> None:
-        """Put who has used up its quantum one level down."""
+        """Put rows that have used up their quantum one level down."""
         done = rows[self.ladder.used[rows] >= self.quantum(self.ladder.level[rows])]
         done = done[np.argsort(self.ladder.place[done])]
         self._put(done, self.ladder.level[done] + 1, now)
 
     def _promote(self, rows: Ints, now: float) -> None:
-        """Let who has starved start again from level 0."""
+        """Put rows that have starved at level 0."""
         starved = rows[(now - self.ladder.since[rows] >= self.starve) & (self.ladder.level[rows] > 0)]
         starved = starved[np.argsort(self.ladder.since[starved], kind="stable")]
         self._put(starved, np.zeros_like(starved), now)
@@ -114,14 +121,14 @@ class FastServe(Packer):
         self._places += rows.size
 
     def _charge(self, jobs: Jobs, step: Step, now: float) -> None:
-        """Count the coming iteration for those it computes."""
+        """Charge the coming iteration to the rows that it computes."""
         tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
         ran = step.order[tokens > 0]
         self.ladder.used[ran] += self.latency.seconds(batch_of(jobs, ran, tokens[tokens > 0]))
         self.ladder.since[ran] = now
 
     def _surplus(self, jobs: Jobs, ledger: KvBudget, ranked: Ints, step: Step) -> Ints:
-        """Return the paused rows to swap out so that `spare` stays free for who comes next."""
+        """Return the paused rows to swap out so that `spare` stays free for arrivals."""
         tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
         grown = np.maximum(ledger.blocks_for(jobs.computed[step.order] + tokens), jobs.blocks[step.order])
         growth = int((grown - jobs.blocks[step.order]).sum())

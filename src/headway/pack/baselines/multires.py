@@ -1,8 +1,7 @@
-"""What runs in the next iteration, if it shall use up both the compute and the memory?
+"""MultiRes: fill both the compute and the memory of each iteration (EcoServe 2; Tetris, SIGCOMM'14).
 
 Every waiting request asks for tokens of the iteration and for KV; the one whose two demands are nearest to
-what is free of both is let in, and so on until none fits (EcoServe 2, `MultiRes`; the idea is Tetris's for
-clusters, SIGCOMM'14).
+what is free of both is admitted, and so on until none fits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from headway.core.engine_spec import KvUse
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate, missing
-from headway.pack.baselines.arrival_order import by_coming, places
+from headway.pack.baselines.arrival_order import by_arrival, free_slots
 from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
@@ -23,11 +22,11 @@ from headway.types import Floats, Ints, Jobs, Step
 class MultiRes(Packer):
     """EcoServe's comparator: the nearest demand first, iteration by iteration.
 
-    Nobody inside is displaced. Free tokens: the `budget` less what those inside compute; free KV: all
+    No running request is displaced. Free tokens: the `budget` less what those inside compute; free KV: all
     blocks less what is allocated. We assume what the paper leaves open: KV is allocated for prompt + forecast
     answer at once (its exact allocation), each demand counts as a share of the whole resource, the distance
-    is Euclid's, and where an answer outgrows its allocation the last come is swapped to the host (vLLM's
-    rule) and comes back before anybody new.
+    is Euclid's, and where an answer outgrows its allocation the last to arrive is swapped to the host
+    (vLLM's rule) and comes back before any new request.
     """
 
     max_running: int
@@ -39,8 +38,8 @@ class MultiRes(Packer):
         return KvUse(saves=True)
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
-        """Return everybody inside, who was swapped out, and the newcomers that fill the batch best."""
-        running, waiting = by_coming(jobs)
+        """Return the running, the swapped, and the new requests that fill the batch best."""
+        running, waiting = by_arrival(jobs)
         swapped = jobs.saved[waiting] > 0
         old = np.concatenate([running, waiting[swapped]])
         new = self._nearest(jobs, ledger, old, waiting[~swapped])
@@ -49,7 +48,7 @@ class MultiRes(Packer):
                     token_budget=self.budget)  # fmt: skip
 
     def _nearest(self, jobs: Jobs, ledger: KvBudget, old: Ints, waiting: Ints) -> Ints:
-        """Return the waiting rows to let in beside `old`, in the order of choice."""
+        """Return the waiting rows to admit beside `old`, in the order of choice."""
         whole = np.array([self.budget, ledger.total], float)
         inside = np.union1d(old, np.flatnonzero(jobs.running & jobs.live))
         free = whole - self._demand(jobs, ledger, inside).sum(0)
@@ -57,12 +56,14 @@ class MultiRes(Packer):
             free = whole
         demand, chosen = self._demand(jobs, ledger, waiting), np.zeros(waiting.size, np.bool_)
         order: list[int] = []
-        for _ in range(places(jobs, ledger, old, self.max_running)):
+        urgency = jobs.urgency[waiting]
+        for _ in range(free_slots(jobs, ledger, old, self.max_running)):
             fits = ~chosen & (demand <= free).all(1)
             if not fits.any():
                 break
             apart = np.square((free - demand) / whole).sum(1)
-            pick = int(np.where(fits, apart, np.inf).argmin())
+            first = fits & (urgency == urgency[fits].min())
+            pick = int(np.where(first, apart, np.inf).argmin())
             free, chosen[pick] = free - demand[pick], True
             order.append(pick)
         return waiting[np.array(order, np.int64)]

@@ -1,4 +1,4 @@
-"""What runs in the next iteration, if real-time and best-effort requests take turns?"""
+"""Round robin between real-time and best-effort requests (BROS 6.1, baseline)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from headway.types import Ints, Jobs, Step
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin(Packer):
-    """Round robin over two queues, the simple way to share one engine (BROS 6.1, baseline).
+    """Round robin over two queues, the simple way to share one engine.
 
     Requests with a promise and those without stand in queues of their own, each first come, first served.
-    Places in the batch, blocks and tokens go to the two in turn, a promised one first; where one queue has
-    nobody left the other takes the rest. The paper does not say what takes turns: we assume places.
+    Slots of the batch, blocks and tokens go to the two in turn, a promised one first; where one queue is
+    empty the other takes the rest. The paper does not say what takes turns: we assume slots.
     """
 
     max_running: int
     budget: int
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
-        """Return the step that gives places to both queues in turn."""
+        """Return the step that gives slots to both queues in turn."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
-        rows = rows[np.argsort(jobs.serial[rows])]
+        rows = rows[np.lexsort((jobs.serial[rows], jobs.urgency[rows]))]
         return allocate(jobs, rows[_turns(jobs, rows)], ledger, self.max_running, self.budget)
 
 
 def _turns(jobs: Jobs, rows: Ints) -> Ints:
-    """Return the order in which rows, given as they came, take turns: by place in their own queue."""
+    """Return the order of rows, given by urgency and arrival: by urgency and place in their own queue."""
     promised = np.isfinite(np.minimum(np.minimum(jobs.ttft[rows], jobs.tpot[rows]), jobs.e2e[rows]))
     place = np.where(promised, np.cumsum(promised), np.cumsum(~promised))
-    return np.asarray(np.lexsort((~promised, place)), np.int64)
+    return np.asarray(np.lexsort((~promised, place, jobs.urgency[rows])), np.int64)

@@ -1,8 +1,8 @@
-"""What runs in the next iteration, if the shortest goes first?
+"""Shortest job first and shortest remaining time first, by forecast length.
 
-The time a request still needs is its prompt by the pace and its answer by the forecast length. Without
-preemption this is shortest job first; with it, shortest remaining time first, which no schedule of one server
-beats in mean completion time as far as the forecasts are right (Schrage 1968).
+The time a request still needs is its prompt by the learned latency and its answer by the forecast length.
+With preemption no schedule of one server beats it in mean completion time as far as the forecasts are right
+(Schrage 1968).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _CONTEXT = 512  # tokens per answer in the batch that a token's time is taken fr
 
 @dataclass(frozen=True, slots=True)
 class Srtf(Packer):
-    """Srtf first, by forecast. `preempts`: also before what runs already.
+    """Shortest remaining time first.
 
-    Who is displaced pauses, and is recomputed later when its blocks are needed (`room.py`).
+    preempts: also before what runs already; the displaced pause, and are recomputed later when their blocks
+        are needed (`allocation.py`).
     """
 
     max_running: int
@@ -37,9 +38,8 @@ class Srtf(Packer):
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         seconds = self.remaining(jobs, rows)
-        if not self.preempts:
-            seconds = np.where(jobs.running[rows], -1.0, seconds)
-        order = rows[np.lexsort((jobs.serial[rows], seconds))]
+        waits = ~jobs.running[rows] if not self.preempts else np.zeros(rows.size, np.bool_)
+        order = rows[np.lexsort((jobs.serial[rows], seconds, jobs.urgency[rows], waits))]
         return allocate(jobs, order, ledger, self.max_running, self.budget)
 
     def remaining(self, jobs: Jobs, rows: Ints) -> Floats:

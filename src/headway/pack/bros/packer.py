@@ -1,24 +1,25 @@
-"""Which requests run together, so that real-time ones are in time and best-effort ones do most?
+"""The BROS packer: real-time requests in time, best effort with what is left (BROS, Algorithm 1, 4.2).
 
-BROS, Algorithm 1 (4.2): real-time requests by the time they have left, then best-effort ones by ascending
-swap cost, first into places that are free and then in place of the least urgent real-time ones, as long as
-the forecast of the iteration, max(t_exec, t_swap), keeps within the smallest time left. Batch size:
-`sizing.py`.
+Real-time requests go by urgency and the time they have left, then best-effort ones by ascending swap cost,
+first into free places of the batch and then in place of the least urgent real-time ones, as long as the
+forecast of the iteration, max(t_exec, t_swap), keeps within the smallest time left. `BatchSize` adapts
+the batch size.
 
 Assumed where the paper is silent:
 - The time left is T_SLO - t_i - (k_i - 1) T_avg with the T_SLO of the phase: ttft for the first token, k_i
   tpots for the k_i-th after it. That is `due_of` less now: tokens made early count.
 - What an answer has gained lets it wait (be replaced), but does not make iterations longer: it bounds them by
-  at most its tpot. Who is late already bounds nothing by its first token, since that cannot be kept any more.
+  at most its tpot. A first token that is late already bounds nothing, since it cannot be kept any more.
 - A real-time request is replaced when its time left is `spare` iterations like this one or more, and only
   while none is kept waiting and they all hold less than a `crowded` share of the KV: one that pauses stays
   longer and keeps its KV, and without that bound answers at just the promised pace fill the memory.
 - The partial sort ranks twice the batch size. New best-effort prompts cost nothing to swap, so a crowd
-  may fill the ranking and find no blocks: where nobody was chosen, all best-effort rows with KV are ranked.
+  may fill the ranking and find no blocks: where no row was chosen, all best-effort rows with KV are ranked.
 - Prompts are whole (no chunked prefill), unless one alone exceeds the token budget.
 - On plain blocks memory comes from swapping whole best-effort requests out, the last come first; with
-  two-ended ones it is there already (`memory/two_ended/allocation.py`). When real-time requests alone do not fit, the
-  least urgent goes to the host. On an engine without a host pool both are evicted and computed again.
+  two-ended ones it is there already (`memory/two_ended/allocation.py`). When real-time requests alone do
+  not fit, the least urgent goes to the host. On an engine without a host pool both are evicted and computed
+  again.
 """
 
 from __future__ import annotations
@@ -30,23 +31,57 @@ import numpy as np
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended.allocation import TwoEndedBudget
-from headway.pack.bros.algorithm_1 import CHOSEN, SAVED, StepLimits, algorithm_1, forecast, near_limit
-from headway.pack.bros.batch_size import BatchSize
+from headway.pack.bros.algorithm_1 import StepLimits, algorithm_1, forecast, near_limit
 from headway.ports import Packer
 from headway.types import Ints, Jobs, Step
 
-_NOBODY = np.empty(0, np.int64)
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class BatchSize:
+    """The batch size B of Algorithm 1 (BROS 4.2).
+
+    A larger batch does more at once and makes every token slower. As TCP finds its window: begin with a base,
+    double while every real-time request is well within its promise, fall back to the base when one is not.
+    The paper does not say when to double; we do after an iteration that filled the batch.
+
+    base: B_base, 128 in the paper.
+    most: rows that the engine lets run.
+    adapts: False keeps it at the base.
+    size: the current B, base <= size <= most.
+    """
+
+    base: int = 128
+    most: int = 256
+    adapts: bool = True
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.base = min(self.base, self.most)
+        self.size = self.base
+
+    def learn(self, *, full: bool, near: bool) -> None:
+        """Take note of an iteration: it filled the batch; a real-time request was near its limit."""
+        if not self.adapts:
+            return
+        if near:
+            self.size = self.base
+        elif full:
+            self.size = min(2 * self.size, self.most)
 
 
 @dataclass(slots=True)
 class Bros(Packer):
     """Algorithm 1 with its adaptive batch size.
 
-    two_ended: use two-ended blocks where the engine has them. replaces: best-effort
-    requests may take the place of real-time ones. near: a request is near its limit when less than this
-    share of its promise is left after the iteration. spare, crowded: see above. watermark: share of blocks
-    that newcomers leave free of real-time KV. lost_last: not in the paper; first tokens that are late
-    already go behind those that can still be in time.
+    two_ended: use two-ended blocks where the engine has them.
+    replaces: best-effort requests may take the place of real-time ones.
+    spare, crowded: see above.
+    near: a request is near its limit when less than this share of its promise is left after the iteration.
+    watermark: share of blocks that newcomers leave free of real-time KV.
+    lost_last: not in the paper; first tokens that are late already go behind those that can be in time.
+    batch_size: the adaptive B; its `most` is the engine's `max_running`.
     """
 
     spec: EngineSpec
@@ -57,10 +92,10 @@ class Bros(Packer):
     watermark: float = 0.01
     lost_last: bool = False
     crowded: float = 0.5
-    sizing: BatchSize = field(default_factory=BatchSize)
+    batch_size: BatchSize = field(default_factory=BatchSize)
 
     def __post_init__(self) -> None:
-        self.sizing = BatchSize(self.sizing.base, self.spec.max_running, self.sizing.adapts)
+        self.batch_size = BatchSize(self.batch_size.base, self.spec.max_running, self.batch_size.adapts)
 
     @property
     def kv(self) -> KvUse:
@@ -72,25 +107,26 @@ class Bros(Packer):
         """Return the step; rows that control holds are left alone."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
-        terms, moves = self._terms(ledger)
-        step = algorithm_1(terms, jobs.data, rows, moves, now, self.spec.latency.theta)
-        taken = int(step.room[CHOSEN])
-        order, save = step.rows[:taken], step.save[: step.room[SAVED]]
-        seconds = forecast(step.sums, self.spec.latency.theta, terms.copy)
+        limits, moves = self._limits(ledger)
+        step = algorithm_1(limits, jobs.data, rows, moves, now, self.spec.latency.theta)
+        taken = int(step.room["chosen"][0])
+        order, save = step.rows[:taken], step.save[: int(step.room["saved"][0])]
+        seconds = forecast(step.sums, self.spec.latency.theta, limits.copy)
         near = near_limit(jobs.data, rows, now, now + seconds, self.near)
-        self.sizing.learn(full=taken >= terms.places, near=near)
+        self.batch_size.learn(full=taken >= limits.batch_limit, near=near)
         tokens = step.tokens[:taken]
-        evict, save = (_NOBODY, save) if self.kv.saves else (save, _NOBODY)
-        return Step(order, tokens, evict, save, max_running=terms.places, token_budget=self.spec.token_budget)
+        evict, save = (_NONE, save) if self.kv.saves else (save, _NONE)
+        return Step(
+            order, tokens, evict, save, max_running=limits.batch_limit, token_budget=self.spec.token_budget
+        )
 
-    def _terms(self, ledger: KvBudget) -> tuple[StepLimits, Ints]:
+    def _limits(self, ledger: KvBudget) -> tuple[StepLimits, Ints]:
         spec, use = self.spec, self.kv
-        moves = ledger.moves if isinstance(ledger, TwoEndedBudget) else _NOBODY
+        moves = ledger.moves if isinstance(ledger, TwoEndedBudget) else _NONE
         copy = spec.copy_seconds if use.saves else 0.0
-        places = min(self.sizing.size, spec.max_running)
-        terms = StepLimits(
-            places, spec.token_budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy, use.two_ended,
-            self.replaces, self.spare, self.watermark, self.lost_last,
-            self.crowded,
+        batch_limit = min(self.batch_size.size, spec.max_running)
+        limits = StepLimits(
+            batch_limit, spec.token_budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy,
+            use.two_ended, self.replaces, self.spare, self.watermark, self.lost_last, self.crowded,
         )  # fmt: skip
-        return terms, moves
+        return limits, moves

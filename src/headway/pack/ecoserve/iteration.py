@@ -1,7 +1,7 @@
-"""Who gets the KV and the tokens of the next iteration, when queues are decoupled? (EcoServe 3.2 and 3.3.)
+"""One scheduling iteration of EcoServe: decoupled queues, exact allocation, time-synced groups (3.2 and 3.3).
 
-Compiled. Generations come first and fill the KV (as guests in somebody's tail where they fit, else with an
-exact allocation of their own), then prompts, which fill what is left of the target forward size.
+Compiled. Generations come first and fill the KV (as borrowers in another row's reserved tail where they fit,
+else with an exact allocation of their own), then prompts, which fill the rest of the target forward size.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from headway.pack.ecoserve.queues import (
     by_arrival,
     by_group,
     by_range,
+    by_urgency,
     class_of,
     in_turn,
     left_of,
@@ -32,26 +33,7 @@ from headway.pack.ecoserve.queues import (
     need_of,
     same_range,
 )  # fmt: skip
-from headway.pack.ecoserve.step_buffer import (
-    AGAIN,
-    EXTENDED,
-    FREE,
-    FULL,
-    GROUPS,
-    KEPT,
-    LATE,
-    ORDER,
-    POOL,
-    RESCUED,
-    RUNS,
-    SEATS,
-    STALLED,
-    TOKENS,
-    EcoServeParams,
-    StepBuffer,
-    leave,
-    put,
-)  # fmt: skip
+from headway.pack.ecoserve.step_buffer import COUNTS, EcoServeParams, StepBuffer, leave, put
 from headway.pack.kernels import missing_of
 from headway.types import Bools, Floats, Ints
 
@@ -60,63 +42,67 @@ Rows = NDArray[np.void]
 
 @compiled
 def decide(
-    rule: EcoServeParams,
+    params: EcoServeParams,
     jobs: Rows,
-    mine: Rows,
-    marks: Ints,
+    status: Rows,
+    progress: Rows,
     rows: Ints,
     ledger: KvBudget,
     now: float,
     theta: Floats,
 ) -> StepBuffer:
-    """Return the next iteration's decision; brings `mine` and `marks` up to date.
+    """Return the next iteration's decision; brings `status` and `progress` up to date.
 
-    Nothing depends on the numbers of rows, which are each host's own affair: rows are met as they came.
+    Rows are visited by arrival: decisions must not depend on row numbers, which differ between engines.
     """
-    seen = look(jobs, mine, by_arrival(jobs, rows), rule.longest, marks[GROUPS])
-    desk = _desk(jobs, mine, seen, rows.size, ledger)
-    goes = _go_on(rule, jobs, mine, marks, seen, ledger.size, theta, desk)
-    if _is_due(rule, marks, seen, desk, ledger.total):
-        marks[FULL] += 1
-        _schedule(rule, jobs, mine, marks, seen, goes, ledger.size, now, desk)
+    seen = look(jobs, status, by_arrival(jobs, rows), params.longest, progress[0]["groups"])
+    buffer = _begin_buffer(jobs, status, seen, rows.size, ledger)
+    n = buffer.counts[0]
+    goes = _go_on(params, jobs, status, progress, seen, ledger.size, theta, buffer)
+    if _is_due(params, progress, seen, buffer, ledger.total):
+        progress[0]["full"] += 1
+        _schedule(params, jobs, status, progress, seen, goes, ledger.size, now, buffer)
     else:
-        marks[KEPT] += 1
-    _put_active(jobs, mine, seen.active, goes, desk)
-    _prompts(rule, jobs, mine, marks, seen, ledger.size, now, desk)
-    if desk.n[ORDER] == 0 and seen.queued.size + seen.prompts.size + seen.waiting.size + seen.active.size:
-        _rescue(rule, jobs, mine, marks, seen, ledger.size, theta, desk)
-    return desk
+        progress[0]["kept"] += 1
+    _put_active(params, jobs, status, seen.active, goes, buffer)
+    _prompts(params, jobs, status, progress, seen, ledger.size, now, buffer)
+    if n["order"] == 0 and seen.queued.size + seen.prompts.size + seen.waiting.size + seen.active.size:
+        _rescue(params, jobs, status, progress, seen, ledger.size, theta, buffer)
+    return buffer
 
 
 @compiled
-def _desk(jobs: Rows, mine: Rows, seen: RowView, size: int, ledger: KvBudget) -> StepBuffer:
-    lists, n = np.zeros((9, size), np.int64), np.zeros(9, np.int64)
+def _begin_buffer(jobs: Rows, status: Rows, seen: RowView, size: int, ledger: KvBudget) -> StepBuffer:
+    """Return an empty buffer with what is free now; size: rows of the engine, which no list exceeds."""
+    lists, counts = np.zeros((9, size), np.int64), np.zeros(1, COUNTS)
+    n = counts[0]
     running = seen.active.size + seen.queued.size + seen.prompts.size + seen.others
-    n[FREE], n[SEATS], n[RUNS] = ledger.free, ledger.slots - running, seen.active.size
+    n["free"], n["free_slots"], n["generating"] = ledger.free, ledger.slots - running, seen.active.size
     for row in seen.queued:
-        n[POOL] += jobs["blocks"][row]
+        n["pool"] += jobs["blocks"][row]
     for row in seen.prompts:
-        if mine["state"][row] == ACTIVE:
-            n[RUNS] += 1
+        if status["state"][row] == ACTIVE:
+            n["generating"] += 1
         else:
-            n[POOL] += jobs["blocks"][row]
+            n["pool"] += jobs["blocks"][row]
     return StepBuffer(
-        lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7], lists[8], n
+        lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7], lists[8], counts
     )  # fmt: skip
 
 
 @compiled
-def _is_due(rule: EcoServeParams, marks: Ints, seen: RowView, desk: StepBuffer, total: int) -> bool:
-    """Tell whether generations are scheduled now: not while all groups last and nobody new waits for KV.
+def _is_due(params: EcoServeParams, progress: Rows, seen: RowView, buffer: StepBuffer, total: int) -> bool:
+    """Tell whether generations are scheduled now: not while all groups last and no new row waits for KV.
 
-    Answers shorter than predicted leave KV behind before their group ends; so much of it that `idle` blocks
-    lie free is worth a decision too.
+    Answers shorter than predicted free KV before their group ends; once `idle` blocks are free a decision is
+    worth its time too.
     """
-    if not rule.synced or seen.ended or seen.news or marks[AGAIN]:
+    n = buffer.counts[0]
+    if not params.synced or seen.ended or seen.news or progress[0]["again"]:
         return True
-    if rule.lends and seen.came and seen.waiting.size <= AHEAD:
-        return True  # it may fit into somebody's tail
-    return bool(seen.queued.size and pooled(desk.n[FREE], rule.reserve, desk.n[POOL]) >= rule.idle)
+    if params.lends and seen.came and seen.waiting.size <= AHEAD:
+        return True  # it may fit into another row's tail
+    return bool(seen.queued.size and pooled(n["free"], params.reserve, n["pool"]) >= params.idle)
 
 
 # ---- generations in progress
@@ -124,16 +110,16 @@ def _is_due(rule: EcoServeParams, marks: Ints, seen: RowView, desk: StepBuffer, 
 
 @compiled
 def _go_on(
-    rule: EcoServeParams,
+    params: EcoServeParams,
     jobs: Rows,
-    mine: Rows,
-    marks: Ints,
+    status: Rows,
+    progress: Rows,
     seen: RowView,
     size: int,
     theta: Floats,
-    desk: StepBuffer,
+    buffer: StepBuffer,
 ) -> Bools:
-    """See to those who come to the end of their KV, their own or what they have not lent.
+    """Handle rows that reach the end of their KV, or of the part that they have not lent.
 
     Returns which of the active rows generate now.
     """
@@ -142,70 +128,98 @@ def _go_on(
         row = seen.active[i]
         end = blocks_of(jobs["computed"][row] + 1, size)
         if (
-            mine["state"][row] == ACTIVE
+            status["state"][row] == ACTIVE
             and jobs["first_lent_block"][row]
             and end > jobs["first_lent_block"][row]
         ):
-            goes[i] = _reach(rule, jobs, mine, marks, guest_at(jobs, row), theta, desk)
-        if goes[i] and mine["state"][row] == ACTIVE and end > room_of(jobs, row):
-            _outgrow(rule, jobs, mine, marks, row, size, theta, desk)
+            goes[i] = _reach(params, jobs, status, progress, guest_at(jobs, row), theta, buffer)
+        if goes[i] and status["state"][row] == ACTIVE and end > room_of(jobs, row):
+            _outgrow(params, jobs, status, progress, row, size, theta, buffer)
     return goes
 
 
 @compiled
 def _reach(
-    rule: EcoServeParams, jobs: Rows, mine: Rows, marks: Ints, guest: int, theta: Floats, desk: StepBuffer
+    params: EcoServeParams,
+    jobs: Rows,
+    status: Rows,
+    progress: Rows,
+    borrower: int,
+    theta: Floats,
+    buffer: StepBuffer,
 ) -> bool:
-    """A guest is late: its host waits, or it leaves, whichever is cheaper. True when the host goes on."""
-    if mine["state"][guest] == GONE:
+    """Resolve a loan that is due: the lender pauses or the borrower leaves, whichever is cheaper.
+
+    True when the lender goes on.
+    """
+    n = buffer.counts[0]
+    if status["state"][borrower] == GONE:
         return True  # it has just outgrown its loan
-    marks[LATE] += 1
+    progress[0]["late"] += 1
     costs = costs_of(
-        theta, jobs["computed"][guest], left_of(jobs, mine, guest), desk.n[RUNS], rule.copy_seconds
+        theta,
+        jobs["computed"][borrower],
+        left_of(jobs, status, borrower),
+        n["generating"],
+        params.copy_seconds,
     )
-    if jobs["held"][guest] or cheapest(costs) == PAUSE:
+    if jobs["held"][borrower] or cheapest(costs) == PAUSE:
         return False
-    leave(rule, jobs, mine, guest, theta, desk)
+    leave(params, jobs, status, borrower, theta, buffer)
     return True
 
 
 @compiled
 def _outgrow(
-    rule: EcoServeParams,
+    params: EcoServeParams,
     jobs: Rows,
-    mine: Rows,
-    marks: Ints,
+    status: Rows,
+    progress: Rows,
     row: int,
     size: int,
     theta: Floats,
-    desk: StepBuffer,
+    buffer: StepBuffer,
 ) -> None:
-    """An answer is longer than predicted: the pool first, then it pauses and keeps its KV. A guest leaves."""
+    """Extend an answer that is longer than predicted: from the pool, else it pauses and keeps its KV.
+
+    A borrower leaves instead.
+    """
+    n = buffer.counts[0]
     output_tokens = jobs["prompt"][row] + jobs["output_tokens"][row]
     if jobs["loan_blocks"][row]:
-        marks[LATE] += 1
-        mine["goal"][row] = min(output_tokens + rule.extra, rule.longest)
-        leave(rule, jobs, mine, row, theta, desk)
+        progress[0]["late"] += 1
+        status["goal"][row] = min(output_tokens + params.extra, params.longest)
+        leave(params, jobs, status, row, theta, buffer)
         return
-    more = min(blocks_of(rule.extra, size), blocks_of(rule.longest, size) - jobs["blocks"][row], desk.n[FREE])
-    mine["goal"][row] = min(output_tokens + rule.extra, rule.longest)
+    more = min(
+        blocks_of(params.extra, size), blocks_of(params.longest, size) - jobs["blocks"][row], n["free"]
+    )
+    status["goal"][row] = min(output_tokens + params.extra, params.longest)
     if more > 0:
-        marks[EXTENDED] += 1
-        mine["goal"][row] = min((jobs["blocks"][row] + more) * size, rule.longest)
-        desk.n[FREE] -= more
+        progress[0]["extended"] += 1
+        status["goal"][row] = min((jobs["blocks"][row] + more) * size, params.longest)
+        n["free"] -= more
     else:
-        marks[STALLED] += 1
-        mine["state"][row] = QUEUED
-        desk.n[POOL] += jobs["blocks"][row]
-        desk.n[RUNS] -= 1
+        progress[0]["stalled"] += 1
+        status["state"][row] = QUEUED
+        n["pool"] += jobs["blocks"][row]
+        n["generating"] -= 1
 
 
 @compiled
-def _put_active(jobs: Rows, mine: Rows, active: Ints, goes: Bools, desk: StepBuffer) -> None:
-    """Write down one token for each generation that was active before and goes on."""
+def _put_active(
+    params: EcoServeParams, jobs: Rows, status: Rows, active: Ints, goes: Bools, buffer: StepBuffer
+) -> None:
+    """Schedule one token for each generation that was active before and goes on.
+
+    They can be more than `max_running`: rows that control had held come back after others began.
+    """
+    n = buffer.counts[0]
     for i in range(active.size):
-        if goes[i] and mine["state"][active[i]] == ACTIVE:
-            put(desk, active[i], 1, mine["goal"][active[i]])
+        if n["order"] >= params.max_running:
+            break
+        if goes[i] and status["state"][active[i]] == ACTIVE:
+            put(buffer, active[i], 1, status["goal"][active[i]])
 
 
 # ---- generations that begin
@@ -213,96 +227,100 @@ def _put_active(jobs: Rows, mine: Rows, active: Ints, goes: Bools, desk: StepBuf
 
 @compiled
 def _schedule(
-    rule: EcoServeParams, jobs: Rows, mine: Rows, marks: Ints, seen: RowView, goes: Bools, size: int, now: float,
-    desk: StepBuffer,
+    params: EcoServeParams, jobs: Rows, status: Rows, progress: Rows, seen: RowView, goes: Bools, size: int,
+    now: float, buffer: StepBuffer,
 ) -> None:  # fmt: skip
-    """Fill the KV with queued generations, guests first, and number the groups anew."""
-    before = desk.n[RUNS]
-    if rule.lends:
-        lend_tails(rule, jobs, mine, marks, seen, size, now, desk)
-    _own(rule, jobs, mine, seen.queued, size, now, desk)
+    """Fill the KV with queued generations, borrowers first, and number the groups anew."""
+    n = buffer.counts[0]
+    before = n["generating"]
+    if params.lends:
+        lend_tails(params, jobs, status, progress, seen, size, now, buffer)
+    _own(params, jobs, status, seen.queued, size, now, buffer)
     # A new reservation can be lent from the next iteration on: look again then.
-    marks[AGAIN] = rule.lends and desk.n[RUNS] > before
-    marks[GROUPS] = _number(rule, jobs, mine, seen)
+    progress[0]["again"] = params.lends and n["generating"] > before
+    progress[0]["groups"] = _number(params, jobs, status, seen)
 
 
 @compiled
-def _number(rule: EcoServeParams, jobs: Rows, mine: Rows, seen: RowView) -> int:
+def _number(params: EcoServeParams, jobs: Rows, status: Rows, seen: RowView) -> int:
     """Number the groups of active rows from 0 by what they have left; return how many there are.
 
     Rows with an equal rest end together, whenever they began.
     """
-    if not rule.synced:
+    if not params.synced:
         return 0
     most, rows = 0, np.concatenate((seen.active, seen.queued, seen.prompts, seen.waiting))
     for row in rows:
-        if mine["state"][row] == ACTIVE:
-            most = max(most, class_of(jobs, mine, row, rule.grain))
+        if status["state"][row] == ACTIVE:
+            most = max(most, class_of(jobs, status, row, params.grain))
     number, groups = np.zeros(most + 1, np.int64), 0
     for row in rows:
-        if mine["state"][row] == ACTIVE:
-            kind = class_of(jobs, mine, row, rule.grain)
+        if status["state"][row] == ACTIVE:
+            kind = class_of(jobs, status, row, params.grain)
             if number[kind] == 0:
                 groups += 1
                 number[kind] = groups
-            mine["group"][row] = number[kind] - 1
+            status["group"][row] = number[kind] - 1
     return groups
 
 
 @compiled
 def _own(
-    rule: EcoServeParams, jobs: Rows, mine: Rows, queued: Ints, size: int, now: float, desk: StepBuffer
+    params: EcoServeParams, jobs: Rows, status: Rows, queued: Ints, size: int, now: float, buffer: StepBuffer
 ) -> None:
     """Give queued generations exact allocations of their own, in order, as long as they fit."""
-    rows = _still(mine, queued)
+    n = buffer.counts[0]
+    rows = _still(status, queued)
     if rows.size == 0:
         return
-    if not rule.ordered:
-        rows = by_group(jobs, mine, rows, rule.grain) if rule.synced else by_arrival(jobs, rows)
+    if not params.ordered:
+        rows = by_group(jobs, status, rows, params.grain) if params.synced else by_urgency(jobs, rows)
         for row in rows:  # a group that does not fit is split: those that fit begin
-            if not _begin(rule, jobs, mine, row, need_of(jobs, mine, row, size), desk):
+            if not _begin(params, jobs, status, row, need_of(jobs, status, row, size), buffer):
                 break
         return
-    needs = _needs(jobs, mine, rows, size)
+    needs = _needs(jobs, status, rows, size)
     order, keys = by_range(jobs, rows, needs, size, now)
     rows, needs, i = rows[order], needs[order], 0
     while i < rows.size:
         stop = same_range(keys, i)
-        i = best_fit(needs, i, stop, pooled(desk.n[FREE], rule.reserve, desk.n[POOL]))
+        i = best_fit(needs, i, stop, pooled(n["free"], params.reserve, n["pool"]))
         if i < stop:
-            _begin(rule, jobs, mine, rows[i], needs[i], desk)
+            _begin(params, jobs, status, rows[i], needs[i], buffer)
             i += 1
 
 
 @compiled
-def _still(mine: Rows, queued: Ints) -> Ints:
+def _still(status: Rows, queued: Ints) -> Ints:
+    """Return those of the queued rows that have not begun meanwhile."""
     kept, size = np.empty_like(queued), 0
     for row in queued:
-        if mine["state"][row] == QUEUED:
+        if status["state"][row] == QUEUED:
             kept[size] = row
             size += 1
     return kept[:size]
 
 
 @compiled
-def _needs(jobs: Rows, mine: Rows, rows: Ints, size: int) -> Ints:
+def _needs(jobs: Rows, status: Rows, rows: Ints, size: int) -> Ints:
+    """Return the blocks that each row needs beyond its own to reach its goal."""
     out = np.empty(rows.size, np.int64)
     for i in range(rows.size):
-        out[i] = need_of(jobs, mine, rows[i], size)
+        out[i] = need_of(jobs, status, rows[i], size)
     return out
 
 
 @compiled
-def _begin(rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, need: int, desk: StepBuffer) -> bool:
+def _begin(params: EcoServeParams, jobs: Rows, status: Rows, row: int, need: int, buffer: StepBuffer) -> bool:
     """Let a queued generation begin if `need` free blocks may be taken for it; tell whether."""
-    n, holds = desk.n, jobs["blocks"][row]
-    if need > pooled(n[FREE], rule.reserve, n[POOL] - holds) or n[RUNS] >= rule.budget:
+    n, holds = buffer.counts[0], jobs["blocks"][row]
+    if need > pooled(n["free"], params.reserve, n["pool"] - holds) or n["generating"] >= params.max_running:
         return False
-    n[FREE] -= need
-    n[POOL] -= holds
-    n[RUNS] += 1
-    mine["state"][row] = ACTIVE
-    put(desk, row, 1, mine["goal"][row])
+    n["free"] -= need
+    n["pool"] -= holds
+    n["generating"] += 1
+    status["state"][row] = ACTIVE
+    put(buffer, row, 1, status["goal"][row])
     return True
 
 
@@ -311,112 +329,119 @@ def _begin(rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, need: int, de
 
 @compiled
 def _prompts(
-    rule: EcoServeParams,
+    params: EcoServeParams,
     jobs: Rows,
-    mine: Rows,
-    marks: Ints,
+    status: Rows,
+    progress: Rows,
     seen: RowView,
     size: int,
     now: float,
-    desk: StepBuffer,
+    buffer: StepBuffer,
 ) -> None:
     """Fill the forward size with prompts: those in progress, then waiting ones that find KV."""
-    n = desk.n
-    n[TOKENS] = rule.tfs - desk.tokens[: n[ORDER]].sum()
-    for row in by_arrival(jobs, seen.prompts):
-        if mine["state"][row] == GONE:
+    n = buffer.counts[0]
+    n["prompt_tokens"] = params.tfs - buffer.tokens[: n["order"]].sum()
+    for row in by_urgency(jobs, seen.prompts):
+        if status["state"][row] == GONE:
             continue
-        tokens = min(missing_of(jobs, row), max(n[TOKENS], 0))
-        if tokens > 0:
-            hold = mine["goal"][row] if mine["state"][row] == ACTIVE else 0
-            put(desk, row, tokens, hold)
-            n[TOKENS] -= tokens
-    room = max(pooled(n[FREE], rule.reserve, n[POOL]), rule.reserve - n[POOL])
-    if seen.waiting.size == 0 or n[TOKENS] <= 0 or room <= 0 or n[SEATS] <= 0:
+        tokens = min(missing_of(jobs, row), max(n["prompt_tokens"], 0))
+        if tokens > 0 and n["order"] < params.max_running:
+            hold = status["goal"][row] if status["state"][row] == ACTIVE else 0
+            put(buffer, row, tokens, hold)
+            n["prompt_tokens"] -= tokens
+    room = max(pooled(n["free"], params.reserve, n["pool"]), params.reserve - n["pool"])
+    if seen.waiting.size == 0 or n["prompt_tokens"] <= 0 or room <= 0 or n["free_slots"] <= 0:
         return
-    before = n[RUNS]
-    for row in in_turn(rule.ordered, jobs, seen.waiting, size, now):
-        if mine["state"][row] != WAITING:
+    before = n["generating"]
+    for row in in_turn(params.ordered, jobs, seen.waiting, size, now):
+        if status["state"][row] != WAITING:
             continue
-        if n[TOKENS] <= 0 or n[SEATS] <= 0:
+        if n["prompt_tokens"] <= 0 or n["free_slots"] <= 0 or n["order"] >= params.max_running:
             break
-        if rule.ordered and missing_of(jobs, row) > n[TOKENS] and n[TOKENS] < rule.tfs // 2:
+        if (
+            params.ordered
+            and missing_of(jobs, row) > n["prompt_tokens"]
+            and n["prompt_tokens"] < params.tfs // 2
+        ):
             continue  # the longest that fits whole goes first
-        if not _admit(rule, jobs, mine, row, marks[GROUPS], size, desk) and not rule.ordered:
+        if not _admit(params, jobs, status, row, progress[0]["groups"], size, buffer) and not params.ordered:
             break
-    if n[RUNS] > before and rule.synced:
-        marks[GROUPS] += 1  # a group until all are numbered anew
-        marks[AGAIN] = rule.lends
+    if n["generating"] > before and params.synced:
+        progress[0]["groups"] += 1  # a group until all are numbered anew
+        progress[0]["again"] = params.lends
 
 
 @compiled
 def _admit(
-    rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, group: int, size: int, desk: StepBuffer
+    params: EcoServeParams, jobs: Rows, status: Rows, row: int, group: int, size: int, buffer: StepBuffer
 ) -> bool:
     """Admit a prompt: with all the KV that it will need where there is so much, else into the pool."""
-    n, whole = desk.n, jobs["prompt"][row] + jobs["output_tokens"][row]
-    mine["goal"][row] = max(mine["goal"][row], whole + 1)
-    need, prompt = blocks_of(mine["goal"][row], size), blocks_of(whole, size)
-    if need <= pooled(n[FREE], rule.reserve, n[POOL]) and n[RUNS] < rule.budget:
-        mine["state"][row], mine["group"][row] = ACTIVE, group
-        n[RUNS] += 1
-        hold = mine["goal"][row]
-    elif prompt <= min(n[FREE], rule.reserve - n[POOL]) and jobs["saved"][row] == 0:
-        n[POOL] += prompt
+    n, whole = buffer.counts[0], jobs["prompt"][row] + jobs["output_tokens"][row]
+    status["goal"][row] = max(status["goal"][row], whole + 1)
+    need, prompt = blocks_of(status["goal"][row], size), blocks_of(whole, size)
+    if need <= pooled(n["free"], params.reserve, n["pool"]) and n["generating"] < params.max_running:
+        status["state"][row], status["group"][row] = ACTIVE, group
+        n["generating"] += 1
+        hold = status["goal"][row]
+    elif prompt <= min(n["free"], params.reserve - n["pool"]) and jobs["saved"][row] == 0:
+        n["pool"] += prompt
         need, hold = prompt, whole
     else:
         return False
-    tokens = min(missing_of(jobs, row), n[TOKENS])
-    n[FREE] -= need
-    n[TOKENS] -= tokens
-    n[SEATS] -= 1
-    put(desk, row, tokens, hold)
+    tokens = min(missing_of(jobs, row), n["prompt_tokens"])
+    n["free"] -= need
+    n["prompt_tokens"] -= tokens
+    n["free_slots"] -= 1
+    put(buffer, row, tokens, hold)
     return True
 
 
-# ---- when nobody can go on
+# ---- when no row can go on
 
 
 @compiled
 def _rescue(
-    rule: EcoServeParams,
+    params: EcoServeParams,
     jobs: Rows,
-    mine: Rows,
-    marks: Ints,
+    status: Rows,
+    progress: Rows,
     seen: RowView,
     size: int,
     theta: Floats,
-    desk: StepBuffer,
+    buffer: StepBuffer,
 ) -> None:
-    """Let the oldest row run, whatever the pool says; the youngest make room for it, the cheaper way."""
-    marks[RESCUED] += 1
-    rows = by_arrival(jobs, np.concatenate((seen.active, seen.queued, seen.prompts, seen.waiting)))
-    rows = rows[mine["state"][rows] != GONE]
+    """Let the first row run, whatever the pool says; the last ones make room for it, the cheaper way."""
+    n = buffer.counts[0]
+    progress[0]["rescued"] += 1
+    rows = by_urgency(jobs, np.concatenate((seen.active, seen.queued, seen.prompts, seen.waiting)))
+    rows = rows[status["state"][rows] != GONE]
     if rows.size == 0:
         return
     first = rows[0]
     whole = jobs["prompt"][first] + jobs["output_tokens"][first]
     least = max(blocks_of(whole, size) + 1 - room_of(jobs, first), 1)
     for i in range(rows.size - 1, 0, -1):
-        if desk.n[FREE] >= least and (jobs["running"][first] or desk.n[SEATS] > 0):
+        if n["free"] >= least and (jobs["running"][first] or n["free_slots"] > 0):
             break
         if jobs["running"][rows[i]]:
-            leave(rule, jobs, mine, rows[i], theta, desk)
-    if desk.n[FREE] < min(least, blocks_of(whole, size) - room_of(jobs, first)):
+            leave(params, jobs, status, rows[i], theta, buffer)
+    if n["free"] < min(least, blocks_of(whole, size) - room_of(jobs, first)):
         return  # rows held by control have the rest
     if (
         jobs["first_lent_block"][first]
         and blocks_of(jobs["computed"][first] + 1, size) > jobs["first_lent_block"][first]
     ):
-        return  # so does its guest
-    _run_first(rule, jobs, mine, first, whole, size, desk)
+        return  # its borrower too is held by control
+    _run_first(params, jobs, status, first, whole, size, buffer)
 
 
 @compiled
 def _run_first(
-    rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, whole: int, size: int, desk: StepBuffer
+    params: EcoServeParams, jobs: Rows, status: Rows, row: int, whole: int, size: int, buffer: StepBuffer
 ) -> None:
-    room = (room_of(jobs, row) + desk.n[FREE]) * size
-    mine["goal"][row] = min(max(mine["goal"][row], whole + 1), max(room, whole))
-    mine["state"][row] = ACTIVE
-    put(desk, row, min(missing_of(jobs, row), rule.tfs), mine["goal"][row])
+    """Let a row run with all the KV that is free."""
+    n = buffer.counts[0]
+    room = (room_of(jobs, row) + n["free"]) * size
+    status["goal"][row] = min(max(status["goal"][row], whole + 1), max(room, whole))
+    status["state"][row] = ACTIVE
+    put(buffer, row, min(missing_of(jobs, row), params.tfs), status["goal"][row])

@@ -1,19 +1,19 @@
-"""What runs in the next iteration, so that neither compute nor KV is left unused? (EcoServe 3.2.)
+"""The EcoServe packer: neither compute nor KV is left unused (EcoServe 3.2).
 
 Prompts need compute and generations need KV, so they wait in two queues: generations fill the KV with exact
 allocations, prompts fill the iteration up to the target forward size. Generations of equal predicted length
 run as a group that ends together (time-synced), and as long as no group ends nothing is scheduled anew; both
-queues are ordered by deadline range, held KV and length (3.3); reserved tails are lent (3.4).
+queues are ordered by urgency, deadline range, held KV and length (3.3); reserved tails are lent (3.4).
 
-The paper's text was not at hand for every detail. Assumed: ranges of deadlines double from 0.5 s, of held KV
-are 128 tokens; equal lengths are those that fill as many blocks; the pool serves prompts that wait to
-generate and answers that outgrow their prediction alike; a guest may still be a prompt.
+The paper leaves details open. Assumed: ranges of deadlines double from 0.5 s, of held KV are 128 tokens;
+equal lengths are those that fill as many blocks; the pool serves prompts that wait to generate and answers
+that outgrow their prediction alike; a borrower may still be a prompt.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,23 +21,25 @@ from numpy.typing import NDArray
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.memory.budget import KvBudget
 from headway.memory.exact import reserve_of
-from headway.pack.ecoserve import step_buffer as places
 from headway.pack.ecoserve.iteration import decide
-from headway.pack.ecoserve.queues import MINE
-from headway.pack.ecoserve.step_buffer import EcoServeParams
+from headway.pack.ecoserve.queues import ROW_STATUS
+from headway.pack.ecoserve.step_buffer import PROGRESS, EcoServeParams
 from headway.ports import Packer
-from headway.types import Ints, Jobs, Loans, Step
+from headway.types import Jobs, Loans, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much of the method, and its numbers.
+    """Which parts of the method are on, and its numbers.
 
-    synced: time-synced groups (else every iteration is scheduled). ordered: 3.3's order (else as they came).
-    lends: KVC pipelining. tfs: target forward size, tokens of an iteration. reserve: share of the KV that is
-    the pool. buffer: tokens a guest must be predicted to end before its host comes. extra: tokens an answer
-    gets when it outgrows its prediction. idle: share of the KV that lies free before groups are refilled
-    although none has ended.
+    synced: time-synced groups (else every iteration is scheduled).
+    ordered: 3.3's order (else by arrival).
+    lends: KVC pipelining.
+    tfs: target forward size, tokens of an iteration.
+    reserve: share of the KV that is the pool.
+    buffer: tokens that a borrower must be predicted to end before its lender comes.
+    extra: tokens an answer gets when it outgrows its prediction.
+    idle: share of the KV that lies free before groups are refilled although none has ended.
     """
 
     synced: bool = True
@@ -59,9 +61,13 @@ class Options:
 class Counts:
     """What a packer has done so far.
 
-    full: iterations in which generations were scheduled; kept: in which the last decision was kept. extended:
-    answers that went on from the pool; stalled: that had to pause for KV. lent: loans; late: encounters of a
-    host and a guest that had not gone. rescued: times when only taking somebody's KV let anybody run.
+    full: iterations in which generations were scheduled.
+    kept: iterations in which the last decision was kept.
+    extended: answers that went on from the pool.
+    stalled: answers that had to pause for KV.
+    lent: loans.
+    late: times when a lender met a borrower that had not gone.
+    rescued: times when only taking a row's KV let any row run.
     """
 
     full: int = 0
@@ -83,8 +89,8 @@ class EcoServe(Packer):
 
     spec: EngineSpec
     options: Options = field(default_factory=Options)
-    mine: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, MINE))
-    marks: Ints = field(default_factory=lambda: np.zeros(9, np.int64))
+    status: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, ROW_STATUS))
+    progress: NDArray[np.void] = field(default_factory=lambda: np.zeros(1, PROGRESS))
 
     @property
     def kv(self) -> KvUse:
@@ -93,19 +99,16 @@ class EcoServe(Packer):
 
     def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
         """Return the step; the engine must keep `Step.reserve` and `Step.lend`."""
-        if self.mine.size < jobs.data.size:
-            more = np.zeros(jobs.data.size - self.mine.size, MINE)
-            self.mine = np.concatenate([self.mine, more])
-        theta = self.spec.latency.theta
-        desk = decide(self.limits(ledger), jobs.data, self.mine, self.marks, jobs.rows(), ledger, now, theta)
-        runs, loans = desk.n[places.ORDER], desk.n[places.LOANS]
-        lend = None
-        if loans:
-            lend = Loans(desk.guest[:loans], desk.host[:loans], desk.start[:loans], desk.span[:loans])
+        if self.status.size < jobs.data.size:
+            more = np.zeros(jobs.data.size - self.status.size, ROW_STATUS)
+            self.status = np.concatenate([self.status, more])
+        state, theta = (self.status, self.progress), self.spec.latency.theta
+        made = decide(self.limits(ledger), jobs.data, *state, jobs.rows(), ledger, now, theta)
+        runs, loans, saves, evicts = made.counts[["order", "loans", "saves", "evicts"]][0].tolist()
+        lend = Loans(made.borrower[:loans], made.lender[:loans], made.start[:loans], made.span[:loans])
         return Step(
-            desk.order[:runs], desk.tokens[:runs], desk.evict[: desk.n[places.EVICTS]],
-            desk.save[: desk.n[places.SAVES]], token_budget=self.spec.token_budget, reserve=desk.hold[:runs],
-            lend=lend,
+            made.order[:runs], made.tokens[:runs], made.evict[:evicts], made.save[:saves],
+            self.spec.max_running, self.spec.token_budget, made.hold[:runs], lend if loans else None,
         )  # fmt: skip
 
     def limits(self, ledger: KvBudget) -> EcoServeParams:
@@ -113,7 +116,8 @@ class EcoServe(Packer):
         o, spec = self.options, self.spec
         idle = max(int(o.idle * ledger.total), 1)
         return EcoServeParams(
-            min(o.tfs, spec.token_budget), spec.token_budget, reserve_of(ledger.total, o.reserve), o.buffer, ledger.size,
+            min(o.tfs, spec.token_budget), min(spec.max_running, spec.token_budget),
+            reserve_of(ledger.total, o.reserve), o.buffer, ledger.size,
             o.extra, idle, o.synced, o.ordered, o.lends, spec.copy_seconds,
             min(spec.max_model_len, ledger.total * ledger.size),
         )  # fmt: skip
@@ -121,7 +125,7 @@ class EcoServe(Packer):
     @property
     def counts(self) -> Counts:
         """Return what it has done so far."""
-        return Counts(*(int(count) for count in self.marks[places.FULL :]))
+        return Counts(**{entry.name: int(self.progress[entry.name][0]) for entry in fields(Counts)})
 
     @property
     def counters(self) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""Who moves into which tail? KVC pipelining (EcoServe 3.4), compiled; `memory/reservations.py` has the rules."""
+"""KVC pipelining: loans of reserved KV that its owner reaches only later (EcoServe 3.4). Compiled.
+
+`memory/reservations.py` has the rules of a loan.
+"""
 
 from __future__ import annotations
 
@@ -8,137 +11,137 @@ from numpy.typing import NDArray
 from headway.compiled import compiled
 from headway.memory.exact import pooled
 from headway.memory.reservations import Slot, front_of, least_of, slot_in, stop_of
-from headway.pack.ecoserve.queues import ACTIVE, RowView, best_fit, in_turn, left_of, need_of
-from headway.pack.ecoserve.step_buffer import (
-    FREE,
-    LENT,
-    LOANS,
-    POOL,
-    RUNS,
-    SEATS,
-    EcoServeParams,
-    StepBuffer,
-    put,
-)
+from headway.pack.ecoserve.queues import ACTIVE, RowView, best_fit, by_urgency, in_turn, left_of, need_of
+from headway.pack.ecoserve.step_buffer import EcoServeParams, StepBuffer, put
 from headway.pack.kernels import missing_of, ordered
 from headway.types import Bools, Ints
 
 Rows = NDArray[np.void]
-AHEAD = 256  # waiting prompts that are tried as guests
+AHEAD = 256  # waiting prompts that are tried as borrowers
 
 
 @compiled
 def lend_tails(
-    rule: EcoServeParams,
+    params: EcoServeParams,
     jobs: Rows,
-    mine: Rows,
-    marks: Ints,
+    status: Rows,
+    progress: Rows,
     seen: RowView,
     size: int,
     now: float,
-    desk: StepBuffer,
+    buffer: StepBuffer,
 ) -> None:
     """Find for each tail the longest answer that is gone in time; what is left of it is halved again."""
-    rows = np.concatenate((seen.queued, in_turn(rule.ordered, jobs, seen.waiting, size, now)[:AHEAD]))
-    if not _is_short(rule, jobs, mine, rows, size, desk):
+    n = buffer.counts[0]
+    rows = np.concatenate(
+        (by_urgency(jobs, seen.queued), in_turn(params.ordered, jobs, seen.waiting, size, now)[:AHEAD])
+    )
+    if not _is_short(params, jobs, status, rows, size, buffer):
         return
     lefts = np.empty(rows.size, np.int64)
     for i in range(rows.size):
-        lefts[i] = left_of(jobs, mine, rows[i])
+        lefts[i] = left_of(jobs, status, rows[i])
     order = ordered(-lefts.astype(np.float64).reshape(1, -1), np.arange(rows.size))
     rows, lefts = rows[order], lefts[order]
     taken = np.zeros(rows.size, np.bool_)
-    spent = rule.tfs - desk.n[RUNS] - seen.queued.size  # tokens that prompts of guests may take
-    for host in seen.active:
-        if mine["state"][host] != ACTIVE:
+    spent = params.tfs - n["generating"] - seen.queued.size  # tokens that prompts of borrowers may take
+    for lender in seen.active:
+        if status["state"][lender] != ACTIVE:
             continue
-        front, least, stop = front_of(jobs, host), least_of(jobs, host), stop_of(jobs, host)
+        front, least, stop = front_of(jobs, lender), least_of(jobs, lender), stop_of(jobs, lender)
         while stop > least:
             slot = slot_in(front, stop, least, size)
-            i = _guest(rule, jobs, mine, rows, lefts, taken, slot, spent, size, desk)
+            i = _borrower(params, jobs, status, rows, lefts, taken, slot, spent, size, buffer)
             if i < 0:
                 break
-            span = _span(jobs, mine, rows[i], slot, size)
+            span = _span(jobs, status, rows[i], slot, size)
             stop -= span
             tokens = min(missing_of(jobs, rows[i]), max(spent, 1))
-            _move_in(jobs, mine, rows[i], host, stop, span, tokens, size, desk)
+            _lend(jobs, status, rows[i], lender, stop, span, tokens, size, buffer)
             taken[i] = True
-            marks[LENT] += 1
+            progress[0]["lent"] += 1
             spent -= 0 if jobs["running"][rows[i]] else tokens
 
 
 @compiled
-def _is_short(rule: EcoServeParams, jobs: Rows, mine: Rows, rows: Ints, size: int, desk: StepBuffer) -> bool:
-    """Tell whether not all rows could have KV of their own: only then is it worth the risk of being late."""
-    room = pooled(desk.n[FREE], rule.reserve, desk.n[POOL])
+def _is_short(
+    params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints, size: int, buffer: StepBuffer
+) -> bool:
+    """Tell whether KV is too short for all rows: only then is a loan worth the risk of being late."""
+    n = buffer.counts[0]
+    room = pooled(n["free"], params.reserve, n["pool"])
     for row in rows:
-        room -= need_of(jobs, mine, row, size)
+        room -= need_of(jobs, status, row, size)
     return bool(room < 0)
 
 
 @compiled
-def _span(jobs: Rows, mine: Rows, row: int, slot: Slot, size: int) -> int:
-    return int(min(need_of(jobs, mine, row, size), slot.stop - slot.start))
+def _span(jobs: Rows, status: Rows, row: int, slot: Slot, size: int) -> int:
+    """Return the blocks that a row would borrow of a slot."""
+    return int(min(need_of(jobs, status, row, size), slot.stop - slot.start))
 
 
 @compiled
-def _guest(
-    rule: EcoServeParams, jobs: Rows, mine: Rows, rows: Ints, lefts: Ints, taken: Bools, slot: Slot, spent: int,
-    size: int, desk: StepBuffer,
+def _borrower(
+    params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints, lefts: Ints, taken: Bools, slot: Slot,
+    spent: int, size: int, buffer: StepBuffer,
 ) -> int:  # fmt: skip
     """Return the candidate with the longest answer that is gone in time (lefts descend), -1 = none."""
-    if slot.stop <= slot.start or desk.n[RUNS] >= rule.budget:
+    n = buffer.counts[0]
+    if slot.stop <= slot.start or n["generating"] >= params.max_running:
         return -1
-    for i in range(best_fit(lefts, 0, rows.size, slot.time - rule.buffer), rows.size):
-        if not taken[i] and _may_live(rule, jobs, mine, rows[i], slot, spent, size, desk):
+    for i in range(best_fit(lefts, 0, rows.size, slot.time - params.buffer), rows.size):
+        if not taken[i] and _may_borrow(params, jobs, status, rows[i], slot, spent, size, buffer):
             return i
     return -1
 
 
 @compiled
-def _may_live(
-    rule: EcoServeParams,
+def _may_borrow(
+    params: EcoServeParams,
     jobs: Rows,
-    mine: Rows,
+    status: Rows,
     row: int,
     slot: Slot,
     spent: int,
     size: int,
-    desk: StepBuffer,
+    buffer: StepBuffer,
 ) -> bool:
-    """Tell whether a row can be a guest, with what the slot does not hold of it from free blocks."""
-    n, span, queued = desk.n, _span(jobs, mine, row, slot, size), desk.n[POOL]
-    if mine["state"][row] == ACTIVE or jobs["first_lent_block"][row] or span <= 0:
+    """Tell whether a row can be a borrower, with what the slot does not hold of it from free blocks."""
+    n, span = buffer.counts[0], _span(jobs, status, row, slot, size)
+    queued = n["pool"]
+    if status["state"][row] == ACTIVE or jobs["first_lent_block"][row] or span <= 0:
         return False
     if jobs["running"][row]:
         queued -= jobs["blocks"][row]
-    elif jobs["saved"][row] or spent <= 0 or n[SEATS] <= 0:
+    elif jobs["saved"][row] or spent <= 0 or n["free_slots"] <= 0:
         return False
-    elif left_of(jobs, mine, row) + missing_of(jobs, row) // rule.tfs > slot.time - rule.buffer:
+    elif left_of(jobs, status, row) + missing_of(jobs, row) // params.tfs > slot.time - params.buffer:
         return False  # its prompt takes iterations too
-    own = need_of(jobs, mine, row, size) - span
-    return bool(own <= max(pooled(n[FREE], rule.reserve, queued), 0))
+    own = need_of(jobs, status, row, size) - span
+    return bool(own <= max(pooled(n["free"], params.reserve, queued), 0))
 
 
 @compiled
-def _move_in(
+def _lend(
     jobs: Rows,
-    mine: Rows,
+    status: Rows,
     row: int,
-    host: int,
+    lender: int,
     start: int,
     span: int,
     tokens: int,
     size: int,
-    desk: StepBuffer,
+    buffer: StepBuffer,
 ) -> None:
-    """Let a row begin as a guest. Its loan is the very end of the tail, where the host comes last."""
-    n, i = desk.n, desk.n[LOANS]
-    desk.guest[i], desk.host[i], desk.start[i], desk.span[i] = row, host, start, span
-    n[LOANS] += 1
-    n[FREE] -= need_of(jobs, mine, row, size) - span
-    n[POOL] -= jobs["blocks"][row] if jobs["running"][row] else 0
-    n[RUNS] += 1
-    n[SEATS] -= not jobs["running"][row]
-    mine["state"][row] = ACTIVE
-    put(desk, row, tokens, mine["goal"][row])
+    """Let a row begin as a borrower. Its loan is the very end of the tail, which the lender reaches last."""
+    n = buffer.counts[0]
+    i = n["loans"]
+    buffer.borrower[i], buffer.lender[i], buffer.start[i], buffer.span[i] = row, lender, start, span
+    n["loans"] += 1
+    n["free"] -= need_of(jobs, status, row, size) - span
+    n["pool"] -= jobs["blocks"][row] if jobs["running"][row] else 0
+    n["generating"] += 1
+    n["free_slots"] -= not jobs["running"][row]
+    status["state"][row] = ACTIVE
+    put(buffer, row, tokens, status["goal"][row])

@@ -1,7 +1,7 @@
-"""What do the decoupled queues look like, and who is next? Compiled, on the table's own array.
+"""The decoupled queues of EcoServe and their order (3.2 and 3.3). Compiled, on the table's own array.
 
 A row is one of: waiting (a prompt, or KV on the host), a prompt in progress, queued (its prompt is done and
-keeps its KV, its generation waits), active (it generates, or will without another decision). `mine` is the
+keeps its KV, its generation waits), active (it generates, or will without another decision). `status` is the
 packer's own column beside the table: state, goal (tokens whose KV the row is to hold) and time-synced group.
 """
 
@@ -19,14 +19,20 @@ from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
 WAITING, QUEUED, ACTIVE, GONE = range(4)  # GONE: it loses its KV in this very step
-MINE = np.dtype([("serial", int), ("state", int), ("goal", int), ("group", int)])
+ROW_STATUS = np.dtype([("serial", int), ("state", int), ("goal", int), ("group", int)])
 _RANGE = 0.5  # seconds of the first deadline range; each is twice the one before
 _HELD = 128  # tokens of a held-KV range
 
 
 class RowView(NamedTuple):
-    """Rows by what they are. ended: a time-synced group has none left. news: rows new in the queue of
-    generations. came: rows never seen before."""
+    """Rows by what they are.
+
+    active, queued, prompts, waiting: as above.
+    others: rows that control holds and that hold a slot.
+    ended: some time-synced group has no row left.
+    news: rows new in the queue of generations.
+    came: rows never seen before.
+    """
 
     active: Ints
     queued: Ints
@@ -39,25 +45,25 @@ class RowView(NamedTuple):
 
 
 @compiled
-def look(jobs: Rows, mine: Rows, rows: Ints, most: int, groups: int) -> RowView:
-    """Sort the live rows into queues; forget what `mine` says of rows that were used again or lost their KV.
+def look(jobs: Rows, status: Rows, rows: Ints, most: int, groups: int) -> RowView:
+    """Sort the live rows into queues; renew the status of rows that were used again or lost their KV.
 
     most: tokens that a row may hold. groups: how many time-synced groups were numbered.
     """
     kinds, sizes = np.empty((4, rows.size), np.int64), np.zeros(4, np.int64)
     alive, others, news, came = np.zeros(groups, np.bool_), 0, 0, 0
     for row in rows:
-        if mine["serial"][row] != jobs["serial"][row]:
-            _meet(jobs, mine, row, most)
+        if status["serial"][row] != jobs["serial"][row]:
+            _meet(jobs, status, row, most)
             came += 1
         if jobs["held"][row]:
             others += jobs["running"][row]
             continue
-        kind = _kind(jobs, mine, row)
-        if kind == 1 and mine["state"][row] != QUEUED:
-            mine["state"][row], news = QUEUED, news + 1
-        if mine["state"][row] == ACTIVE and mine["group"][row] < groups:
-            alive[mine["group"][row]] = True
+        kind = _kind(jobs, status, row)
+        if kind == 1 and status["state"][row] != QUEUED:
+            status["state"][row], news = QUEUED, news + 1
+        if status["state"][row] == ACTIVE and status["group"][row] < groups:
+            alive[status["group"][row]] = True
         kinds[kind, sizes[kind]] = row
         sizes[kind] += 1
     return RowView(
@@ -69,34 +75,35 @@ def look(jobs: Rows, mine: Rows, rows: Ints, most: int, groups: int) -> RowView:
 
 
 @compiled
-def _meet(jobs: Rows, mine: Rows, row: int, most: int) -> None:
-    mine["serial"][row], mine["state"][row], mine["group"][row] = jobs["serial"][row], WAITING, 0
-    mine["goal"][row] = goal_of(
+def _meet(jobs: Rows, status: Rows, row: int, most: int) -> None:
+    """Begin the status of a new row."""
+    status["serial"][row], status["state"][row], status["group"][row] = jobs["serial"][row], WAITING, 0
+    status["goal"][row] = goal_of(
         jobs["prompt"][row] + jobs["output_tokens"][row], jobs["tokens_left"][row], most
     )
 
 
 @compiled
-def _kind(jobs: Rows, mine: Rows, row: int) -> int:
+def _kind(jobs: Rows, status: Rows, row: int) -> int:
     """Return 0 active, 1 queued, 2 a prompt in progress, 3 waiting."""
     if not jobs["running"][row]:
-        mine["state"][row] = WAITING
+        status["state"][row] = WAITING
         return 3
     if jobs["output_tokens"][row] == 0 or missing_of(jobs, row) > 1:
         return 2
-    return 0 if mine["state"][row] == ACTIVE else 1
+    return 0 if status["state"][row] == ACTIVE else 1
 
 
 @compiled
-def left_of(jobs: Rows, mine: Rows, row: int) -> int:
+def left_of(jobs: Rows, status: Rows, row: int) -> int:
     """Return the tokens that a row is predicted to make yet, at least one."""
-    return int(max(mine["goal"][row] - jobs["prompt"][row] - jobs["output_tokens"][row], 1))
+    return int(max(status["goal"][row] - jobs["prompt"][row] - jobs["output_tokens"][row], 1))
 
 
 @compiled
-def need_of(jobs: Rows, mine: Rows, row: int, size: int) -> int:
+def need_of(jobs: Rows, status: Rows, row: int, size: int) -> int:
     """Return the blocks that a row needs beyond its own to reach its goal."""
-    return int(max(blocks_of(mine["goal"][row], size) - jobs["blocks"][row], 0))
+    return int(max(blocks_of(status["goal"][row], size) - jobs["blocks"][row], 0))
 
 
 # ---- ordering (EcoServe 3.3)
@@ -124,39 +131,49 @@ def by_arrival(jobs: Rows, rows: Ints) -> Ints:
 
 
 @compiled
-def by_range(jobs: Rows, rows: Ints, lengths: Ints, size: int, now: float) -> tuple[Ints, Floats]:
-    """Return the order of rows by deadline range, held KV (most first) and length (longest first).
+def by_urgency(jobs: Rows, rows: Ints) -> Ints:
+    """Return rows by urgency, then by when they came."""
+    keys = np.empty((1, rows.size))
+    keys[0] = jobs["urgency"][rows]
+    return rows[ordered(keys, jobs["serial"][rows])]
 
-    Second, the ordered keys, shape (3, rows).
+
+@compiled
+def by_range(jobs: Rows, rows: Ints, lengths: Ints, size: int, now: float) -> tuple[Ints, Floats]:
+    """Return the order of rows by urgency, deadline range, held KV (most first) and length (longest first).
+
+    Second, the ordered keys, shape (4, rows).
     """
-    keys = np.zeros((3, rows.size))
+    keys = np.zeros((4, rows.size))
     for i in range(rows.size):
-        keys[0, i] = deadline_range(due_of(jobs, rows[i]), now)
-        keys[1, i] = -held_range(jobs, rows[i], size)
-        keys[2, i] = -lengths[i]
+        keys[0, i] = jobs["urgency"][rows[i]]
+        keys[1, i] = deadline_range(due_of(jobs, rows[i]), now)
+        keys[2, i] = -held_range(jobs, rows[i], size)
+        keys[3, i] = -lengths[i]
     order = ordered(keys, jobs["serial"][rows])
     return order, keys[:, order]
 
 
 @compiled
-def by_group(jobs: Rows, mine: Rows, rows: Ints, grain: int) -> Ints:
-    """Return rows with those of equal predicted length together, the group of the oldest row first."""
+def by_group(jobs: Rows, status: Rows, rows: Ints, grain: int) -> Ints:
+    """Return rows by urgency, those of equal predicted length together, the group of the oldest row first."""
     keys = np.zeros((2, rows.size))
     for i in range(rows.size):
-        keys[0, i] = class_of(jobs, mine, rows[i], grain)
+        keys[0, i], keys[1, i] = jobs["urgency"][rows[i]], class_of(jobs, status, rows[i], grain)
     order = ordered(keys, jobs["serial"][rows])
-    rows, lengths, begin = rows[order], keys[0, order], 0
+    rows, keys, begin = rows[order], keys[:, order], 0
+    lengths = keys[1].copy()
     for i in range(rows.size):
-        if lengths[i] != lengths[begin]:
+        if keys[0, i] != keys[0, begin] or lengths[i] != lengths[begin]:
             begin = i
-        keys[0, i] = jobs["serial"][rows[begin]]
+        keys[1, i] = jobs["serial"][rows[begin]]
     return rows[ordered(keys, jobs["serial"][rows])]
 
 
 @compiled
-def class_of(jobs: Rows, mine: Rows, row: int, grain: int) -> int:
+def class_of(jobs: Rows, status: Rows, row: int, grain: int) -> int:
     """Return the class of a row's predicted length: equal ones can be synchronized."""
-    return int(-(-left_of(jobs, mine, row) // grain))
+    return int(-(-left_of(jobs, status, row) // grain))
 
 
 @compiled
@@ -177,9 +194,9 @@ def best_fit(lengths: Ints, start: int, stop: int, room: int) -> int:
 
 @compiled
 def same_range(keys: Floats, start: int) -> int:
-    """Return where the rows end that are in the same deadline and held-KV ranges as the one at `start`."""
-    stop = start + 1  # itself, whatever its keys are: whoever goes from range to range comes to an end
-    while stop < keys.shape[1] and keys[0, stop] == keys[0, start] and keys[1, stop] == keys[1, start]:
+    """Return where the rows end that have the urgency, deadline and held-KV ranges of the one at `start`."""
+    stop = start + 1  # itself, whatever its keys are, so that a loop over ranges ends
+    while stop < keys.shape[1] and (keys[:3, stop] == keys[:3, start]).all():
         stop += 1
     return stop
 
@@ -188,7 +205,7 @@ def same_range(keys: Floats, start: int) -> int:
 def in_turn(ranged: bool, jobs: Rows, waiting: Ints, size: int, now: float) -> Ints:
     """Return waiting rows in the order in which they are tried."""
     if not ranged:
-        return by_arrival(jobs, waiting)
+        return by_urgency(jobs, waiting)
     lengths = np.empty(waiting.size, np.int64)
     for i in range(waiting.size):
         lengths[i] = missing_of(jobs, waiting[i])

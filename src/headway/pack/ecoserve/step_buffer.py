@@ -1,4 +1,4 @@
-"""What is a decision of the decoupled scheduler written on? `filling.py` and `guests.py` write it."""
+"""The working state of one EcoServe decision, which `iteration.py` and `pipelining.py` fill. Compiled."""
 
 from __future__ import annotations
 
@@ -13,21 +13,39 @@ from headway.pack.ecoserve.queues import ACTIVE, GONE
 from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
-# Places in `StepBuffer.n`: sizes of its lists; blocks free, and held by prompts that wait to generate; tokens left
-# for prompts; free slots; generations.
-ORDER, LOANS, SAVES, EVICTS, FREE, POOL, TOKENS, SEATS, RUNS = range(9)
-# Places in the packer's `marks`.
-(GROUPS, AGAIN, FULL, KEPT, EXTENDED, STALLED, LENT, LATE, RESCUED) = range(9)
+# Sizes of a buffer's lists (order, loans, saves, evicts), free blocks, blocks of prompts that wait to
+# generate (pool), tokens left for prompts in this iteration, free slots, and rows that generate or will.
+COUNTS = np.dtype(
+    [(name, int) for name in (
+        "order", "loans", "saves", "evicts", "free", "pool", "prompt_tokens", "free_slots", "generating",
+    )]
+)  # fmt: skip
+# What a packer keeps from one iteration to the next: time-synced groups, whether to schedule again at once,
+# and what it has done so far (`packer.Counts`).
+PROGRESS = np.dtype(
+    [(name, int) for name in (
+        "groups", "again", "full", "kept", "extended", "stalled", "lent", "late", "rescued",
+    )]
+)  # fmt: skip
 
 
 class EcoServeParams(NamedTuple):
-    """A `EcoServe` packer as compiled loops take it; reserve in blocks, the rest in tokens.
+    """An `EcoServe` packer as compiled loops take it.
 
+    tfs: target forward size, tokens of an iteration.
+    max_running: rows that compute in an iteration.
+    reserve: blocks of the pool.
+    buffer: tokens that a borrower must be predicted to end before its lender comes.
+    grain: tokens by which predicted lengths are compared.
+    extra: tokens that an answer gets when it outgrows its prediction.
+    idle: free blocks that are worth a decision.
+    synced, ordered, lends: as in `packer.Options`.
+    copy_seconds: to move one token's KV between device and host; inf = not possible.
     longest: tokens that one request may have.
     """
 
     tfs: int
-    budget: int
+    max_running: int
     reserve: int
     buffer: int
     grain: int
@@ -41,48 +59,58 @@ class EcoServeParams(NamedTuple):
 
 
 class StepBuffer(NamedTuple):
-    """A decision in the making: lists with their sizes in n. hold: tokens reserved per row of order."""
+    """A decision in the making: lists, and their sizes in `counts`.
+
+    order, tokens, hold: rows that run, their tokens, the tokens reserved for each.
+    borrower, lender, start, span: loans that begin.
+    save, evict: rows that lose their KV, to the host or for good.
+    counts: one record of `COUNTS`.
+    """
 
     order: Ints
     tokens: Ints
     hold: Ints
-    guest: Ints
-    host: Ints
+    borrower: Ints
+    lender: Ints
     start: Ints
     span: Ints
     save: Ints
     evict: Ints
-    n: Ints
+    counts: Rows
 
 
 @compiled
-def put(desk: StepBuffer, row: int, tokens: int, hold: int) -> None:
-    i = desk.n[ORDER]
-    desk.order[i], desk.tokens[i], desk.hold[i] = row, tokens, hold
-    desk.n[ORDER] += 1
+def put(buffer: StepBuffer, row: int, tokens: int, hold: int) -> None:
+    """Schedule tokens of a row, with `hold` tokens reserved for it."""
+    n = buffer.counts[0]
+    i = n["order"]
+    buffer.order[i], buffer.tokens[i], buffer.hold[i] = row, tokens, hold
+    n["order"] += 1
 
 
 @compiled
-def leave(rule: EcoServeParams, jobs: Rows, mine: Rows, row: int, theta: Floats, desk: StepBuffer) -> None:
+def leave(
+    params: EcoServeParams, jobs: Rows, status: Rows, row: int, theta: Floats, buffer: StepBuffer
+) -> None:
     """Take a row's KV, to the host or for good, whichever is cheaper; it waits again."""
-    n = desk.n
-    costs = costs_of(theta, jobs["computed"][row], np.inf, n[RUNS], rule.copy_seconds)
+    n = buffer.counts[0]
+    costs = costs_of(theta, jobs["computed"][row], np.inf, n["generating"], params.copy_seconds)
     if cheapest(costs) == SWAP:
-        desk.save[n[SAVES]], n[SAVES] = row, n[SAVES] + 1
+        buffer.save[n["saves"]], n["saves"] = row, n["saves"] + 1
     else:
-        desk.evict[n[EVICTS]], n[EVICTS] = row, n[EVICTS] + 1
-    if mine["state"][row] == ACTIVE:
-        n[RUNS] -= 1
+        buffer.evict[n["evicts"]], n["evicts"] = row, n["evicts"] + 1
+    if status["state"][row] == ACTIVE:
+        n["generating"] -= 1
     else:
-        n[POOL] -= jobs["blocks"][row]
-    n[FREE] += _freed(jobs, row)
-    n[SEATS] += 1
-    mine["state"][row] = GONE
+        n["pool"] -= jobs["blocks"][row]
+    n["free"] += _freed(jobs, row)
+    n["free_slots"] += 1
+    status["state"][row] = GONE
 
 
 @compiled
 def _freed(jobs: Rows, row: int) -> int:
-    """Return the blocks that are free when a row leaves: its own, less those its guests live in."""
+    """Return the blocks that are free when a row leaves: its own, less those that it has lent."""
     kept = 0
     if jobs["first_lent_block"][row] and jobs["loan_blocks"][row] == 0:
         for other in range(jobs.size):

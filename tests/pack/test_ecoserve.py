@@ -13,7 +13,7 @@ from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.pack.ecoserve import queues
 from headway.pack.ecoserve.packer import EcoServe, Options
-from headway.pack.ecoserve.queues import ACTIVE, MINE, QUEUED
+from headway.pack.ecoserve.queues import ACTIVE, QUEUED, ROW_STATUS
 from headway.types import Jobs, Slo
 
 SIZE = 16
@@ -43,7 +43,7 @@ class Engine:
         return ran, tokens
 
     def state(self, id: str) -> int:
-        return int(self.packer.mine["state"][self.host.jobs.row_of[id]])
+        return int(self.packer.status["state"][self.host.jobs.row_of[id]])
 
     def until_done(self) -> list[dict[str, int]]:
         out = []
@@ -54,19 +54,19 @@ class Engine:
 
 def table(*lefts: int) -> tuple[Jobs, Any]:
     """Rows 0.. whose predicted answers have these lengths, in order of arrival."""
-    jobs, mine = Jobs(64), np.zeros(64, MINE)
+    jobs, status = Jobs(64), np.zeros(64, ROW_STATUS)
     for i, left in enumerate(lefts):
         row = jobs.add(f"r{i}", prompt=10, serial=i + 1, tokens_left=float(left), ttft=math.inf, e2e=math.inf)
-        mine["goal"][row], mine["serial"][row] = 10 + left, i + 1
-    return jobs, mine
+        status["goal"][row], status["serial"][row] = 10 + left, i + 1
+    return jobs, status
 
 
 # ---- groups
 
 
 def test_equal_lengths_are_together_and_the_oldest_group_first() -> None:
-    jobs, mine = table(30, 90, 32, 20, 81, 17)
-    order = queues.by_group(jobs.data, mine, jobs.rows(), SIZE)
+    jobs, status = table(30, 90, 32, 20, 81, 17)
+    order = queues.by_group(jobs.data, status, jobs.rows(), SIZE)
     assert order.tolist() == [0, 2, 3, 5, 1, 4]  # 17..32 tokens are two blocks, 81..96 are six
 
 
@@ -129,8 +129,8 @@ def test_the_prompts_that_wait_to_generate_stay_within_the_pool() -> None:
         engine.add(f"r{i}", 32, 200)
     for _ in range(50):
         engine.step()
-        jobs, mine = engine.host.jobs, engine.packer.mine
-        queued = [r for r in jobs.rows() if jobs.running[r] and mine["state"][r] == QUEUED]
+        jobs, status = engine.host.jobs, engine.packer.status
+        queued = [r for r in jobs.rows() if jobs.running[r] and status["state"][r] == QUEUED]
         assert jobs.blocks[queued].sum() <= 8
     assert queued, "prompts are computed ahead of their generation"
 
