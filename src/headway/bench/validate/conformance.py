@@ -339,7 +339,7 @@ def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) ->
     policy = "priority" if name == "vllm-priority" else "fcfs"
     spec = _spec(case, budget, BLOCK, OnlineLatency())
     saves = recipe is not None and find(recipe).packer(spec).kv.saves
-    copy = case.copy_seconds if saves else math.inf
+    copy = case.copy_seconds if saves else None
     setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy, copy)
     hook = None if recipe is None else HeadwayScheduler
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
@@ -355,16 +355,16 @@ def _spec(case: Case, budget: int, size: int, latency: OnlineLatency) -> EngineS
 @cache
 def _config(
     running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str,
-    copy_seconds: float = math.inf,
+    copy_seconds: float | None = None,
 ) -> Any:  # fmt: skip
     """Configurations are read only by what is made of them, and slow to make.
 
-    copy_seconds: to move one token's KV to the engine's host pool; inf = it has none.
+    copy_seconds: to move one token's KV to the engine's host pool; None = it has none.
     """
     return oracle.config(
         max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
         recipe=recipe, slots=slots, policy=policy if recipe is None else "fcfs",
-        pool=host_pool(1.0, copy_seconds=copy_seconds) if math.isfinite(copy_seconds) else None,
+        pool=host_pool(1.0, copy_seconds=copy_seconds) if copy_seconds is not None else None,
     )  # fmt: skip
 
 
