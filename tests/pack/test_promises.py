@@ -31,7 +31,7 @@ def build(recipe: str, max_running: int, host_tokens: int | None) -> SimulatedEn
     """An engine with so little KV that rows lose it, and three times as many slots as may run."""
     instance = Instance("e0", "default", max_running, BLOCKS, SIZE, LONGEST)
     node = InstanceSpec(instance, OnlineLatency(), 3 * max_running, 96, 1e-5, host_tokens=host_tokens)
-    return engine(find(recipe).packer(node.spec(OnlineLatency())), node)
+    return engine(find(recipe).packer(node.engine_spec(OnlineLatency())), node)
 
 
 def run(
