@@ -162,8 +162,8 @@ async def test_the_pace_of_an_engine_is_measured_and_kept(tmp_path: Path) -> Non
     found.profile.save(tmp_path / "pace.json")
     assert load(tmp_path / "pace.json").additive == law
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
-    assert {row["system"] for row in rows if row["id"] == "residual.mean_pct"} == set(fits.forms)
-    assert report.table().row_count == len(fits.forms)
+    assert {row["system"] for row in rows if row["id"] == "residual.mean_pct"} == set(fits.laws)
+    assert report.table().row_count == len(fits.laws)
 
 
 async def test_what_cannot_be_profiled_says_why(tmp_path: Path) -> None:

@@ -60,9 +60,11 @@ PLUGIN = "headway.engines.vllm.plugin"
 PLUGIN_USERS = {"bench/validate/", "bench/live/hook_overhead.py", "bench/papers/", "engines/vllm/oracle.py"}
 FILE_LINES, FUNCTION_LINES = 400, 40
 # Exceptions to these limits. An entry leaves the list with the code that needed it: a stale one fails, too.
-LONG_FILES: set[str] = {"pack/ecoserve/iteration.py", "serve/dispatcher.py"}
+LONG_FILES: set[str] = {"types.py"}
 LONG_FUNCTIONS: set[str] = {
     "engines/simulated/two_ended.py::run",
+    "pack/ecoserve/iteration.py::_prompts",
+    "pack/ecoserve/pipelining.py::lend_tails",
     "serve/app.py::_status",
     "serve/http.py::limited",
     "serve/request_parsing.py::interpret",
