@@ -34,7 +34,11 @@ class Planner(Protocol):
 
     @property
     def thinks(self) -> bool:
-        """Tell whether planning takes long enough to be run off the event loop."""
+        """Tell whether planning takes long enough to be run off the event loop.
+
+        Then `plan` runs in a thread, on a snapshot (`Controller.snapshot`), while `on` is called on the event
+        loop: what they share must be safe for that.
+        """
         return False
 
     def plan(self, cluster: Cluster, now: float) -> Plan: ...

@@ -1,1 +1,1 @@
-"""Was it on time?"""
+"""Benchmarks: load generation, measurement, simulation, the tables of the papers."""

@@ -1,0 +1,1 @@
+"""The decision core: controller, cluster state, ranks, and what an engine can do."""

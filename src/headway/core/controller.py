@@ -1,4 +1,4 @@
-"""What should be done about what just happened? The slow loop, and the only writer of cluster state.
+"""The slow loop: events in, commands out. The controller is the only writer of the cluster's state.
 
 `on(event, now) -> commands` is pure given its own state: the server and the simulator drive the same object
 and, fed the same events, get the same commands.
@@ -93,7 +93,7 @@ class Controller:
                 self._end(id, output_tokens, now)
             case Failed(id):
                 self._end(id, 0, now)
-        return not isinstance(event, Started)  # then nothing has moved: no room was made, nobody came
+        return not isinstance(event, Started)  # a first token frees nothing
 
     def decide(self, now: float) -> list[Command]:
         """Plan until the plan has nothing more to do: one send can change what the next line holds."""

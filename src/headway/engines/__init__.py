@@ -1,1 +1,1 @@
-"""Who computes?"""
+"""Engines: the simulated one, and vLLM."""

@@ -1,1 +1,1 @@
-"""Packers: what runs in the next iteration?"""
+"""Packers: what one engine runs in its next iteration."""

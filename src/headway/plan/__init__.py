@@ -1,1 +1,1 @@
-"""Which instance, in what order?"""
+"""Planners: which instance gets which request, in what order."""

@@ -1,6 +1,6 @@
-"""What does a planner remember about a request? One number beside the backlog's columns.
+"""A planner's own column beside those of the backlog: one number per request.
 
-Rows are used again after a request has ended; the request's serial tells whether a note is still its own.
+Rows are reused after a request has ended; its serial number tells whether a value is still its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from headway.types import Backlog, Floats, Ints
 
 
 class RequestColumn:
-    """A planner's own column: NaN where nothing was noted about the request that now has the row."""
+    """One number per request; NaN where none was stored for the request that has the row now."""
 
     def __init__(self) -> None:
         self._value: Floats = np.full(64, np.nan)

@@ -1,4 +1,4 @@
-"""What is inside the instances of one kind, in rank order, and whether a queued request belongs there, too.
+"""The requests inside instances, in rank order, and whether a queued request belongs there, too.
 
 The first requests of a virtual queue belong inside its instance. Where a queued request stands in that queue
 follows from the ranks of what is inside: they are kept sorted per instance, so that one compiled call answers

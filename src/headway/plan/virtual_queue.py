@@ -1,4 +1,4 @@
-"""Which requests an instance holds and may still get: the virtual queue of an instance (QLM 4).
+"""The virtual queue of an instance (QLM 4): the requests that it holds and may still get.
 
 A virtual queue holds what is inside an instance and what may still come to it. Virtual queues of instances
 that could serve the same requests overlap. In a fleet of unlike instances a long request goes only to where

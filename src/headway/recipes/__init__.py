@@ -1,0 +1,1 @@
+"""Recipes: named pairs of a planner and a packer."""

@@ -1,1 +1,1 @@
-"""What if?"""
+"""The simulator: workloads, recipes and fleets in virtual time."""

@@ -1,0 +1,1 @@
+"""Benchmarks on real engines and real code."""

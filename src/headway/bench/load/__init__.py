@@ -1,0 +1,1 @@
+"""Load generation and the metrics of recorded requests."""

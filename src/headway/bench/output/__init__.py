@@ -1,0 +1,1 @@
+"""The only writer of results: tables, JSON, plots, pages."""

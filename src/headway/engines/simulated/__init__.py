@@ -1,0 +1,1 @@
+"""The simulated engine: vLLM's scheduling on columns."""

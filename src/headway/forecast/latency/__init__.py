@@ -1,0 +1,1 @@
+"""Iteration latency: laws, measured profiles, online learning."""

@@ -1,0 +1,1 @@
+"""Output lengths: by task, or predicted from the prompt."""

@@ -1,0 +1,1 @@
+"""Two-ended KV blocks (BROS 5)."""

@@ -1,0 +1,1 @@
+"""Packers that the papers compare with."""

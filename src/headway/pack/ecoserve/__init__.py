@@ -1,0 +1,1 @@
+"""EcoServe (section 3): decoupled queues, exact allocation, KVC pipelining."""

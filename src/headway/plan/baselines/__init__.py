@@ -1,0 +1,1 @@
+"""Planners that the papers compare with."""

@@ -1,10 +1,10 @@
-"""Which instance, in what order, and who is refused? As the strongest of today's routers decides.
+"""Flow control modelled after llm-d, the strongest of today's routers.
 
-Modelled after llm-d's flow control: strict bands by objective, earliest deadline inside a band, a saturation
-gate in front of every engine (requests that wait in it, KV in use), and refusal of sheddable work while all
-engines of its model are saturated. "Like", because KV use is forecast from what was sent rather than scraped,
-prefix-cache scores are left out, and one request is sheddable if it is best effort and its priority is above
-0 (llm-d's negative priority; ours counts as in vLLM, lower first).
+Strict bands by objective, earliest deadline first inside a band, a saturation gate in front of every engine
+(requests that wait in it, KV in use), and rejection of sheddable requests while all engines of their model
+are saturated. Unlike llm-d, KV use is forecast from what was sent rather than scraped, and prefix-cache scores
+are left out. A request is sheddable if it is best effort and its priority is above 0 (llm-d: a negative priority;
+here lower is more urgent, as in vLLM).
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ _BEST_EFFORT = OBJECTIVES.index("best_effort")
 
 @dataclass(frozen=True, slots=True)
 class FlowControl(Planner):
-    """depth: requests waiting inside an engine from which on it is saturated (at most its `lead`, which is
-    all that is ever sent ahead); kv: share of its KV in use from which on it is (llm-d: 5 and 0.8)."""
+    """Bands by objective behind a saturation gate; the defaults are llm-d's.
+
+    Attributes:
+        depth: an engine is saturated when this many requests wait inside it (at most its `lead`, which is all
+            that is ever sent ahead).
+        kv: or when this share of its KV is in use.
+    """
 
     depth: int = 5
     kv: float = 0.8
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        """Return lines for the instances that are not saturated; what is sent stays where it is."""
+        """Return what the instances that are not saturated get, and the requests to reject."""
         backlog = cluster.backlog
         rows = backlog.rows()
         full = {name for name in cluster.instances if self.saturated(cluster, name)}

@@ -1,7 +1,7 @@
-"""Which instance, when a router decides at once? Round robin and least loaded.
+"""Load balancers: round robin and least loaded.
 
-The baselines of load balancing: a request is bound to one instance when it comes and waits there, first come,
-first served, whatever happens elsewhere. Only when its instance dies or changes its model is it dealt again.
+A request is bound to one instance when it arrives and waits there, first come, first served, whatever happens
+elsewhere. It is bound anew only when its instance dies or changes its model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from headway.types import Floats, Ints, Plan
 
 
 class Choice(Protocol):
-    """Which of the instances that could serve it gets the next request?
+    """Chooses the instance of the next request.
 
-    names: all that serve its model, in the cluster's order; fits: those with room for one so long, never
-    empty; load: requests inside or bound, per instance.
+    names: all instances that serve its model, in the cluster's order.
+    fits: those of them whose context is long enough for it; never empty.
+    load: requests inside or bound, per instance.
     """
 
     def __call__(self, cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str: ...

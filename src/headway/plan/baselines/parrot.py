@@ -1,8 +1,7 @@
-"""In what order, when requests belong to applications? Whole applications, first come, first served.
+"""Parrot (OSDI '24), a baseline of Hermes and QLM: application runs first come, first served.
 
-Parrot (OSDI '24), as a baseline of Hermes and QLM: requests of one application run are scheduled together, by
-the arrival of the run's first request, so that a late stage does not queue behind runs that came after it.
-Not modelled: Parrot's sharing of prompt prefixes and its placement by data dependence.
+Requests of one run are ordered by the arrival of the run's first request, so that a late stage does not queue
+behind runs that came after it. Not modelled: sharing of prompt prefixes, placement by data dependence.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from headway.types import Arrived, Backlog, Event, Ints, Plan, Stage
 
 
 class Parrot(Planner):
-    """Orders by the run's beginning; a request of no run is a run of its own. Nothing running is displaced.
+    """Orders by the start of the run; a request without a run is a run of its own. Never displaces.
 
-    remembered: how many runs' beginnings are kept, the least recently active going first.
+    remembered: how many runs are remembered; the least recently active is forgotten first.
     """
 
     def __init__(self, remembered: int = 65_536) -> None:

@@ -1,14 +1,13 @@
-"""Which instance serves which model, when execution times are taken to be known? SHEPHERD, as in QLM.
+"""SHEPHERD (NSDI '23) as QLM 8 uses it: models assigned to instances, execution times taken to be known.
 
-SHEPHERD (NSDI '23) plans for models of one fixed execution time: now and then an integer program gives each
-instance a model so that the mean demand is served, and online each instance forms batches by deadline and
-may break off a running one for a much larger one. QLM 8 uses it as a baseline for what happens when an
-LLM is scheduled so. What we took for granted, because QLM gives no more of it:
+SHEPHERD plans for models with a fixed execution time: periodically an integer program gives each instance a
+model so that the mean demand is served; online each instance forms batches by deadline and may preempt a
+running batch for a much larger one. Assumptions, because QLM does not say more:
 
 - the integer program is solved exactly, by enumeration over instances that are alike (`assign`);
 - a batch takes as long as `max_running` mean requests that start and end together, at the instance's pace;
 - the next batch goes in when the last one has ended (no continuous batching), or at `flex` times its size
-  (SHEPHERD 4.3's preemption, lambda = 3.03; the engine's packer decides by deadline who then runs). With
+  (SHEPHERD 4.3's preemption, lambda = 3.03; the engine's packer decides by deadline what then runs). With
   `flex` 0 the engine is refilled all the time, which is kinder than what QLM says of it.
 """
 
@@ -181,7 +180,7 @@ def _score(
     now: Mapping[str, str],
     rates: Mapping[str, float],
 ) -> tuple[int, float, int]:
-    """Return (models with demand that somebody serves, requests per second served, instances that stay)."""
+    """Return (models with demand that are served, requests per second served, instances that stay)."""
     served: defaultdict[str, float] = defaultdict(float)
     stay = 0
     for (kind, names), counts in zip(kinds.items(), split, strict=True):
@@ -195,7 +194,7 @@ def _score(
 
 
 def _settle(names: Sequence[str], counts: dict[str, int], now: Mapping[str, str]) -> dict[str, str]:
-    """Return who of like instances serves what: those that serve it already first, then in their order."""
+    """Return the model of each of several like instances: those that serve it already come first."""
     out: dict[str, str] = {}
     for name in names:
         if counts.get(now[name], 0) > 0:

@@ -1,10 +1,9 @@
-"""In what order, when tenants shall get equal service? By a counter of the tokens each has been served.
+"""Virtual Token Counter (Sheng et al., OSDI '24, algorithm 2 and 4.4): equal service for tenants.
 
-Virtual Token Counter (Sheng et al., OSDI '24, algorithm 2 and 4.4): the tenant with the smallest counter is
-served next, prompt tokens count 1 and answer tokens 2, and a tenant that comes back is lifted to the smallest
-counter among those that wait, so that nobody saves up service while away. The slow loop hears of an answer
-when it has ended; until then its expected length is charged and then corrected, which is the paper's variant
-with length prediction.
+The tenant with the smallest counter of served tokens is next; prompt tokens count 1, output tokens 2. A
+tenant that returns is lifted to the smallest counter among those that wait, so that service cannot be saved up while
+away. The slow loop learns of an answer's length when it ends; until then the expected length is charged and
+later corrected, which is the paper's variant with length prediction.
 """
 
 from __future__ import annotations

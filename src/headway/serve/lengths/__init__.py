@@ -1,0 +1,1 @@
+"""The length forecasts of a gateway."""

@@ -1,0 +1,1 @@
+"""Recorded runs, and the timeline of one request."""

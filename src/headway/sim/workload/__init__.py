@@ -1,0 +1,1 @@
+"""Workloads: arrivals, lengths, classes of traffic, recorded traces."""

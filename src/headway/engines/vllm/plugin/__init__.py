@@ -1,0 +1,1 @@
+"""Inside vLLM's process: the scheduler hook, its control channel, KV policies."""

@@ -1,0 +1,1 @@
+"""vLLM from outside: start, supervise and talk to its process."""
