@@ -2,9 +2,9 @@
 
 Strict bands by objective, earliest deadline first inside a band, a saturation gate in front of every engine
 (requests that wait in it, KV in use), and rejection of sheddable requests while all engines of their model
-are saturated. Unlike llm-d, KV use is forecast from what was sent rather than scraped, and prefix-cache scores
-are left out. A request is sheddable if it is best effort and its priority is above 0 (llm-d: a negative priority;
-here lower is more urgent, as in vLLM).
+are saturated. Unlike llm-d, KV use is forecast from what was sent rather than scraped, and prefix-cache
+scores are left out. A request is sheddable if it is best effort and its priority is above 0 (llm-d: a
+negative priority; here lower is more urgent, as in vLLM).
 """
 
 from __future__ import annotations

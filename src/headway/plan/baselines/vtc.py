@@ -1,9 +1,9 @@
 """Virtual Token Counter (Sheng et al., OSDI '24, algorithm 2 and 4.4): equal service for tenants.
 
 The tenant with the smallest counter of served tokens is next; prompt tokens count 1, output tokens 2. A
-tenant that returns is lifted to the smallest counter among those that wait, so that service cannot be saved up while
-away. The slow loop learns of an answer's length when it ends; until then the expected length is charged and
-later corrected, which is the paper's variant with length prediction.
+tenant that returns is lifted to the smallest counter among those that wait, so that service cannot be saved
+up while away. The slow loop learns of an answer's length when it ends; until then the expected length is
+charged and later corrected, which is the paper's variant with length prediction.
 """
 
 from __future__ import annotations
