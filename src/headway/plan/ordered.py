@@ -170,16 +170,19 @@ class Ordered(Planner):
         return self._queues[model, size]
 
     def _follow_fleet(self, cluster: Cluster) -> None:
-        """Sort the queue anew when instances have come, gone or changed their model."""
+        """Group the instances anew when some have come, gone or changed their model.
+
+        The queue is sorted anew only when requests are set apart by other lengths than before.
+        """
         if cluster.fleet_version == self._fleet_version:
             return
         self._fleet_version = cluster.fleet_version
         if (fleet := _sizes(cluster)) == self._fleet:
             return
         self._fleet = fleet
-        self._limits = _limits(cluster)
-        self._queues = {}
-        self._fill(cluster)
+        if (limits := _limits(cluster)) != self._limits or not self._queues:
+            self._limits, self._queues = limits, {}
+            self._fill(cluster)
         self._peers = self._group(cluster)
         names = {cluster.code(name): name for peers in self._peers for name in peers.inside.names}
         self._names = names
