@@ -40,7 +40,7 @@ QUEUED = (1_000, 100_000, 1_000_000)
 FLEETS = (8, 64)
 _EVENTS = 2_000
 _RUNNING = 256
-_MEMORY_FROM = 100_000  # queued requests from which on the growth of the process is theirs
+_MEMORY_FROM = 100_000  # queued requests of the run whose memory is measured: later ones use it again
 _WARM_UP = 100
 
 
@@ -101,7 +101,9 @@ class _Crowd:
         )  # fmt: skip
 
 
-def measure(planner: str, queued: int, instances: int, events: int, seed: int) -> Point:
+def measure(
+    planner: str, queued: int, instances: int, events: int, seed: int, *, memory: bool = False
+) -> Point:
     """Return what events cost a planner once its fleet is full and `queued` requests wait."""
     before = _resident()
     crowd, timed = _Crowd(seed), _Timed(find(planner).planner())
@@ -115,17 +117,17 @@ def measure(planner: str, queued: int, instances: int, events: int, seed: int) -
     for i in range(instances):
         spec = Instance(f"e{i}", "m", _RUNNING, 1 << 20, 16, 4096)
         inside += _sent(core.on(InstanceUp(spec), now))
-    arrivals, ends = np.zeros(events), np.zeros(events)
-    for i in range(-_WARM_UP, events):
-        if i == 0:
+    arrivals, ends = np.zeros(events + _WARM_UP), np.zeros(events + _WARM_UP)
+    for i in range(events + _WARM_UP):
+        if i == _WARM_UP:
             timed.seconds.clear()
         now += 0.001
         arrivals[i] = _time(core, Arrived(crowd.request()), now, inside)
         id = inside.pop(int(rng.integers(len(inside))))
         ends[i] = _time(core, Finished(id, 1 + int(rng.integers(400))), now, inside)
     assert core.queued >= queued - _WARM_UP, "the queue was worked off"
-    plans = np.array(timed.seconds)
-    return Point(planner, queued, instances, arrivals, ends, plans, grown if queued >= _MEMORY_FROM else None)
+    arrivals, ends, plans = arrivals[_WARM_UP:], ends[_WARM_UP:], np.array(timed.seconds)
+    return Point(planner, queued, instances, arrivals, ends, plans, grown if memory else None)
 
 
 def _time(core: Controller, event: Event, now: float, inside: list[str]) -> float:
@@ -166,13 +168,14 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     began = time.perf_counter()
     queued, fleets = (QUEUED[:2], FLEETS[:1]) if quick else (QUEUED, FLEETS)
     events = _EVENTS // 4 if quick else _EVENTS
-    points = []
+    points: list[Point] = []
     with Progress(disable=as_json) as progress:
         task = progress.add_task("planning", total=len(queued) * len(fleets) * len(DEFAULT))
         for size in queued:
             for instances in fleets:
                 for name in DEFAULT:
-                    points.append(measure(name, size, instances, events, seed))
+                    first = size == _MEMORY_FROM and not any(point.bytes_each for point in points)
+                    points.append(measure(name, size, instances, events, seed, memory=first))
                     progress.advance(task)
     rows = [row for point in points for row in rows_of(point)]
     workload = f"{events} arrivals and {events} ends, alternating; instances are full ({_RUNNING} running)."
