@@ -120,24 +120,21 @@ class Forecast:
 
 
 class Jobs(Table):
-    """The jobs inside one engine. The engine's adapter keeps it current; packers only read it.
+    """The requests inside one engine. The engine's adapter keeps it current; packers only read it.
 
-    arrival, first: instants of the arrival and of the first token (0 before it).
-    ttft, tpot, e2e: targets in seconds, inf = none.
-    prompt, computed, output_tokens: tokens of the prompt, with KV, and of the answer so far.
-    tokens_left: expected tokens of the answer still to come.
-    blocks: KV blocks that it owns.
-    saved: computed tokens whose KV is on the host. A swapped row has computed = saved and no blocks, and does
-        not run; admitting it copies them back.
-    priority: as in `Request`.
-    urgency: rank set from outside, lower first.
-    running: holds a slot and KV.
-    held: paused by the control channel.
-    serial: order of arrival at this engine.
-    evictions: how often it lost its KV.
-    lender, loan_start, loan_blocks: the row borrows `loan_blocks` blocks of row `lender`, from the lender's
-        block `loan_start` on; they follow its own (`memory/reservations.py`). 0 blocks = it borrows nothing.
-    first_lent_block: the first of its blocks that it has lent, 0 = none.
+    Attributes:
+        arrival, first: instants; first = of the first token, 0 before it.
+        ttft, tpot, e2e: SLOs in seconds, inf = none.
+        prompt, computed, output_tokens: tokens.
+        tokens_left: expected tokens still to come.
+        blocks: KV blocks of its own.
+        saved: computed tokens whose KV is on the host; the row is not running, admission copies them back.
+        priority: as in vLLM; urgency: the rank set from outside, the first key of every packer, lower first.
+        running: holds a slot and KV. held: paused by control.
+        serial: order of arrival at this engine. evictions: how often its KV was taken.
+        lender, loan_start, loan_blocks: behind its own blocks the row uses `loan_blocks` blocks of the row
+            `lender`, from the lender's block `loan_start` on; 0 blocks = no loan (`memory/reservations.py`).
+        first_lent_block: the first of its own blocks that the row has lent, 0 = none.
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {

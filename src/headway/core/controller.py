@@ -96,7 +96,7 @@ class Controller:
         return not isinstance(event, Started)  # a first token frees nothing
 
     def decide(self, now: float) -> list[Command]:
-        """Plan until the plan has nothing more to do: one send can change what the next line holds."""
+        """Plan until nothing is left to do: one send can change what belongs inside another instance."""
         out: list[Command] = []
         while self._queued and self.cluster.instances:
             commands = self.apply(self.planner.plan(self.cluster, now), now)

@@ -50,6 +50,6 @@ def _outside(name: str) -> Recipe:
         ) from error
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"{name!r} is a {type(recipe).__name__}.", "It must be a headway.recipes.registry.Recipe."
+            f"{name!r} is a {type(recipe).__name__}.", "It must be a headway.recipes.recipe.Recipe."
         )
     return recipe

@@ -103,9 +103,7 @@ class Dispatcher:
                     )
 
     def _send(self, send: Send) -> None:
-        in_flight = self.in_flight.get(send.id)
-        if in_flight is None:  # it ended while a plan's earlier commands were executed
-            return
+        in_flight = self.in_flight[send.id]
         in_flight.rank = send.rank
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])

@@ -91,9 +91,7 @@ class ThreadedPlanning:
         commands = controller.apply(replace(plan, based_on=snapshot.version), time.time())
         if not all(isinstance(command, Rerank) for command in commands):
             self._changed.set()  # the cluster is another one now, as in `Controller.decide`
-        for command in commands:
-            self._execute([command])
-            await asyncio.sleep(0)  # one plan may send many requests: let others be served in between
+        self._execute(commands)  # at once: what was applied must not be left half executed
 
 
 async def _in_thread(planner: Planner, cluster: Cluster) -> Plan:
