@@ -99,7 +99,7 @@ class Forecast:
 
     @property
     def mean(self) -> float:
-        return float(self.samples.mean())
+        return float(np.add.reduce(self.samples)) / self.samples.size  # `mean()` takes twice as long
 
     @property
     def std(self) -> float:
@@ -359,6 +359,7 @@ class Plan:
         reject: queued requests to refuse.
         based_on: `Cluster.version` of the snapshot that a thinking planner read; what no longer holds of the
             plan is dropped. None = the plan is for the cluster as it is.
+        final: asked again once this is carried out, the planner would have nothing to add.
     """
 
     send: Sequence[Send] = ()
@@ -367,6 +368,7 @@ class Plan:
     warm: Mapping[str, str] = field(default_factory=dict)
     reject: Sequence[str] = ()
     based_on: int | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,10 @@ class Controller:
         """Plan until nothing is left to do: one send can change what belongs inside another instance."""
         out: list[Command] = []
         while self._queued and self.cluster.instances:
-            commands = self.apply(self.planner.plan(self.cluster, now), now)
+            plan = self.planner.plan(self.cluster, now)
+            commands = self.apply(plan, now)
             out += commands
-            if all(isinstance(command, Rerank) for command in commands):
+            if plan.final or all(isinstance(command, Rerank) for command in commands):
                 break
         return out
 

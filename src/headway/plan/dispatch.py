@@ -8,13 +8,29 @@ the last moment (pull). A model that an instance shall serve and does not is swa
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from headway.compiled import compiled
 from headway.core.cluster import Cluster
 from headway.types import Ints, Plan, Send, Swap, Warm
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """Queued rows in one order, and instances inside which the first of them belong.
+
+    count: how many of the rows belong inside each instance. load: requests that are there. window: its
+    dispatch window.
+    """
+
+    names: Sequence[str]
+    rows: Sequence[int]
+    count: Ints
+    load: Ints
+    window: Ints
 
 
 def sends(queues: Mapping[str, Ints], cluster: Cluster, *, pull: bool = True) -> list[Send]:
@@ -22,33 +38,65 @@ def sends(queues: Mapping[str, Ints], cluster: Cluster, *, pull: bool = True) ->
 
     pull: requests stay in the queue until their instance has room; otherwise all are handed over.
     """
-    offers = {
-        name: _offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances
-    }
-    return [Send(str(cluster.backlog.keys[row]), name) for row, name in spread(offers, cluster)]
+    offers = [
+        _offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances
+    ]
+    return [Send(str(cluster.backlog.keys[row]), name) for row, name in spread(offers, queues)]
 
 
-def spread(offers: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[tuple[int, str]]:
-    """Yield each offered row once with the instance that gets it: the least loaded of those it is offered to.
+def spread(offers: Sequence[Offers], fleet: Iterable[str]) -> list[tuple[int, str]]:
+    """Return each offered row once, with the instance that gets it: the least loaded that it is offered to.
 
-    offers: queued rows that belong inside an instance, in its order. Load is relative to the dispatch window;
-    of equals the first in `offers`.
+    Load is relative to the dispatch window; of equally loaded instances the first of the fleet gets it.
     """
-    window = {name: cluster.instances[name].window for name, rows in offers.items() if rows}
-    load = {name: len(cluster.inside(name)) for name in window}
-    heap = [(load[name] / window[name], i, name, iter(offers[name])) for i, name in enumerate(window)]
-    heapq.heapify(heap)
-    taken: set[int] = set()
-    while heap:
-        _, i, name, left = heap[0]
-        row = next((row for row in left if row not in taken), None)
-        if row is None:
-            heapq.heappop(heap)
-            continue
-        taken.add(row)
-        load[name] += 1
-        heapq.heapreplace(heap, (load[name] / window[name], i, name, left))
-        yield row, name
+    if not offers:
+        return []
+    one, begin, same = _joined(offers, fleet)
+    places, instances = _spread(same, begin, begin + one.count, one.load.copy(), one.window)
+    return [(one.rows[at], one.names[i]) for at, i in zip(places.tolist(), instances.tolist(), strict=True)]
+
+
+def _joined(offers: Sequence[Offers], fleet: Iterable[str]) -> tuple[Offers, Ints, Ints]:
+    """Return all offers as one, instances by the fleet's order.
+
+    With it, where each instance's rows begin, and numbers of the rows that are equal for equal rows.
+    """
+    if len(offers) == 1:  # by far the most frequent: by the fleet's order already, and no row twice
+        return offers[0], np.zeros(len(offers[0].names), np.int64), np.arange(len(offers[0].rows))
+    names = [name for one in offers for name in one.names]
+    rows = [row for one in offers for row in one.rows]
+    place, sizes = {name: i for i, name in enumerate(fleet)}, np.array([len(one.rows) for one in offers])
+    order = np.argsort([place[name] for name in names])
+    begin = np.repeat(np.cumsum(sizes) - sizes, [len(one.names) for one in offers])[order]
+    count, load, window = (
+        np.concatenate([getattr(one, column) for one in offers])[order]
+        for column in ("count", "load", "window")
+    )
+    one = Offers([names[i] for i in order.tolist()], rows, count, load, window)
+    return one, begin, np.unique(rows, return_inverse=True)[1]
+
+
+@compiled
+def _spread(same: Ints, begin: Ints, end: Ints, load: Ints, window: Ints) -> tuple[Ints, Ints]:
+    """Return places of rows and the instances that get them, in this order; `begin` and `load` move.
+
+    begin, end: places of the rows offered to an instance. same: equal for equal rows.
+    """
+    taken = np.zeros(same.size, np.bool_)
+    places, instances, sent = np.empty(same.size, np.int64), np.empty(same.size, np.int64), 0
+    while True:
+        best, least = -1, np.inf
+        for i in range(begin.size):
+            while begin[i] < end[i] and taken[same[begin[i]]]:
+                begin[i] += 1
+            if begin[i] < end[i] and load[i] / window[i] < least:
+                best, least = i, load[i] / window[i]
+        if best < 0:
+            return places[:sent], instances[:sent]
+        places[sent], instances[sent] = begin[best], best
+        taken[same[begin[best]]] = True
+        load[best] += 1
+        sent += 1
 
 
 def swaps(plan: Plan, cluster: Cluster) -> list[Swap]:
@@ -81,13 +129,15 @@ def warms(plan: Plan, cluster: Cluster) -> list[Warm]:
     return wanted
 
 
-def _offers(cluster: Cluster, name: str, rows: Ints, pull: bool) -> list[int]:
+def _offers(cluster: Cluster, name: str, rows: Ints, pull: bool) -> Offers:
     """Return the rows of a virtual queue that belong inside its instance and are not there yet."""
     backlog, instance = cluster.backlog, cluster.instances[name]
-    if not pull:
-        return [int(row) for row in rows[~backlog.sent[rows]]]
-    head = rows[: instance.window]
-    blocks = np.ceil(backlog.tokens[head] / instance.block_size)
-    fits = np.cumsum(blocks) <= instance.blocks_total
-    fits[:1] = True  # alone it always may try: the engine itself refuses what can never fit
-    return [int(row) for row in head[fits & ~backlog.sent[head]]]
+    if pull:
+        rows = rows[: instance.window]
+        blocks = np.ceil(backlog.tokens[rows] / instance.block_size)
+        fits = np.cumsum(blocks) <= instance.blocks_total
+        fits[:1] = True  # alone it always may try: the engine itself refuses what can never fit
+        rows = rows[fits]
+    queued = rows[~backlog.sent[rows]].tolist()
+    load, window = np.array([len(cluster.inside(name))]), np.array([instance.window])
+    return Offers([name], queued, np.array([len(queued)]), load, window)

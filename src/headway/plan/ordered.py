@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.cluster import Cluster
-from headway.plan.dispatch import spread
+from headway.plan.dispatch import Offers, spread
 from headway.plan.sent import SentOrder
 from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
 from headway.ports import Planner
@@ -99,42 +99,29 @@ class Ordered(Planner):
         backlog = cluster.backlog
         for queue in self._queues.values():
             queue.settle(backlog, now)
-        offers: dict[str, list[int]] = {}
         changed = [peers for peers in self._peers if peers.has_changed()]
-        for peers in changed:
-            offers |= self._offers(peers, cluster, now)
-        if not offers:
-            self._put_back(set())
-            return Plan()
-        if len(self._peers) > 1:  # of equally loaded instances the first of the fleet is taken
-            offers = {name: offers[name] for name in cluster.instances if name in offers}
-        out = list(spread(offers, cluster))
+        offers = [offer for peers in changed if (offer := self._offers(peers, backlog, now))]
+        out = spread(offers, cluster.instances)
         self._put_back({row for row, _ in out})
-        return Plan([self._send(cluster, row, name) for row, name in out])
+        sending = [self._send(cluster, row, name) for row, name in out]
+        return Plan(sending, final=len(self._names) == 1)  # a send changes what belongs inside others only
 
     def _put_back(self, taken: set[int]) -> None:
         for queue in self._queues.values():
             queue.put_back(taken)
 
-    def _offers(self, peers: _Peers, cluster: Cluster, now: float) -> dict[str, list[int]]:
-        """Return the queued rows that belong inside each instance, in order."""
-        backlog, inside = cluster.backlog, peers.inside
-        rows: list[int] = []
-        among, blocks = inside.everything()
-        if self.pull and peers.head is not None:  # the common case: nothing belongs inside
-            tokens = float(backlog.tokens[peers.head[4]])
-            if not inside.belongs(peers.head, tokens, 0, among, blocks, self.displaces):
-                return {}
-            among, blocks = inside.everything()
-        offered = np.zeros(among.size, np.int64)
+    def _offers(self, peers: _Peers, backlog: Backlog, now: float) -> Offers | None:
+        """Return the queued rows that belong inside an instance of these; None when there are none."""
+        inside, rows = peers.inside, list[int]()
         for entry in peers.walk(backlog, now):
             tokens = float(backlog.tokens[entry[4]])
-            if self.pull and not inside.belongs(entry, tokens, len(rows), among, blocks, self.displaces):
+            if self.pull and not inside.belongs(entry, tokens, len(rows), self.displaces):
                 break
             rows.append(entry[4])
-            offered += among
-        some = np.flatnonzero(offered).tolist()
-        return {inside.names[i]: rows[: offered[i]] for i in some}
+        if not rows:
+            return None
+        count = inside.offered if self.pull else np.full(len(inside.names), len(rows))
+        return Offers(inside.names, rows, count, inside.load, inside.window)
 
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         entry = entry_of(self.kind, cluster.backlog, row)

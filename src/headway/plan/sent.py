@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from headway.compiled import compiled
 from headway.core.cluster import Cluster
 from headway.plan.waiting import Entry, entries_of
-from headway.types import Bools, Instance, Ints
+from headway.types import Instance, Ints
 
 Ranks = NDArray[np.void]
-_RANK = np.dtype([("level", int), ("key", float), ("arrival", float), ("serial", int), ("blocks", int)])
+# filled: the KV blocks of this request and of all before it.
+_RANK = np.dtype([("level", int), ("key", float), ("arrival", float), ("serial", int), ("filled", int)])
 
 
 class SentOrder:
@@ -26,17 +27,22 @@ class SentOrder:
 
     Attributes:
         names: of the instances.
+        window: their dispatch windows.
+        load: requests inside each.
+        offered: of the queued requests asked about (`belongs`), how many belong inside each instance.
         changed: something came or went since this was last set to False.
     """
 
     def __init__(self, kind: int, instances: Sequence[Instance], cluster: Cluster) -> None:
         self.names = [instance.id for instance in instances]
+        self.window: Ints = np.array([instance.window for instance in instances])
+        self.load: Ints = np.zeros(len(instances), np.int64)
+        self.offered: Ints = np.zeros(len(instances), np.int64)
         self.changed = True
+        self._blocks: Ints = np.zeros(len(instances), np.int64)  # of the queued requests asked about
         self._place = {name: i for i, name in enumerate(self.names)}
-        self._window: Ints = np.array([instance.window for instance in instances])
         self._total: Ints = np.array([instance.blocks_total for instance in instances])
         self._size: Ints = np.array([instance.block_size for instance in instances])
-        self._count: Ints = np.zeros(len(instances), np.int64)
         self._ranks: Ranks = np.zeros((len(instances), 64), _RANK)
         for name in self.names:
             rows = cluster.inside(name).rows
@@ -49,32 +55,25 @@ class SentOrder:
     def add(self, name: str, entry: Entry, tokens: float) -> None:
         """Add a request of `tokens` expected tokens, prompt and answer, to an instance."""
         i = self._place[name]
-        if self._count[i] == self._ranks.shape[1]:
+        if self.load[i] == self._ranks.shape[1]:
             self._ranks = np.concatenate([self._ranks, np.zeros_like(self._ranks)], axis=1)
-        _insert(self._ranks[i], self._count, i, entry[:4], int(np.ceil(tokens / self._size[i])))
+        _insert(self._ranks[i], self.load, i, entry[:4], int(np.ceil(tokens / self._size[i])))
         self.changed = True
 
     def remove(self, name: str, entry: Entry) -> None:
         """Remove a request from an instance; one that is not in it is ignored."""
         i = self._place[name]
-        self.changed |= _remove(self._ranks[i], self._count, i, entry[:4])
+        self.changed |= _remove(self._ranks[i], self.load, i, entry[:4])
 
-    def everything(self) -> tuple[Bools, Ints]:
-        """Return what `belongs` begins with: every instance, and no blocks of queued requests."""
-        return np.ones(len(self.names), np.bool_), np.zeros(len(self.names), np.int64)
+    def belongs(self, entry: Entry, tokens: float, before: int, displaces: bool) -> bool:
+        """Tell whether a queued request belongs inside an instance, and count it in `offered` of those.
 
-    def belongs(
-        self, entry: Entry, tokens: float, before: int, among: Bools, blocks: Ints, displaces: bool
-    ) -> bool:
-        """Narrow `among` to the instances inside which a queued request belongs; tell whether any is left.
-
-        before, blocks: how many queued requests go before it, and the KV blocks that they fill per instance,
-        to which those of this request are added. The first of a virtual queue always belongs inside: the
-        engine itself refuses what can never fit. displaces: it may go before what is inside.
+        before: how many queued requests, asked about just before this one, go before it; 0 begins anew. It
+        can only belong where all of them do. The first of a virtual queue always belongs inside: the engine
+        itself refuses what can never fit. displaces: it may go before what is inside.
         """
-        limits = (self._window, self._total, self._size)
-        left = _belongs(self._ranks, self._count, limits, entry[:4], tokens, before, among, blocks, displaces)
-        return bool(left)
+        limits, asked = (self.window, self._total, self._size), (self.offered, self._blocks)
+        return bool(_belongs(self._ranks, self.load, limits, entry[:4], tokens, before, asked, displaces))
 
 
 @compiled
@@ -96,8 +95,9 @@ def _insert(ranks: Ranks, count: Ints, i: int, rank: tuple[int, float, float, in
     at = _find(ranks, count[i], rank)
     for j in range(count[i], at, -1):
         ranks[j] = ranks[j - 1]
+        ranks[j]["filled"] += blocks
     ranks[at]["level"], ranks[at]["key"], ranks[at]["arrival"], ranks[at]["serial"] = rank
-    ranks[at]["blocks"] = blocks
+    ranks[at]["filled"] = blocks + (ranks[at - 1]["filled"] if at > 0 else 0)
     count[i] += 1
 
 
@@ -106,8 +106,10 @@ def _remove(ranks: Ranks, count: Ints, i: int, rank: tuple[int, float, float, in
     at = _find(ranks, count[i], rank)
     if at == count[i] or ranks[at]["serial"] != rank[3]:
         return False
+    blocks = ranks[at]["filled"] - (ranks[at - 1]["filled"] if at > 0 else 0)
     for j in range(at, count[i] - 1):
         ranks[j] = ranks[j + 1]
+        ranks[j]["filled"] -= blocks
     count[i] -= 1
     return True
 
@@ -115,22 +117,22 @@ def _remove(ranks: Ranks, count: Ints, i: int, rank: tuple[int, float, float, in
 @compiled
 def _belongs(
     ranks: Ranks, count: Ints, limits: tuple[Ints, Ints, Ints], rank: tuple[int, float, float, int],
-    tokens: float, before: int, among: Bools, blocks: Ints, displaces: bool,
+    tokens: float, before: int, asked: tuple[Ints, Ints], displaces: bool,
 ) -> int:  # fmt: skip
     window, total, size = limits
-    left = 0
-    for i in range(among.size):
-        if not among[i]:
+    offered, blocks = asked
+    if before == 0:
+        offered[:] = 0
+        blocks[:] = 0
+    instances = 0
+    for i in range(offered.size):
+        if offered[i] < before:
             continue
         ahead = _find(ranks[i], count[i], rank) if displaces else count[i]
-        need = int(np.ceil(tokens / size[i]))
-        fits = ahead + before < window[i]
-        if fits and ahead + before > 0:
-            held = blocks[i] + need
-            for j in range(ahead):
-                held += ranks[i, j]["blocks"]
-            fits = held <= total[i]
-        among[i] = fits or ahead + before == 0
-        blocks[i] += need
-        left += among[i]
-    return left
+        blocks[i] += int(np.ceil(tokens / size[i]))
+        filled = ranks[i, ahead - 1]["filled"] if ahead > 0 else 0
+        fits = ahead + before < window[i] and filled + blocks[i] <= total[i]
+        if fits or ahead + before == 0:
+            offered[i] = before + 1
+            instances += 1
+    return instances

@@ -96,10 +96,9 @@ def _waits(backlog: Backlog, entry: Entry) -> bool:
 
 def entry_of(kind: int, backlog: Backlog, row: int) -> Entry:
     """Return the entry of a queued row. What is late is found out when it comes to the head."""
-    arrival, serial = float(backlog.arrival[row]), int(backlog.serial[row])
-    due = float(backlog.due[row])
-    level = BEST_EFFORT if kind == ATTAINABLE and np.isinf(due) else ON_TIME
-    return level, first_key(kind, arrival, int(backlog.priority[row]), due), arrival, serial, row
+    arrival, serial, due = backlog.arrival.item(row), backlog.serial.item(row), backlog.due.item(row)
+    level = BEST_EFFORT if kind == ATTAINABLE and due == np.inf else ON_TIME
+    return level, first_key(kind, arrival, backlog.priority.item(row), due), arrival, serial, row
 
 
 def entries_of(kind: int, backlog: Backlog, rows: Ints) -> Iterator[Entry]:

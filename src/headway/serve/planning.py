@@ -89,7 +89,7 @@ class ThreadedPlanning:
         snapshot = controller.snapshot()
         plan = await _in_thread(controller.planner, snapshot)
         commands = controller.apply(replace(plan, based_on=snapshot.version), time.time())
-        if not all(isinstance(command, Rerank) for command in commands):
+        if not plan.final and not all(isinstance(command, Rerank) for command in commands):
             self._changed.set()  # the cluster is another one now, as in `Controller.decide`
         self._execute(commands)  # at once: what was applied must not be left half executed
 

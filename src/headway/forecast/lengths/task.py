@@ -5,11 +5,9 @@ Until a task has answers, the forecast is a stated prior.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
-from headway.types import Forecast, Request
+from headway.types import Floats, Forecast, Request
 
 
 class TaskLengths:
@@ -20,7 +18,8 @@ class TaskLengths:
 
     def __init__(self, window: int = 256, prior: int = 256) -> None:
         self.window, self.prior = window, prior
-        self._seen: dict[str, deque[int]] = {}
+        self._seen: dict[str, Floats] = {}  # by task: a ring of the last answers
+        self._count: dict[str, int] = {}  # answers so far
         self._sorted: dict[str, Forecast] = {}
 
     @property
@@ -42,11 +41,13 @@ class TaskLengths:
 
     def add(self, task: str, output_tokens: int) -> None:
         """Add the length of one of a task's answers, at least 1 token."""
-        self._seen.setdefault(task, deque(maxlen=self.window)).append(output_tokens)
+        seen, count = self._seen.setdefault(task, np.zeros(self.window)), self._count.get(task, 0)
+        seen[count % self.window] = output_tokens
+        self._count[task] = count + 1
         self._sorted.pop(task, None)
 
     def _forecast_of(self, task: str) -> Forecast:
         if task not in self._sorted:
-            seen = self._seen.get(task) or (self.prior,)
-            self._sorted[task] = Forecast(np.sort(np.fromiter(seen, float, len(seen))))
+            seen = self._seen.get(task, np.array([self.prior], float))
+            self._sorted[task] = Forecast(np.sort(seen[: self._count.get(task, 1)]))
         return self._sorted[task]
