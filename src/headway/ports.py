@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from headway.core.engine_spec import KvUse
-from headway.types import Batch, Event, Forecast, Jobs, Plan, Request, Step
+from headway.events import Event
+from headway.types import Batch, Forecast, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
     from headway.core.cluster import Cluster
@@ -72,7 +73,7 @@ class Packer(Protocol):
         """What it has done so far, for reports."""
         return {}
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step: ...
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step: ...
 
 
 class Lengths(Protocol):

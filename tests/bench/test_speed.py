@@ -31,7 +31,7 @@ def test_a_decision_is_compared_with_vllms_own() -> None:
 
 
 def test_the_crowd_is_as_large_as_stated() -> None:
-    jobs, ledger = speed.crowd(0)
+    jobs, kv_budget = speed.crowd(0)
     assert len(jobs) == speed.RUNNING + speed.WAITING
     assert jobs.running.sum() == speed.RUNNING
-    assert ledger.free + jobs.blocks.sum() == ledger.total
+    assert kv_budget.free + jobs.blocks.sum() == kv_budget.total

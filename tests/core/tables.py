@@ -1,4 +1,4 @@
-"""Random engines at a moment: a `Jobs` table with its ledger, consistent block by block (Hypothesis)."""
+"""Random engines at a moment: a `Jobs` table with its kv_budget, consistent block by block (Hypothesis)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Moment:
 
     jobs: Jobs
     ranked: Ints
-    ledger: KvBudget
+    kv_budget: KvBudget
     max_running: int
     budget: int
 
     def __repr__(self) -> str:
         columns = ("prompt", "computed", "output_tokens", "blocks", "running", "held")
         rows = [tuple(int(getattr(self.jobs, c)[row]) for c in columns) for row in self.jobs.rows()]
-        limits = f"max_running={self.max_running} budget={self.budget} {self.ledger}"
+        limits = f"max_running={self.max_running} budget={self.budget} {self.kv_budget}"
         return f"Moment({columns}={rows} ranked={self.ranked.tolist()} {limits})"
 
 

@@ -71,7 +71,7 @@ synchronous = "normal"
 
 [predictor]
 embedding = "none"
-share = 0.9
+quantile = 0.9
 window = 512
 history = "lengths.npz"
 

@@ -21,11 +21,12 @@ import pytest
 from headway.core.controller import Controller
 from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
+from headway.events import Arrived, Event, Finished, InstanceUp, Started
 from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.plan.ordered import Ordered
 from headway.recipes.registry import RECIPES
-from headway.types import Arrived, Event, Finished, Instance, InstanceUp, Request, Send, Slo, Started
+from headway.types import Instance, Request, Send, Slo
 from tests.helpers.stepping import MAX_MODEL_LEN, Iteration, Stepper, Task
 
 GOLDEN = Path(__file__).parent / "golden"

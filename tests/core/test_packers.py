@@ -38,8 +38,8 @@ class Table:
         return self
 
     def pack(self, packer: Packer, free: int = 10_000, slots: int = 64) -> Packed:
-        ledger = KvBudget(free + int(self.jobs.blocks.sum()), free, 16, slots)
-        return Packed(self.jobs, packer.pack(self.jobs, ledger, NOW))
+        kv_budget = KvBudget(free + int(self.jobs.blocks.sum()), free, 16, slots)
+        return Packed(self.jobs, packer.pack(self.jobs, kv_budget, NOW))
 
 
 class Packed:

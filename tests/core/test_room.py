@@ -21,7 +21,7 @@ EXAMPLES = settings(max_examples=300)
 
 
 def arranged(moment: Moment) -> Step:
-    return allocate(moment.jobs, moment.ranked, moment.ledger, moment.max_running, moment.budget)
+    return allocate(moment.jobs, moment.ranked, moment.kv_budget, moment.max_running, moment.budget)
 
 
 def granted(step: Step) -> Ints:
@@ -45,7 +45,7 @@ def behind(moment: Moment, row: int) -> list[int]:
 def after(moment: Moment, step: Step) -> Ints:
     """Blocks that each row of the step's order holds once its tokens are computed."""
     jobs = moment.jobs
-    return moment.ledger.blocks_for(jobs.computed[step.order] + granted(step))
+    return moment.kv_budget.blocks_for(jobs.computed[step.order] + granted(step))
 
 
 @EXAMPLES
@@ -88,7 +88,7 @@ def test_tokens_stay_within_the_budget_and_within_what_is_missing(moment: Moment
 def test_what_runs_fits_into_free_and_evicted_blocks(moment: Moment) -> None:
     step, jobs = arranged(moment), moment.jobs
     grows = np.maximum(after(moment, step) - jobs.blocks[step.order], 0)
-    assert grows.sum() <= moment.ledger.free + jobs.blocks[step.evict].sum()
+    assert grows.sum() <= moment.kv_budget.free + jobs.blocks[step.evict].sum()
 
 
 @EXAMPLES
@@ -96,7 +96,7 @@ def test_what_runs_fits_into_free_and_evicted_blocks(moment: Moment) -> None:
 def test_an_admitted_row_has_blocks_for_its_whole_prompt(moment: Moment) -> None:
     step, jobs = arranged(moment), moment.jobs
     tokens = granted(step)
-    free = moment.ledger.free + int(jobs.blocks[step.evict].sum())
+    free = moment.kv_budget.free + int(jobs.blocks[step.evict].sum())
     for row, n in zip(step.order.tolist(), tokens.tolist(), strict=True):
         whole = -(-int(jobs.prompt[row] + jobs.output_tokens[row]) // SIZE)
         assert jobs.running[row] or whole <= free
@@ -108,7 +108,7 @@ def test_an_admitted_row_has_blocks_for_its_whole_prompt(moment: Moment) -> None
 def test_slots_suffice_for_running_paused_held_and_admitted(moment: Moment) -> None:
     step, jobs = arranged(moment), moment.jobs
     admitted = int(np.count_nonzero(~jobs.running[step.order]))
-    assert int(jobs.running.sum()) - step.evict.size + admitted <= moment.ledger.slots
+    assert int(jobs.running.sum()) - step.evict.size + admitted <= moment.kv_budget.slots
 
 
 @EXAMPLES
@@ -145,9 +145,9 @@ def test_an_evicted_row_could_not_have_been_kept_by_evicting_less_urgent_ones(mo
         extra = 0 if jobs.running[row] else 1
         step_end = jobs.computed[row] + (min(missing(jobs, np.array([row]))[0], moment.budget))
         needs = max(blocks[row], -(-int(whole if extra else step_end) // SIZE)) + extra
-        blocks[row] = min(needs, moment.ledger.total)
-    room = moment.ledger.free + int(jobs.blocks[moment.ranked].sum())
-    slots = moment.ledger.slots - int((jobs.running & jobs.held).sum())
+        blocks[row] = min(needs, moment.kv_budget.total)
+    room = moment.kv_budget.free + int(jobs.blocks[moment.ranked].sum())
+    slots = moment.kv_budget.slots - int((jobs.running & jobs.held).sum())
     for row in moment.ranked.tolist():
         if row in gone:
             assert blocks[row] > room or slots < 1
@@ -159,12 +159,14 @@ def test_an_evicted_row_could_not_have_been_kept_by_evicting_less_urgent_ones(mo
 @given(moments())
 def test_something_runs_if_any_row_fits_in_free_memory(moment: Moment) -> None:
     """Held rows may have taken so much that no row fits; any row that fits the rest runs."""
-    step, jobs, ledger = arranged(moment), moment.jobs, moment.ledger
+    step, jobs, kv_budget = arranged(moment), moment.jobs, moment.kv_budget
     want = np.minimum(missing(jobs, moment.ranked), moment.budget)
-    grows = ledger.blocks_for(jobs.computed[moment.ranked] + want) - jobs.blocks[moment.ranked]
-    whole = ledger.blocks_for(jobs.prompt[moment.ranked] + jobs.output_tokens[moment.ranked] + 1) + 1
-    seats = ledger.slots - int(jobs.running.sum())
-    could = np.where(jobs.running[moment.ranked], grows <= ledger.free, (whole <= ledger.free) & (seats > 0))
+    grows = kv_budget.blocks_for(jobs.computed[moment.ranked] + want) - jobs.blocks[moment.ranked]
+    whole = kv_budget.blocks_for(jobs.prompt[moment.ranked] + jobs.output_tokens[moment.ranked] + 1) + 1
+    seats = kv_budget.slots - int(jobs.running.sum())
+    could = np.where(
+        jobs.running[moment.ranked], grows <= kv_budget.free, (whole <= kv_budget.free) & (seats > 0)
+    )
     assert granted(step).sum() > 0 or not could.any()
 
 
@@ -175,7 +177,7 @@ def test_a_decode_pauses_only_for_lack_of_slots_tokens_or_memory(moment: Moment)
     step, jobs = arranged(moment), moment.jobs
     tokens = granted(step)
     for row in displaced(moment, step):
-        grows = moment.ledger.blocks_for(np.array([jobs.computed[row] + 1]))[0] > jobs.blocks[row]
+        grows = moment.kv_budget.blocks_for(np.array([jobs.computed[row] + 1]))[0] > jobs.blocks[row]
         decode = missing(jobs, np.array([row]))[0] == 1
         full = step.order.size == moment.max_running or tokens.sum() == moment.budget
         assert row in step.evict or not decode or grows or full
@@ -215,7 +217,7 @@ PACKERS: dict[str, Callable[[Moment], Packer]] = {
 @settings(max_examples=150)
 @given(moment=moments())
 def test_packers_leave_held_rows_alone(name: str, moment: Moment) -> None:
-    step = PACKERS[name](moment).pack(moment.jobs, moment.ledger, 50.0)
+    step = PACKERS[name](moment).pack(moment.jobs, moment.kv_budget, 50.0)
     assert not moment.jobs.held[step.order].any()
     assert not moment.jobs.held[step.evict].any()
     assert len({*step.order.tolist()}) == step.order.size

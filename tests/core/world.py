@@ -9,25 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway.core.controller import Controller
-from headway.forecast.lengths.task import TaskLengths
-from headway.recipes.registry import find
-from headway.types import (
+from headway.events import (
     Arrived,
-    Command,
     Event,
     Failed,
     Finished,
-    Instance,
     InstanceDown,
     InstanceUp,
-    Reject,
-    Request,
     Returned,
-    Send,
-    Slo,
     Started,
     Tick,
 )
+from headway.forecast.lengths.task import TaskLengths
+from headway.recipes.registry import find
+from headway.types import Command, Instance, Reject, Request, Send, Slo
 from tests.core.tables import Bits
 
 MODELS = ("m0", "m1")

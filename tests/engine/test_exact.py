@@ -38,9 +38,9 @@ class Chaos(Packer):
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         rng, rows = self.rng, self.rng.permutation(jobs.rows())
-        step = allocate(jobs, rows, ledger, int(rng.integers(1, 9)), int(rng.integers(16, 256)))
+        step = allocate(jobs, rows, kv_budget, int(rng.integers(1, 9)), int(rng.integers(16, 256)))
         running = step.order[jobs.running[step.order]]
         struck = running[rng.random(running.size) < 0.04]
         keep, saved = ~np.isin(step.order, struck), rng.random(struck.size) < 0.5

@@ -111,7 +111,7 @@ def test_a_crowd_of_prompts_that_finds_no_blocks_stops_nobody(seed: int) -> None
 
 
 def test_a_standstill_is_a_difference_and_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packer.Bros, "pack", lambda self, jobs, ledger, now: Step(NOBODY, NOBODY))
+    monkeypatch.setattr(packer.Bros, "pack", lambda self, jobs, kv_budget, now: Step(NOBODY, NOBODY))
     tally = compare(draw(np.random.default_rng(3)), "bros", POOL)
     assert tally.difference is not None
     assert "nothing runs" in tally.difference

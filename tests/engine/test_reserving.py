@@ -101,7 +101,7 @@ def test_the_pool_is_never_used_unseen() -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
         run = Drive(Options(reserve=0.1), 80)
-        reserve = run.packer.limits(run.engine.ledger).reserve
+        reserve = run.packer.limits(run.engine.kv_budget).reserve
         for i in range(30):
             output = int(rng.integers(1, 80))
             run.engine.add(f"r{i}", int(rng.integers(1, 60)), output, arrival=0.0)

@@ -72,7 +72,7 @@ class Chaos:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         rng, rows = self.rng, self.rng.permutation(jobs.rows())
         order = rows[: int(rng.integers(1, 9))]
         tokens = rng.integers(1, 200, order.size)
@@ -149,7 +149,7 @@ def test_without_the_window_tokens_would_be_wrong(
 class Everybody:
     """All run, as they came."""
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         rows = jobs.rows()
         order = rows[np.argsort(jobs.serial[rows])]
         return Step(order, np.full(order.size, 320), rows[:0], rows[:0])

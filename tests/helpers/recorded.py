@@ -39,7 +39,7 @@ class HostPoolEngine(Packer):
     budget: int
     steps: int = 0
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         self.steps += 1
         rows = jobs.rows()
         ranked = rows[np.lexsort((jobs.serial[rows],))]
@@ -47,7 +47,7 @@ class HostPoolEngine(Packer):
         if self.steps % 7 == 0 and running.size > 1:
             saved = running[-1:]
             return Step(running[:-1], save=saved, max_running=self.max_running, token_budget=self.budget)
-        return allocate(jobs, ranked, ledger, self.max_running, self.budget)
+        return allocate(jobs, ranked, kv_budget, self.max_running, self.budget)
 
 
 SWAPPING = Recipe(

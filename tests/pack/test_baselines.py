@@ -119,9 +119,9 @@ def test_the_queue_is_the_engines_own(name: str, monkeypatch: pytest.MonkeyPatch
     recipe = find(name)
     real = type(packer(name, Limits())).pack
 
-    def pack(self: Packer, jobs, ledger, now):  # type: ignore[no-untyped-def]
+    def pack(self: Packer, jobs, kv_budget, now):  # type: ignore[no-untyped-def]
         seen.append(len(jobs))
-        return real(self, jobs, ledger, now)
+        return real(self, jobs, kv_budget, now)
 
     monkeypatch.setattr(type(packer(name, Limits())), "pack", pack)
     outcome, again = (Simulation(recipe, [node], crowd(60)).run() for _ in range(2))
@@ -136,9 +136,9 @@ def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatc
     recipe = find("vllm")
     real = type(recipe.packer(EngineSpec(8, 512))).pack
 
-    def pack(self: Packer, jobs, ledger, now):  # type: ignore[no-untyped-def]
+    def pack(self: Packer, jobs, kv_budget, now):  # type: ignore[no-untyped-def]
         seen.append(len(jobs))
-        return real(self, jobs, ledger, now)
+        return real(self, jobs, kv_budget, now)
 
     monkeypatch.setattr("headway.pack.ranked.Fcfs.pack", pack)
     Simulation(recipe, [node], crowd(60), fast=False).run()

@@ -115,8 +115,8 @@ def test_orca_never_reserves_more_than_there_is_and_never_preempts(asks: list[As
     for seen in run.go(asks):
         jobs = run.engine.jobs
         rows = jobs.rows()[jobs.running[jobs.rows()]]
-        ledger = KvBudget(limits.blocks, run.engine.free, SIZE, limits.slots)
-        assert int(run.packer.reserved(jobs, rows, ledger).sum()) <= limits.blocks
+        kv_budget = KvBudget(limits.blocks, run.engine.free, SIZE, limits.slots)
+        assert int(run.packer.reserved(jobs, rows, kv_budget).sum()) <= limits.blocks
         assert not seen.evicted
         assert seen.copied == 0
         assert not seen.paused

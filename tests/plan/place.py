@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.controller import Controller
+from headway.events import Arrived, Finished, InstanceUp
 from headway.ports import Planner
-from headway.types import Arrived, Command, Finished, Forecast, Instance, InstanceUp, Reject, Request, Send
+from headway.types import Command, Forecast, Instance, Reject, Request, Send
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,10 @@ import pytest
 
 from headway.core.cluster import Cluster
 from headway.core.ranks import ARRIVAL
+from headway.events import InstanceDown, InstanceUp, Returned, Swapped, Tick, Warmed
 from headway.plan.ordered import Ordered
 from headway.ports import Planner
-from headway.types import (
-    Instance,
-    InstanceDown,
-    InstanceUp,
-    Loadable,
-    Plan,
-    Reject,
-    Returned,
-    Send,
-    Swap,
-    Swapped,
-    Tick,
-    Warm,
-    Warmed,
-)
+from headway.types import Instance, Loadable, Plan, Reject, Send, Swap, Warm
 from tests.plan.place import Place, ask, instance
 
 

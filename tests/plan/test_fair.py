@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.events import Failed
 from headway.plan.baselines.vtc import VirtualTokenCounter
-from headway.types import Failed, Request
+from headway.types import Request
 from tests.plan.place import Place, ask, instance
 
 

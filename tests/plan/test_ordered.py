@@ -10,25 +10,20 @@ from hypothesis import strategies as st
 from headway.core.cluster import RowSet
 from headway.core.controller import Controller
 from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.ordered import Ordered
-from headway.types import (
+from headway.events import (
     Arrived,
-    Command,
     Event,
     Failed,
     Finished,
-    Instance,
     InstanceDown,
     InstanceUp,
-    Loadable,
-    Request,
     Returned,
-    Send,
-    Slo,
     Swapped,
     Tick,
 )
+from headway.forecast.lengths.task import TaskLengths
+from headway.plan.ordered import Ordered
+from headway.types import Command, Instance, Loadable, Request, Send, Slo
 from tests.core.tables import Bits
 from tests.plan.reference import Reference
 

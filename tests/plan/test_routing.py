@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.events import InstanceDown, InstanceUp, Returned
 from headway.plan.baselines.load_balancing import least_loaded, round_robin
 from headway.plan.request_column import RequestColumn
-from headway.types import Backlog, InstanceDown, InstanceUp, Returned, Send
+from headway.types import Backlog, Send
 from tests.plan.place import Place, ask, instance
 
 EXAMPLES = settings(max_examples=100)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
+from headway.events import Arrived, Finished, Swapped, Tick
 from headway.plan.baselines.shepherd import Shepherd, assign
-from headway.types import Arrived, Finished, Instance, Loadable, Slo, Swap, Swapped, Tick
+from headway.types import Instance, Loadable, Slo, Swap
 from tests.plan.place import Place, ask, instance
 
 RATES = st.floats(0.0, 20.0)

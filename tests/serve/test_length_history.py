@@ -119,7 +119,7 @@ def test_a_gateway_that_starts_again_knows_what_the_last_one_learned(
     serve: Serve, fake: Fake, tmp_path: Path
 ) -> None:
     file = tmp_path / "kept.npz"
-    settings = Predictor(embedding="none", share=0.8, history=str(file))
+    settings = Predictor(embedding="none", quantile=0.8, history=str(file))
     with serve(recipe=RECIPE, predictor=settings) as gateway:
         for i in range(40):
             chat(gateway, SHORT + "!" * (i % 3), 4 + i % 3)

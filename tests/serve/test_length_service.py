@@ -26,7 +26,7 @@ from tests.serve.gateway import Fake, Gateway, until
 
 PADDED = replace(find("slack"), name="padded", lengths="padded")
 RECIPE = "tests.serve.test_length_service:PADDED"
-PLAINLY = Predictor(embedding="none", share=0.8)
+PLAINLY = Predictor(embedding="none", quantile=0.8)
 SHORT, LONG = "Yes or no?", "Tell the whole story of the sea, of ships and of those who sailed them. " * 4
 
 

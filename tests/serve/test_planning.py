@@ -13,22 +13,12 @@ import pytest
 from headway.bench.live.planning_overhead import ByArrival
 from headway.core.cluster import Cluster
 from headway.core.controller import Controller
+from headway.events import Arrived, Event, Failed, InstanceDown, InstanceUp
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.default import DEFAULT
 from headway.serve import tasks
 from headway.serve.planning import ThreadedPlanning
-from headway.types import (
-    Arrived,
-    Command,
-    Event,
-    Failed,
-    Instance,
-    InstanceDown,
-    InstanceUp,
-    Plan,
-    Request,
-    Send,
-)
+from headway.types import Command, Instance, Plan, Request, Send
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
 from tests.serve.test_background import begin, finished

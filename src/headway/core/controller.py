@@ -10,29 +10,21 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headway.core.cluster import Cluster
-from headway.plan.dispatch import swaps, warms
-from headway.ports import Lengths, Planner
-from headway.types import (
-    OBJECTIVES,
+from headway.events import (
     Arrived,
-    Command,
     Event,
     Failed,
     Finished,
-    Instance,
     InstanceDown,
     InstanceUp,
-    Plan,
-    Reject,
-    Request,
-    Rerank,
     Returned,
-    Send,
     Started,
-    Swap,
     Swapped,
     Warmed,
 )
+from headway.plan.dispatch import swaps, warms
+from headway.ports import Lengths, Planner
+from headway.types import OBJECTIVES, Command, Instance, Plan, Reject, Request, Rerank, Send, Swap
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from headway.types import Ints, Jobs, Step
 
 
 def allocate(
-    jobs: Jobs, ranked: Ints, ledger: KvBudget, max_running: int, budget: int, chunk: int | None = None
+    jobs: Jobs, ranked: Ints, kv_budget: KvBudget, max_running: int, budget: int, chunk: int | None = None
 ) -> Step:
     """Return the step in which the rows of `ranked` (most urgent first) get what there is.
 
@@ -26,7 +26,7 @@ def allocate(
     most = budget if chunk is None else chunk
     ranked = np.ascontiguousarray(ranked)
     others = int(np.count_nonzero(jobs.running & jobs.live) - np.count_nonzero(jobs.running[ranked]))
-    step = kernels.allocate(jobs.data, ranked, others, ledger, max_running, budget, most)
+    step = kernels.allocate(jobs.data, ranked, others, kv_budget, max_running, budget, most)
     return Step(step.order, step.caps, step.evict, max_running=max_running, token_budget=budget)
 
 

@@ -139,13 +139,13 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
 
 @compiled
 def allocate(
-    jobs: Rows, ranked: Ints, others: int, ledger: KvBudget, max_running: int, budget: int, chunk: int
+    jobs: Rows, ranked: Ints, others: int, kv_budget: KvBudget, max_running: int, budget: int, chunk: int
 ) -> CompiledStep:
     """Return the step of `allocation.allocate`; others: rows that hold a slot and are not in the ranking."""
-    free_slots = ledger.slots - others
+    free_slots = kv_budget.slots - others
     batch_limit = max(min(max_running, free_slots), 0)
     while True:
-        runs, stays = _share(jobs, ranked, ledger, free_slots, batch_limit, min(budget, chunk))
+        runs, stays = _share(jobs, ranked, kv_budget, free_slots, batch_limit, min(budget, chunk))
         order = ranked[runs]
         tokens = grant(jobs, order, budget, chunk)
         unfunded = -1
@@ -160,7 +160,7 @@ def allocate(
 
 @compiled
 def _share(
-    jobs: Rows, ranked: Ints, ledger: KvBudget, free_slots: int, batch_limit: int, most: int
+    jobs: Rows, ranked: Ints, kv_budget: KvBudget, free_slots: int, batch_limit: int, most: int
 ) -> tuple[Bools, Bools]:
     """Return masks of the rows that run and of those that pause, most urgent first.
 
@@ -169,10 +169,10 @@ def _share(
     it takes all tokens, and no less urgent row is admitted.
     """
     n = ranked.size
-    needs, blocks, taken, holders = np.empty(n, np.int64), ledger.free, 0, min(batch_limit, n)
+    needs, blocks, taken, holders = np.empty(n, np.int64), kv_budget.free, 0, min(batch_limit, n)
     for i in range(n):
         row = ranked[i]
-        needs[i] = _needs(jobs, row, ledger, most)
+        needs[i] = _needs(jobs, row, kv_budget, most)
         if jobs["running"][row]:
             blocks += jobs["blocks"][row]
         holders += i >= batch_limit and jobs["running"][row]
@@ -184,12 +184,12 @@ def _share(
 
 
 @compiled
-def _needs(jobs: Rows, row: int, ledger: KvBudget, most: int) -> int:
+def _needs(jobs: Rows, row: int, kv_budget: KvBudget, most: int) -> int:
     """Return the blocks a row holds after a step of at most `most` of its tokens, or needs to come in."""
     want, computed = missing_of(jobs, row), jobs["computed"][row]
     if jobs["running"][row]:
-        return int(max(jobs["blocks"][row], -(-(computed + min(want, most)) // ledger.size)))
-    return int(min(-(-(computed + want + 1) // ledger.size) + 1, ledger.total))
+        return int(max(jobs["blocks"][row], -(-(computed + min(want, most)) // kv_budget.size)))
+    return int(min(-(-(computed + want + 1) // kv_budget.size) + 1, kv_budget.total))
 
 
 @compiled
@@ -251,17 +251,17 @@ def _without(jobs: Rows, ranked: Ints, unfunded: int) -> Ints:
 
 @compiled
 def pack(
-    params: PackerParams, jobs: Rows, rows: Ints, ledger: KvBudget, now: float, theta: Floats
+    params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats
 ) -> CompiledStep:
     """Return the step of one of the four packers; rows: all of the engine's, in any order."""
     held = jobs["held"][rows]
     others = int(np.count_nonzero(jobs["running"][rows] & held))
     rows = rows[~held]
     if params.kind == SLACK:
-        return _slack(params, jobs, rows, others, ledger, now, theta)
+        return _slack(params, jobs, rows, others, kv_budget, now, theta)
     ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
     if params.kind != FCFS:
-        return allocate(jobs, ranked, others, ledger, params.max_running, params.budget, params.budget)
+        return allocate(jobs, ranked, others, kv_budget, params.max_running, params.budget, params.budget)
     running = np.count_nonzero(jobs["running"][ranked])
     inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
     order = np.concatenate((inside, waiting))
@@ -287,7 +287,7 @@ def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
 
 @compiled
 def _slack(
-    params: PackerParams, jobs: Rows, rows: Ints, others: int, ledger: KvBudget, now: float, theta: Floats
+    params: PackerParams, jobs: Rows, rows: Ints, others: int, kv_budget: KvBudget, now: float, theta: Floats
 ) -> CompiledStep:
     """Return the step of `slack.Slack`."""
     token = seconds_of(theta, params.max_running, params.max_running * 512.0, 0.0, 0.0)
@@ -299,12 +299,12 @@ def _slack(
         keys[1, i] = level_of(keys[3, i], jobs["output_tokens"][rows[i]] == 0)
     order = ordered(keys, serial)
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
-    step = allocate(jobs, rows[order], others, ledger, params.max_running, params.budget, chunk)
+    step = allocate(jobs, rows[order], others, kv_budget, params.max_running, params.budget, chunk)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
         order = ordered(keys, serial)
-        step = allocate(jobs, rows[order], others, ledger, params.max_running, params.budget, chunk)
+        step = allocate(jobs, rows[order], others, kv_budget, params.max_running, params.budget, chunk)
     return step
 
 

@@ -47,9 +47,9 @@ class Fcfs(Packer):
         """What compiled loops take for this packer."""
         return PackerParams(kernels.FCFS, self.max_running, 0, 0, 0.0)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return running rows and enough waiting ones to fill the batch, all in order of arrival."""
-        step = kernels.pack(self.params, jobs.data, jobs.rows(), ledger, now, _NO_PACE)
+        step = kernels.pack(self.params, jobs.data, jobs.rows(), kv_budget, now, _NO_PACE)
         return Step(step.order, max_running=self.max_running)
 
 
@@ -63,7 +63,7 @@ class StockPriority(Packer):
 
     max_running: int
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return running rows, then enough waiting ones to fill the batch, both by priority and arrival."""
         rows = free_to_run(jobs)
         columns = np.array([jobs.urgency[rows], jobs.priority[rows], jobs.arrival[rows]], float)
@@ -87,9 +87,9 @@ class Ranked(Packer):
         kind = _KINDS.get(self.rank)
         return None if kind is None else PackerParams(kind, self.max_running, self.budget, 0, 0.0)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that gives slots, blocks and tokens in rank order."""
         rows = free_to_run(jobs)
         columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
         order = kernels.ordered(np.array(columns, float), jobs.serial[rows])
-        return allocate(jobs, rows[order], ledger, self.max_running, self.budget)
+        return allocate(jobs, rows[order], kv_budget, self.max_running, self.budget)

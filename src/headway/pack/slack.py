@@ -39,11 +39,11 @@ class Slack(Packer):
         """What compiled loops take for this packer."""
         return PackerParams(kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step: on time by least slack, then the late, then best effort by arrival.
 
         Slack alone pauses but never evicts: a waiting row has ever less of it, so two equals would take each
         other's KV in turn and recompute their prompts forever. Among equals what holds KV goes on.
         """
-        step = kernels.pack(self.params, jobs.data, jobs.rows(), ledger, now, self.latency.theta)
+        step = kernels.pack(self.params, jobs.data, jobs.rows(), kv_budget, now, self.latency.theta)
         return Step(step.order, step.caps, step.evict, max_running=self.max_running, token_budget=self.budget)

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.events import Arrived, Event, Failed, Finished, Returned
 from headway.plan.dispatch import Offers, spread
 from headway.plan.sent import SentOrder
 from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
 from headway.ports import Planner
-from headway.types import Arrived, Backlog, Event, Failed, Finished, Instance, Plan, Returned, Send
+from headway.types import Backlog, Instance, Plan, Send
 
 Key = Callable[[Backlog, int], float]
 

@@ -111,6 +111,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _generation(app, state)
     _background(app, state)
     _status(app, state)
+    _operations(app, state)
 
 
 def _errors(app: FastAPI) -> None:
@@ -232,8 +233,7 @@ def _response(id: str, status: str, arrival: float, reason: str | None = None) -
 
 
 def _status(app: FastAPI, state: AppState) -> None:
-    gateway = state.gateway
-    engines = gateway.dispatcher.engines
+    engines = state.gateway.dispatcher.engines
 
     @app.get("/v1/models", responses=_error_docs(401))
     async def models(request: Request) -> Response:
@@ -258,6 +258,10 @@ def _status(app: FastAPI, state: AppState) -> None:
         all_up = up >= set(state.models)
         described = {id: _engine(engine) for id, engine in engines.items()}
         return JSONResponse({"ready": all_up, "engines": described}, 200 if all_up else 503)
+
+
+def _operations(app: FastAPI, state: AppState) -> None:
+    gateway, engines = state.gateway, state.gateway.dispatcher.engines
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -14,11 +14,12 @@ from contextlib import asynccontextmanager
 from headway.core.controller import Controller
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, RequestError
+from headway.events import Arrived, Event, Returned, Tick
 from headway.serve import tasks
 from headway.serve.metrics import Metrics
 from headway.serve.planning import planning_for
 from headway.serve.requests import InFlightRequest
-from headway.types import Arrived, Command, Event, Reject, Rerank, Returned, Send, Swap, Tick, Warm
+from headway.types import Command, Reject, Rerank, Send, Swap, Warm
 
 Listener = Callable[[Event], None]
 _TICK = 1.0  # seconds between ticks for planners that wait for time to pass

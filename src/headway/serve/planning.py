@@ -20,8 +20,9 @@ from typing import Protocol
 
 from headway.core.cluster import Cluster
 from headway.core.controller import Controller
+from headway.events import Event
 from headway.ports import Planner
-from headway.types import Command, Event, Plan, Rerank
+from headway.types import Command, Plan, Rerank
 
 log = logging.getLogger("headway.serve")
 Execute = Callable[[list[Command]], None]

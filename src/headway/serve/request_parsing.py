@@ -177,14 +177,22 @@ def interpret(
         raise RequestError(
             "A background request cannot stream.", "Leave out stream, and poll GET /v1/responses/{id}."
         )
-    options = body.stream_options or {}
-    wants_usage = bool(options.get("include_usage"))
-    upstream = {key: value for key, value in raw.items() if key not in _OURS}
-    upstream["priority"] = request.priority
-    if stream:
-        # Headway counts tokens by the usage event; a client that did not ask must not get it per chunk.
-        upstream["stream_options"] = {**(options if wants_usage else {}), "include_usage": True}
+    wants_usage = bool((body.stream_options or {}).get("include_usage"))
+    upstream = _upstream(raw, body, request.priority, wants_usage)
     return ParsedRequest(request, kind, upstream, stream, background, wants_usage)
+
+
+def _upstream(
+    raw: dict[str, Any], body: ChatBody | CompletionBody, priority: int, wants_usage: bool
+) -> dict[str, Any]:
+    """Return the body for the engine, without what is Headway's own."""
+    upstream = {key: value for key, value in raw.items() if key not in _OURS}
+    upstream["priority"] = priority
+    if body.stream:
+        # Headway counts tokens by the usage event; a client that did not ask must not get it per chunk.
+        options = (body.stream_options or {}) if wants_usage else {}
+        upstream["stream_options"] = {**options, "include_usage": True}
+    return upstream
 
 
 def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, Tier]:

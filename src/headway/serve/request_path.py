@@ -12,12 +12,13 @@ from headway.broker.port import Broker
 from headway.config import Server
 from headway.engines.vllm.process.client import EngineGone, VllmEngine
 from headway.engines.vllm.request_metadata import write_metadata
+from headway.events import Failed, Finished, Started
 from headway.serve.dispatcher import Dispatcher, refusal
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
 from headway.serve.request_parsing import PATHS, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest
-from headway.types import Failed, Finished, Request, Started
+from headway.types import Request
 
 
 class RequestPath:

@@ -143,8 +143,8 @@ def _begin(run: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     progress = run.progress[0]
     rows = run.rows[: progress["rows"]]
-    ledger = KvBudget(run.planner.blocks, run.usage["free_blocks"], run.limits.size, run.limits.slots)
-    step = pack(run.packer, run.jobs, rows, ledger, now, run.theta)
+    kv_budget = KvBudget(run.planner.blocks, run.usage["free_blocks"], run.limits.size, run.limits.slots)
+    step = pack(run.packer, run.jobs, rows, kv_budget, now, run.theta)
     engine.evict(run.jobs, run.usage, step.evict)
     paused = run.usage["held_slots"] - np.count_nonzero(run.jobs["running"][step.order])
     budget = run.packer.budget if run.packer.budget else run.limits.budget

@@ -14,29 +14,24 @@ from functools import partial
 from headway.core.controller import Controller
 from headway.engines.simulated.engine import Ran
 from headway.errors import ConfigError, HeadwayError
-from headway.sim.event_queue import Callback, EventQueue
-from headway.sim.instance import Preempted, SimulatedInstance, Submission
-from headway.sim.observer import Observer
-from headway.sim.outcome import Failure, Outcome
-from headway.sim.workload.traffic import Workload
-from headway.types import (
+from headway.events import (
     Arrived,
-    Command,
     Event,
     Failed,
     Finished,
     InstanceDown,
     InstanceUp,
-    Reject,
-    Rerank,
     Returned,
-    Send,
-    Swap,
     Swapped,
     Tick,
-    Warm,
     Warmed,
 )
+from headway.sim.event_queue import Callback, EventQueue
+from headway.sim.instance import Preempted, SimulatedInstance, Submission
+from headway.sim.observer import Observer
+from headway.sim.outcome import Failure, Outcome
+from headway.sim.workload.traffic import Workload
+from headway.types import Command, Reject, Rerank, Send, Swap, Warm
 
 CHUNK = 2048  # arrivals between two reports of progress
 _PATIENCE = 3600  # ticks without any event after which the queued requests are given up

@@ -85,7 +85,7 @@ class SimulatedEngine:
         return int(self.usage["free_blocks"])
 
     @property
-    def ledger(self) -> KvBudget:
+    def kv_budget(self) -> KvBudget:
         """The KV budget that the packer reads."""
         return KvBudget(self.blocks, self.free, self.size, self.limits.slots)
 
@@ -123,7 +123,7 @@ class SimulatedEngine:
     def schedule(self, now: float) -> Ran:
         """Decide on one iteration that begins now, and account its KV."""
         jobs, limits = self.jobs, self.limits
-        step = self.packer.pack(jobs, self.ledger, now)
+        step = self.packer.pack(jobs, self.kv_budget, now)
         kernels.evict(jobs.data, self.usage, step.evict)
         copied = kernels.save(jobs.data, self.usage, step.save)
         if step.lend is not None:

@@ -75,8 +75,8 @@ class _Bounded(Packer):
     def __init__(self, packer: Packer, engine: HostPoolEngine) -> None:
         self.packer, self.engine = packer, engine
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
-        step = self.packer.pack(jobs, ledger, now)
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
+        step = self.packer.pack(jobs, kv_budget, now)
         fits = self.engine.fitting(step.save)
         if fits == step.save.size:
             return step
@@ -112,7 +112,7 @@ class TwoEndedEngine(HostPoolEngine):
         return int(self.kv.state[0]["num_empty"])
 
     @property
-    def ledger(self) -> TwoEndedBudget:
+    def kv_budget(self) -> TwoEndedBudget:
         rows = np.arange(self.target.size)
         moves = checkpoint.blocks_to_restore(self.kv, rows)
         return TwoEndedBudget(self.blocks, self.free, self.size, self.limits.slots, moves)
@@ -134,7 +134,7 @@ class TwoEndedEngine(HostPoolEngine):
     def schedule(self, now: float) -> Ran:
         """Decide on one iteration and account its KV: real-time rows first, then best-effort rows."""
         jobs, kv, dropped = self.jobs, self.kv, int(self.kv.state[0]["dropped_tokens"])
-        step = self.packer.pack(jobs, self.ledger, now)
+        step = self.packer.pack(jobs, self.kv_budget, now)
         rows, tokens, lost, admitted = account(jobs, kv, self.usage, self.limits, step)
         self.dropped = int(kv.state[0]["dropped_tokens"]) - dropped
         evicted, copied = np.concatenate([step.evict, lost]), int(kv.state[0]["copied_tokens"])

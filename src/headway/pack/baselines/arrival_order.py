@@ -23,10 +23,10 @@ def in_prompt(jobs: Jobs, rows: Ints) -> Bools:
     return np.asarray((jobs.output_tokens[rows] == 0) | (missing(jobs, rows) > 1), np.bool_)
 
 
-def free_slots(jobs: Jobs, ledger: KvBudget, running: Ints, max_running: int) -> int:
+def free_slots(jobs: Jobs, kv_budget: KvBudget, running: Ints, max_running: int) -> int:
     """Return how many rows may be admitted beside `running`; rows that control holds keep their slots."""
     holders = int(np.count_nonzero(jobs.running & jobs.live))
-    return max(min(max_running - running.size, ledger.slots - holders), 0)
+    return max(min(max_running - running.size, kv_budget.slots - holders), 0)
 
 
 def fitting(needs: Ints, room: int) -> int:

@@ -30,9 +30,9 @@ class Chunked(Packer):
     max_running: int
     budget: int
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that fills the budget."""
         running, waiting = by_arrival(jobs)
         begun = in_prompt(jobs, running)
         ranked = np.concatenate([running[~begun], running[begun], waiting[: self.max_running]])
-        return allocate(jobs, ranked, ledger, self.max_running, self.budget)
+        return allocate(jobs, ranked, kv_budget, self.max_running, self.budget)

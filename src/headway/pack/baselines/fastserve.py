@@ -72,7 +72,7 @@ class FastServe(Packer):
         """Requests scheduled last are swapped to the host."""
         return KvUse(saves=True)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that serves the lowest levels first."""
         rows = jobs.rows()
         self.ladder.cover(len(jobs.keys))
@@ -81,9 +81,9 @@ class FastServe(Packer):
         self._promote(rows, now)
         rows = rows[~jobs.held[rows]]
         ranked = rows[np.lexsort((self.ladder.place[rows], self.ladder.level[rows], jobs.urgency[rows]))]
-        step = allocate(jobs, ranked, ledger, self.max_running, self.budget)
+        step = allocate(jobs, ranked, kv_budget, self.max_running, self.budget)
         self._charge(jobs, step, now)
-        out = np.concatenate([step.evict, self._surplus(jobs, ledger, ranked, step)])
+        out = np.concatenate([step.evict, self._surplus(jobs, kv_budget, ranked, step)])
         return Step(step.order, step.tokens, save=out, max_running=self.max_running, token_budget=self.budget)
 
     def quantum(self, level: Ints) -> Floats:
@@ -127,12 +127,14 @@ class FastServe(Packer):
         self.ladder.used[ran] += self.latency.seconds(batch_of(jobs, ran, tokens[tokens > 0]))
         self.ladder.since[ran] = now
 
-    def _surplus(self, jobs: Jobs, ledger: KvBudget, ranked: Ints, step: Step) -> Ints:
+    def _surplus(self, jobs: Jobs, kv_budget: KvBudget, ranked: Ints, step: Step) -> Ints:
         """Return the paused rows to swap out so that `spare` stays free for arrivals."""
         tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
-        grown = np.maximum(ledger.blocks_for(jobs.computed[step.order] + tokens), jobs.blocks[step.order])
+        grown = np.maximum(kv_budget.blocks_for(jobs.computed[step.order] + tokens), jobs.blocks[step.order])
         growth = int((grown - jobs.blocks[step.order]).sum())
-        lacking = int(self.spare * ledger.total) - ledger.free - int(jobs.blocks[step.evict].sum()) + growth
+        lacking = (
+            int(self.spare * kv_budget.total) - kv_budget.free - int(jobs.blocks[step.evict].sum()) + growth
+        )
         idle = ranked[jobs.running[ranked]][::-1]
         idle = idle[~np.isin(idle, np.concatenate([step.order, step.evict]))]
         before = np.cumsum(jobs.blocks[idle]) - jobs.blocks[idle]

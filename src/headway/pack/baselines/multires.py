@@ -37,27 +37,27 @@ class MultiRes(Packer):
         """Preempted requests are swapped to the host."""
         return KvUse(saves=True)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the running, the swapped, and the new requests that fill the batch best."""
         running, waiting = by_arrival(jobs)
         swapped = jobs.saved[waiting] > 0
         old = np.concatenate([running, waiting[swapped]])
-        new = self._nearest(jobs, ledger, old, waiting[~swapped])
-        step = allocate(jobs, np.concatenate([old, new]), ledger, self.max_running, self.budget)
+        new = self._nearest(jobs, kv_budget, old, waiting[~swapped])
+        step = allocate(jobs, np.concatenate([old, new]), kv_budget, self.max_running, self.budget)
         return Step(step.order, step.tokens, save=step.evict, max_running=self.max_running,
                     token_budget=self.budget)  # fmt: skip
 
-    def _nearest(self, jobs: Jobs, ledger: KvBudget, old: Ints, waiting: Ints) -> Ints:
+    def _nearest(self, jobs: Jobs, kv_budget: KvBudget, old: Ints, waiting: Ints) -> Ints:
         """Return the waiting rows to admit beside `old`, in the order of choice."""
-        whole = np.array([self.budget, ledger.total], float)
+        whole = np.array([self.budget, kv_budget.total], float)
         inside = np.union1d(old, np.flatnonzero(jobs.running & jobs.live))
-        free = whole - self._demand(jobs, ledger, inside).sum(0)
+        free = whole - self._demand(jobs, kv_budget, inside).sum(0)
         if not old.size:
             free = whole
-        demand, chosen = self._demand(jobs, ledger, waiting), np.zeros(waiting.size, np.bool_)
+        demand, chosen = self._demand(jobs, kv_budget, waiting), np.zeros(waiting.size, np.bool_)
         order: list[int] = []
         urgency = jobs.urgency[waiting]
-        for _ in range(free_slots(jobs, ledger, old, self.max_running)):
+        for _ in range(free_slots(jobs, kv_budget, old, self.max_running)):
             fits = ~chosen & (demand <= free).all(1)
             if not fits.any():
                 break
@@ -68,11 +68,11 @@ class MultiRes(Packer):
             order.append(pick)
         return waiting[np.array(order, np.int64)]
 
-    def _demand(self, jobs: Jobs, ledger: KvBudget, rows: Ints) -> Floats:
+    def _demand(self, jobs: Jobs, kv_budget: KvBudget, rows: Ints) -> Floats:
         """Return (rows, 2): tokens in this iteration, and blocks for the prompt with the whole answer."""
         tokens = np.minimum(missing(jobs, rows), self.budget)
         length = np.ceil(jobs.prompt[rows] + jobs.output_tokens[rows] + jobs.tokens_left[rows]).astype(
             np.int64
         )
-        blocks = np.clip(ledger.blocks_for(length), jobs.blocks[rows], ledger.total)
+        blocks = np.clip(kv_budget.blocks_for(length), jobs.blocks[rows], kv_budget.total)
         return np.stack([tokens, blocks], 1).astype(float)

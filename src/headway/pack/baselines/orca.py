@@ -33,15 +33,15 @@ class Orca(Packer):
     longest: int = 2048
     max_answer: int | None = None
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the running requests and those that can be admitted."""
         running, waiting = by_arrival(jobs)
         running = running[: self.max_running]
         inside = np.flatnonzero(jobs.running & jobs.live)
-        admitted = waiting[: free_slots(jobs, ledger, running, self.max_running)]
-        room = ledger.total - int(self.reserved(jobs, inside, ledger).sum())
+        admitted = waiting[: free_slots(jobs, kv_budget, running, self.max_running)]
+        room = kv_budget.total - int(self.reserved(jobs, inside, kv_budget).sum())
         spare = self.budget - int(missing(jobs, running).sum())
-        count = fitting(self.reserved(jobs, admitted, ledger), room)
+        count = fitting(self.reserved(jobs, admitted, kv_budget), room)
         want = missing(jobs, admitted[:count])
         whole = fitting(want, spare)
         if count and not whole and spare > 0 and want[0] > self.budget - self.max_running:
@@ -50,7 +50,7 @@ class Orca(Packer):
         tokens = grant(jobs, order, self.budget)
         return Step(order, tokens, max_running=self.max_running, token_budget=self.budget)
 
-    def reserved(self, jobs: Jobs, rows: Ints, ledger: KvBudget) -> Ints:
+    def reserved(self, jobs: Jobs, rows: Ints, kv_budget: KvBudget) -> Ints:
         """Return the blocks reserved for each row, never more than there are.
 
         A sequence that is longer than it should be has reserved what it has.
@@ -59,4 +59,4 @@ class Orca(Packer):
         most = np.full_like(prompt, self.longest)
         if self.max_answer is not None:
             most = np.minimum(prompt + self.max_answer, most)
-        return np.minimum(ledger.blocks_for(np.maximum(most, least)), ledger.total)
+        return np.minimum(kv_budget.blocks_for(np.maximum(most, least)), kv_budget.total)

@@ -24,12 +24,12 @@ class RoundRobin(Packer):
     max_running: int
     budget: int
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that gives slots to both queues in turn."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         rows = rows[np.lexsort((jobs.serial[rows], jobs.urgency[rows]))]
-        return allocate(jobs, rows[_turns(jobs, rows)], ledger, self.max_running, self.budget)
+        return allocate(jobs, rows[_turns(jobs, rows)], kv_budget, self.max_running, self.budget)
 
 
 def _turns(jobs: Jobs, rows: Ints) -> Ints:

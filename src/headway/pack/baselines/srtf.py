@@ -33,14 +33,14 @@ class Srtf(Packer):
     latency: OnlineLatency
     preempts: bool = True
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that gives slots, blocks and tokens to the shortest."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         seconds = self.remaining(jobs, rows)
         waits = ~jobs.running[rows] if not self.preempts else np.zeros(rows.size, np.bool_)
         order = rows[np.lexsort((jobs.serial[rows], seconds, jobs.urgency[rows], waits))]
-        return allocate(jobs, order, ledger, self.max_running, self.budget)
+        return allocate(jobs, order, kv_budget, self.max_running, self.budget)
 
     def remaining(self, jobs: Jobs, rows: Ints) -> Floats:
         """Return the seconds each row still needs: prompt (or all it lost) and an iteration per token."""

@@ -40,44 +40,44 @@ class VllmV0(Packer):
         """Preempted requests are swapped to the host."""
         return KvUse(saves=self.swap)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return a step of prompts only, or of answers only."""
         running, waiting = by_arrival(jobs)
         running = running[: self.max_running]
         swapped = waiting[jobs.saved[waiting] > 0]
         if not swapped.size:
-            order, tokens = self._prompts(jobs, ledger, running, waiting)
+            order, tokens = self._prompts(jobs, kv_budget, running, waiting)
             if order.size:
                 return self._step(order, tokens)
-        return self._answers(jobs, ledger, running, swapped)
+        return self._answers(jobs, kv_budget, running, swapped)
 
-    def _prompts(self, jobs: Jobs, ledger: KvBudget, running: Ints, waiting: Ints) -> tuple[Ints, Ints]:
+    def _prompts(self, jobs: Jobs, kv_budget: KvBudget, running: Ints, waiting: Ints) -> tuple[Ints, Ints]:
         """Return the prompts for this iteration and their tokens; empty when none can be computed."""
         begun = running[in_prompt(jobs, running)]
         rest = missing(jobs, begun)
-        pledged = int((ledger.blocks_for(jobs.computed[begun] + rest) - jobs.blocks[begun]).sum())
-        room = ledger.free - pledged - self._watermark(ledger)
-        admitted = waiting[: free_slots(jobs, ledger, running, self.max_running)]
+        pledged = int((kv_budget.blocks_for(jobs.computed[begun] + rest) - jobs.blocks[begun]).sum())
+        room = kv_budget.free - pledged - self._watermark(kv_budget)
+        admitted = waiting[: free_slots(jobs, kv_budget, running, self.max_running)]
         want = missing(jobs, admitted)
-        needs = ledger.blocks_for(want)
+        needs = kv_budget.blocks_for(want)
         spare = self.budget - int(rest.sum())
         count = min(fitting(needs, room), fitting(want, spare))
         if not count and admitted.size and not begun.size:
-            alone = not running.size and needs[0] <= ledger.free
+            alone = not running.size and needs[0] <= kv_budget.free
             count = int((needs[0] <= room and want[0] > self.budget) or alone)
         order, tokens = np.concatenate([begun, admitted[:count]]), np.concatenate([rest, want[:count]])
         return order, np.clip(self.budget - (np.cumsum(tokens) - tokens), 0, tokens)
 
-    def _answers(self, jobs: Jobs, ledger: KvBudget, running: Ints, swapped: Ints) -> Step:
+    def _answers(self, jobs: Jobs, kv_budget: KvBudget, running: Ints, swapped: Ints) -> Step:
         """Return the step in which every running row makes a token, as far as blocks go."""
-        needs = ledger.blocks_for(jobs.computed[running] + 1) - jobs.blocks[running]
-        keep = self._keep(needs, jobs.blocks[running], ledger.free)
+        needs = kv_budget.blocks_for(jobs.computed[running] + 1) - jobs.blocks[running]
+        keep = self._keep(needs, jobs.blocks[running], kv_budget.free)
         if keep < running.size:
             stay, go = running[:keep], running[keep:][::-1]
             ones = np.ones(keep, np.int64)
             return self._step(stay, ones, save=go) if self.swap else self._step(stay, ones, evict=go)
-        back = swapped[: free_slots(jobs, ledger, running, self.max_running)]
-        back = back[: self._back(jobs, ledger, back, ledger.free - int(needs.sum()), not running.size)]
+        back = swapped[: free_slots(jobs, kv_budget, running, self.max_running)]
+        back = back[: self._back(jobs, kv_budget, back, kv_budget.free - int(needs.sum()), not running.size)]
         order = np.concatenate([running, back])
         return self._step(order, np.ones(order.size, np.int64))
 
@@ -93,16 +93,16 @@ class VllmV0(Packer):
         enough = free + given - (np.cumsum(needs) - needs) >= 1
         return max(int(np.flatnonzero(enough)[-1]) + 1 if enough.any() else 0, min(count, 1))
 
-    def _back(self, jobs: Jobs, ledger: KvBudget, swapped: Ints, free: int, alone: bool) -> int:
+    def _back(self, jobs: Jobs, kv_budget: KvBudget, swapped: Ints, free: int, alone: bool) -> int:
         """Return how many of the swapped may come back into `free` blocks."""
-        grown = ledger.blocks_for(jobs.saved[swapped] + 1)
-        asked = ledger.blocks_for(jobs.saved[swapped]) + 1
-        fits = free - (np.cumsum(grown) - grown) - asked >= self._watermark(ledger)
+        grown = kv_budget.blocks_for(jobs.saved[swapped] + 1)
+        asked = kv_budget.blocks_for(jobs.saved[swapped]) + 1
+        fits = free - (np.cumsum(grown) - grown) - asked >= self._watermark(kv_budget)
         count = int(fits.argmin()) if not fits.all() else fits.size
         return count or int(alone and grown.size > 0 and grown[0] <= free)
 
-    def _watermark(self, ledger: KvBudget) -> int:
-        return int(self.watermark * ledger.total)
+    def _watermark(self, kv_budget: KvBudget) -> int:
+        return int(self.watermark * kv_budget.total)
 
     def _step(self, order: Ints, tokens: Ints, evict: Ints = _NONE, save: Ints = _NONE) -> Step:
         return Step(order, tokens, evict, save, self.max_running, self.budget)

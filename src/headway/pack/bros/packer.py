@@ -104,11 +104,11 @@ class Bros(Packer):
         shared = self.two_ended and self.spec.two_ended
         return KvUse(shared or bool(self.spec.host_tokens), two_ended=shared, overlaps_copies=True)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
-        limits, moves = self._limits(ledger)
+        limits, moves = self._limits(kv_budget)
         step = algorithm_1(limits, jobs.data, rows, moves, now, self.spec.latency.theta)
         taken = int(step.room["chosen"][0])
         order, save = step.rows[:taken], step.save[: int(step.room["saved"][0])]
@@ -121,13 +121,13 @@ class Bros(Packer):
             order, tokens, evict, save, max_running=limits.batch_limit, token_budget=self.spec.token_budget
         )
 
-    def _limits(self, ledger: KvBudget) -> tuple[StepLimits, Ints]:
+    def _limits(self, kv_budget: KvBudget) -> tuple[StepLimits, Ints]:
         spec, use = self.spec, self.kv
-        moves = ledger.moves if isinstance(ledger, TwoEndedBudget) else _NONE
+        moves = kv_budget.moves if isinstance(kv_budget, TwoEndedBudget) else _NONE
         copy = spec.copy_seconds if use.saves else 0.0
         batch_limit = min(self.batch_size.size, spec.max_running)
         limits = StepLimits(
-            batch_limit, spec.token_budget, ledger.total, ledger.free, ledger.size, ledger.slots, copy,
-            use.two_ended, self.replaces, self.spare, self.watermark, self.lost_last, self.crowded,
+            batch_limit, spec.token_budget, kv_budget.total, kv_budget.free, kv_budget.size, kv_budget.slots,
+            copy, use.two_ended, self.replaces, self.spare, self.watermark, self.lost_last, self.crowded,
         )  # fmt: skip
         return limits, moves

@@ -45,7 +45,7 @@ def decide(
     status: Rows,
     progress: Rows,
     rows: Ints,
-    ledger: KvBudget,
+    kv_budget: KvBudget,
     now: float,
     theta: Floats,
 ) -> StepBuffer:
@@ -54,28 +54,28 @@ def decide(
     Rows are visited by arrival: decisions must not depend on row numbers, which differ between engines.
     """
     seen = look(jobs, status, by_arrival(jobs, rows), params.longest, progress[0]["groups"])
-    buffer = _begin_buffer(jobs, status, seen, rows.size, ledger)
+    buffer = _begin_buffer(jobs, status, seen, rows.size, kv_budget)
     n = buffer.counts[0]
-    goes = go_on(params, jobs, status, progress, seen, ledger.size, theta, buffer)
-    if _is_due(params, progress, seen, buffer, ledger.total):
+    goes = go_on(params, jobs, status, progress, seen, kv_budget.size, theta, buffer)
+    if _is_due(params, progress, seen, buffer, kv_budget.total):
         progress[0]["full"] += 1
-        _schedule(params, jobs, status, progress, seen, goes, ledger.size, now, buffer)
+        _schedule(params, jobs, status, progress, seen, goes, kv_budget.size, now, buffer)
     else:
         progress[0]["kept"] += 1
     put_active(params, jobs, status, seen.active, goes, buffer)
-    _prompts(params, jobs, status, progress, seen, ledger.size, now, buffer)
+    _prompts(params, jobs, status, progress, seen, kv_budget.size, now, buffer)
     if n["order"] == 0 and seen.queued.size + seen.prompts.size + seen.waiting.size + seen.active.size:
-        _rescue(params, jobs, status, progress, seen, ledger.size, theta, buffer)
+        _rescue(params, jobs, status, progress, seen, kv_budget.size, theta, buffer)
     return buffer
 
 
 @compiled
-def _begin_buffer(jobs: Rows, status: Rows, seen: RowView, size: int, ledger: KvBudget) -> StepBuffer:
+def _begin_buffer(jobs: Rows, status: Rows, seen: RowView, size: int, kv_budget: KvBudget) -> StepBuffer:
     """Return an empty buffer with what is free now; size: rows of the engine, which no list exceeds."""
     lists, counts = np.zeros((9, size), np.int64), np.zeros(1, COUNTS)
     n = counts[0]
     running = seen.active.size + seen.queued.size + seen.prompts.size + seen.others
-    n["free"], n["free_slots"], n["generating"] = ledger.free, ledger.slots - running, seen.active.size
+    n["free"], n["free_slots"], n["generating"] = kv_budget.free, kv_budget.slots - running, seen.active.size
     for row in seen.queued:
         n["pool"] += jobs["blocks"][row]
     for row in seen.prompts:
@@ -233,6 +233,22 @@ def _prompts(
             hold = status["goal"][row] if status["state"][row] == ACTIVE else 0
             put(buffer, row, tokens, hold)
             n["prompt_tokens"] -= tokens
+    _new_prompts(params, jobs, status, progress, seen, size, now, buffer)
+
+
+@compiled
+def _new_prompts(
+    params: EcoServeParams,
+    jobs: Rows,
+    status: Rows,
+    progress: Rows,
+    seen: RowView,
+    size: int,
+    now: float,
+    buffer: StepBuffer,
+) -> None:
+    """Admit waiting prompts that find KV, while forward size and slots are left."""
+    n = buffer.counts[0]
     room = max(allocatable(n["free"], params.reserve, n["pool"]), params.reserve - n["pool"])
     if seen.waiting.size == 0 or n["prompt_tokens"] <= 0 or room <= 0 or n["free_slots"] <= 0:
         return

@@ -97,13 +97,13 @@ class EcoServe(Packer):
         """It reserves whole answers, and saves where the engine can copy."""
         return KvUse(saves=math.isfinite(self.spec.copy_seconds), reserves=True)
 
-    def pack(self, jobs: Jobs, ledger: KvBudget, now: float) -> Step:
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; the engine must keep `Step.reserve` and `Step.lend`."""
         if self.status.size < jobs.data.size:
             more = np.zeros(jobs.data.size - self.status.size, ROW_STATUS)
             self.status = np.concatenate([self.status, more])
         state, theta = (self.status, self.progress), self.spec.latency.theta
-        made = decide(self.limits(ledger), jobs.data, *state, jobs.rows(), ledger, now, theta)
+        made = decide(self.limits(kv_budget), jobs.data, *state, jobs.rows(), kv_budget, now, theta)
         runs, loans, saves, evicts = made.counts[["order", "loans", "saves", "evicts"]][0].tolist()
         lend = Loans(made.borrower[:loans], made.lender[:loans], made.start[:loans], made.span[:loans])
         return Step(
@@ -111,15 +111,15 @@ class EcoServe(Packer):
             self.spec.max_running, self.spec.token_budget, made.hold[:runs], lend if loans else None,
         )  # fmt: skip
 
-    def limits(self, ledger: KvBudget) -> EcoServeParams:
+    def limits(self, kv_budget: KvBudget) -> EcoServeParams:
         """Return the options as compiled loops take them."""
         o, spec = self.options, self.spec
-        idle = max(int(o.idle * ledger.total), 1)
+        idle = max(int(o.idle * kv_budget.total), 1)
         return EcoServeParams(
             min(o.tfs, spec.token_budget), min(spec.max_running, spec.token_budget),
-            pool_blocks(ledger.total, o.reserve), o.buffer, ledger.size,
+            pool_blocks(kv_budget.total, o.reserve), o.buffer, kv_budget.size,
             o.extra, idle, o.synced, o.ordered, o.lends, spec.copy_seconds,
-            min(spec.max_model_len, ledger.total * ledger.size),
+            min(spec.max_model_len, kv_budget.total * kv_budget.size),
         )  # fmt: skip
 
     @property

@@ -44,21 +44,14 @@ def lend_tails(
     )
     if not _is_short(params, jobs, status, rows, size, buffer):
         return
-    lefts = np.empty(rows.size, np.int64)
-    for i in range(rows.size):
-        lefts[i] = left_of(jobs, status, rows[i])
-    order = ordered(-lefts.astype(np.float64).reshape(1, -1), np.arange(rows.size))
-    rows, lefts = rows[order], lefts[order]
+    rows, lefts = _longest_first(jobs, status, rows)
     taken = np.zeros(rows.size, np.bool_)
     spent = params.tfs - n["generating"] - seen.queued.size  # tokens that prompts of borrowers may take
     for lender in seen.active:
         if status["state"][lender] != ACTIVE:
             continue
-        front, least, stop = (
-            filled_tokens(jobs, lender),
-            lendable_start(jobs, lender),
-            lendable_end(jobs, lender),
-        )
+        front, least = filled_tokens(jobs, lender), lendable_start(jobs, lender)
+        stop = lendable_end(jobs, lender)
         while stop > least:
             slot = tail_of(front, stop, least, size)
             i = _borrower(params, jobs, status, rows, lefts, taken, slot, spent, size, buffer)
@@ -71,6 +64,16 @@ def lend_tails(
             taken[i] = True
             progress[0]["lent"] += 1
             spent -= 0 if jobs["running"][rows[i]] else tokens
+
+
+@compiled
+def _longest_first(jobs: Rows, status: Rows, rows: Ints) -> tuple[Ints, Ints]:
+    """Return the rows by the tokens that they have left, most first, and these tokens."""
+    lefts = np.empty(rows.size, np.int64)
+    for i in range(rows.size):
+        lefts[i] = left_of(jobs, status, rows[i])
+    order = ordered(-lefts.astype(np.float64).reshape(1, -1), np.arange(rows.size))
+    return rows[order], lefts[order]
 
 
 @compiled

@@ -12,10 +12,11 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.core.ranks import ARRIVAL
+from headway.events import Arrived, Event
 from headway.plan.ordered import Ordered
 from headway.plan.request_column import RequestColumn
 from headway.ports import Planner
-from headway.types import Arrived, Backlog, Event, Ints, Plan, Stage
+from headway.types import Backlog, Ints, Plan, Stage
 
 
 class Parrot(Planner):

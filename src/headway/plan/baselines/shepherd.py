@@ -23,10 +23,11 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.errors import ConfigError
+from headway.events import Arrived, Event
 from headway.plan.dispatch import sends
 from headway.plan.virtual_queue import inside, virtual_queue
 from headway.ports import Planner
-from headway.types import Arrived, Batch, Event, Instance, Ints, Plan
+from headway.types import Batch, Instance, Ints, Plan
 
 _MOST = 200_000  # assignments that are still enumerated
 

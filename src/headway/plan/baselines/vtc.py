@@ -14,10 +14,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.events import Arrived, Event, Failed, Finished
 from headway.plan.dispatch import sends
 from headway.plan.virtual_queue import virtual_queue
 from headway.ports import Planner
-from headway.types import Arrived, Backlog, Event, Failed, Finished, Floats, Ints, Plan
+from headway.types import Backlog, Floats, Ints, Plan
 
 
 class VirtualTokenCounter(Planner):

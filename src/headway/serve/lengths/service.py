@@ -98,16 +98,16 @@ class TaskService:
 class PredictorService:
     """Forecasts of the length predictor, padded.
 
-    settings: a quantile to plan with (`share`), or None = the cheapest is found; window of answers.
+    settings: a quantile to plan with, or None = the cheapest is found; window of answers.
     embed: turns a prompt into an embedding; None = forecasts do without.
     """
 
     def __init__(self, settings: config.Predictor, metrics: Metrics, embed: Embed | None = None) -> None:
         self.predictor = Predictor(settings.window)
-        self._quantile, self._tuner = settings.share, PaddingTuner()
+        self._quantile, self._tuner = settings.quantile, PaddingTuner()
         self.lengths: Lengths = (
-            Padded(self.predictor, settings.share)
-            if settings.share
+            Padded(self.predictor, settings.quantile)
+            if settings.quantile
             else Adaptive(self.predictor, self._tuner)
         )
         self._metrics = LengthMetrics(metrics.registry)
@@ -215,7 +215,7 @@ class LengthMetrics:
             "headway_forecast_answers", "Answers against their padded length.", ["was"], registry=r
         )
         self.quantile = Gauge(
-            "headway_forecast_share", "Quantile of a forecast that is planned with.", registry=r
+            "headway_forecast_quantile", "Quantile of a forecast that is planned with.", registry=r
         )
         self.known = Gauge("headway_forecast_history", "Answers that the length model knows.", registry=r)
         self.seconds = Histogram(

@@ -21,7 +21,8 @@ from headway.config import Engine
 from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
 from headway.engines.vllm.request_metadata import finite
 from headway.errors import EngineError
-from headway.types import Event, Instance, InstanceDown, InstanceUp
+from headway.events import Event, InstanceDown, InstanceUp
+from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
 _POLL = 0.25  # seconds between checks of a child

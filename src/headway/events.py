@@ -1,0 +1,74 @@
+"""Events: everything that happened, as the core is told and as reports read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.types import Instance, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first token is out."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    id: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The engine gave up a request that can run again: it died before the first byte, or a swap took its KV.
+
+    output_tokens: tokens of its answer that are out already and will not be generated again.
+    """
+
+    id: str
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUp:
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceDown:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """A `Swap` has ended: this is what the instance serves from now on."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A `Warm` has ended: `instance.warm` says whose weights its host memory holds now."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed and nothing else."""
+
+
+Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | InstanceDown | Swapped | Warmed | Tick
