@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -23,7 +22,6 @@ from headway.serve.requests import InFlightRequest
 from headway.types import Command, Reject, Rerank, Send, Swap, Warm
 
 Listener = Callable[[Event], None]
-_AT_ONCE = 4  # requests that begin in one turn of the event loop
 _TICK = 1.0  # seconds between ticks for planners that wait for time to pass
 log = logging.getLogger("headway.serve")
 
@@ -43,7 +41,6 @@ class Dispatcher:
         self._metrics = metrics
         self._planning = planning_for(controller, self.execute)
         self._ranks = {id: RankUpdates(engine) for id, engine in self.engines.items()}
-        self._sending: deque[tuple[InFlightRequest, VllmEngine]] = deque()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -109,21 +106,8 @@ class Dispatcher:
     def _send(self, send: Send) -> None:
         in_flight = self.in_flight[send.id]
         in_flight.rank = send.rank
-        if not self._sending:
-            asyncio.get_running_loop().call_soon(self._begin)
-        self._sending.append((in_flight, self.engines[send.instance]))
-
-    def _begin(self) -> None:
-        """Let some of the requests that are sent begin, and the others after what has come in meanwhile.
-
-        A plan may send a hundred at once; that they all begin must not hold up other connections.
-        """
-        for _ in range(min(_AT_ONCE, len(self._sending))):
-            in_flight, engine = self._sending.popleft()
-            if not in_flight.engine_future.done():
-                in_flight.engine_future.set_result(engine)
-        if self._sending:
-            asyncio.get_running_loop().call_soon(self._begin)
+        if not in_flight.engine_future.done():
+            in_flight.engine_future.set_result(self.engines[send.instance])
 
     def _rerank(self, rerank: Rerank) -> None:
         for id, rank in rerank.ranks.items():
