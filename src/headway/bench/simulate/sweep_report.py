@@ -126,7 +126,7 @@ def _grid(curves: Curves, *, ranges: bool) -> Grid:
     ]
     groups = [[_line(curves, *pair, rate, ranges) for rate in curves.rates] for pair in wanted]
     full = [[line for line in group if any(cell != "-" for cell in line[2:])] for group in groups]
-    return Grid(["figure", "req/s", *curves.recipes], [group for group in full if group], wrap=False)
+    return Grid(["figure", "req/s", *curves.recipes], [group for group in full if group])
 
 
 def _belongs(curves: Curves, tier: str, figure: str) -> bool:
