@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from headway.bench.validate import slow_loads
+from headway.bench.validate import features, slow_loads
 from headway.bench.validate.featured import Ask, Driver, make
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.errors import ConfigError
@@ -260,3 +263,41 @@ def test_evicted_requests_drop_output_whose_kv_would_be_delivered(monkeypatch: p
     scheduler.requires_kv_delivery = True
     Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)]).run()
     assert seen == [True]
+
+
+@pytest.mark.parametrize("mix", features.MIXES)
+@given(st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_stock_takes_the_same_steps_with_any_mix(mix: str, seed: int) -> None:
+    tally = features.compare(features.draw(features.MIXES[mix], np.random.default_rng(seed)))
+    assert tally.difference is None
+    assert tally.identical == tally.steps
+
+
+@pytest.mark.parametrize("mix", features.MIXES)
+@pytest.mark.parametrize("recipe", OTHERS)
+@given(st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_every_recipe_answers_any_mix(recipe: str, mix: str, seed: int) -> None:
+    workload = features.draw(features.MIXES[mix], np.random.default_rng(seed))
+    if recipe.startswith("bros"):
+        if "pool" in workload.options:
+            pytest.skip("the recipe needs the host pool as connector")
+        workload.options["host_gib"] = 0.01
+    try:
+        ours = workload.run(recipe)
+    except ConfigError as refusal:
+        pytest.skip(str(refusal))
+    left = {ask.id for ask in workload.asks if ask.abort is not None}
+    assert set(ours.ended) == {ask.id for ask in workload.asks}
+    for ask in workload.asks:
+        if ask.id not in left:
+            assert ours.made[ask.id] == ask.output * (1 + len(ask.turns))
+
+
+def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadwayScheduler, "_is_own_order", lambda self: False)
+    workload = features.draw(features.MIXES["priorities"], np.random.default_rng(1))
+    tally = features.compare(workload)
+    assert tally.difference is not None
+    assert tally.identical < tally.steps
