@@ -150,7 +150,8 @@ class Driver:
         extra |= {"headway_id": ask.id, "headway_arrival": self.now}
         if ask.load:
             extra["kv_transfer_params"] = {"load": ask.load}
-        grammar = StructuredOutputsParams(json="{}") if ask.grammar else None
+        first = ask.id not in self.scheduler.requests  # later turns of a session keep their grammar
+        grammar = StructuredOutputsParams(json="{}") if ask.grammar and first else None
         params = SamplingParams(
             max_tokens=ask.output, ignore_eos=True, extra_args=extra, structured_outputs=grammar
         )

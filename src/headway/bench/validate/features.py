@@ -43,7 +43,8 @@ MIXES = {
             "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "speculative_config": _DRAFTS,
             "long_prefill_token_threshold": 100,
         },
-        frozenset({"shared", "adapter", "load", "turns", "grammar"}),
+        # No sessions: with drafts stock itself fails on some of them (assert num_new_tokens > 0).
+        frozenset({"shared", "adapter", "load", "grammar"}),
     ),
 }  # fmt: skip
 
