@@ -298,12 +298,16 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         requests = [self.requests[name] for name in names]
         chosen = [request for request in requests if request.status == RequestStatus.RUNNING]
         candidates = [request for request in requests if request.status != RequestStatus.RUNNING]
+        running = self.jobs.running
+        paused = int(np.count_nonzero(running) - np.count_nonzero(running[step.order]))
         if stock.lora_config is not None:
+            paused += len(chosen)
             chosen = within_adapters(chosen, stock.lora_config.max_loras)
+            paused -= len(chosen)
         self.token_caps = {} if step.tokens is None else dict(zip(names, step.tokens.tolist(), strict=True))
         view = View(self, chosen, [*self._blocked.first, *candidates])
         self._hidden = view.hidden
-        self._limit(step, len(view.paused))
+        self._limit(step, paused)
         return view
 
     def _limit(self, step: Step, paused: int) -> None:
