@@ -69,6 +69,11 @@ class Packer(Protocol):
         return None
 
     @property
+    def own_order(self) -> bool:
+        """Tell whether an engine may keep to its own order as long as no rank comes from outside."""
+        return False
+
+    @property
     def counters(self) -> Mapping[str, int]:
         """What it has done so far, for reports."""
         return {}

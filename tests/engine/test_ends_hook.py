@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headway.config import Engine
@@ -88,10 +89,10 @@ def test_plain_blocks_say_nothing_of_ends() -> None:
 def test_what_stock_leaves_out_gets_its_blocks_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a request whose grammar is being compiled: granted, but vLLM skips it."""
     engine = build()
-    stock, calls = engine.scheduler._handle_blocked_waiting_request, iter(range(10**6))
+    stock, rng = engine.scheduler._handle_blocked_waiting_request, np.random.default_rng(0)
 
     def reluctant(request: Any) -> Any:
-        return next(calls) % 3 == 0 and stock(request)
+        return rng.random() < 0.4 and stock(request)
 
     monkeypatch.setattr(engine.scheduler, "_handle_blocked_waiting_request", reluctant)
     fill(engine)

@@ -70,8 +70,7 @@ def test_the_diary_forgets_its_oldest_rows() -> None:
     diary = IterationLog(kept=3)
     for i in range(5):
         diary.decide(float(i))
-        diary.begin(float(i), Batch(1, i, 0))
-        diary.output(0.5)
+        diary.begin(float(i), Batch(1, i, 0))[1] = 0.5
         diary.enter(f"k{i}", float(i))
         diary.leave(f"k{i}", f"r{i}", 0.0, i + 1.0)
     assert [row[4] for row in diary.iterations] == [2, 3, 4]

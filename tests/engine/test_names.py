@@ -12,7 +12,10 @@ import pytest
 from headway.engines.vllm.plugin import hook
 
 pytestmark = pytest.mark.filterwarnings("default")
-SOURCE = Path(hook.__file__).read_text()
+SOURCES = [
+    Path(hook.__file__).with_name(name).read_text()
+    for name in ("hook.py", "view.py", "blocked.py", "token_caps.py")
+]
 
 
 def test_version_is_the_one_this_was_written_for() -> None:
@@ -33,6 +36,35 @@ def test_version_is_the_one_this_was_written_for() -> None:
         ("update_from_output", ["self", "scheduler_output", "model_runner_output"]),
         ("_preempt_request", ["self", "request", "timestamp", "drop_stale_output"]),
         ("_reserve_prefill_lookahead", ["self", "request", "num_computed_tokens", "num_new_tokens"]),
+        (
+            "_mamba_block_aligned_split",
+            [
+                "self",
+                "request",
+                "num_new_tokens",
+                "num_new_local_computed_tokens",
+                "num_external_computed_tokens",
+            ],
+        ),
+        (
+            "_try_schedule_encoder_inputs",
+            [
+                "self",
+                "request",
+                "num_computed_tokens",
+                "num_new_tokens",
+                "encoder_compute_budget",
+                "shift_computed_tokens",
+            ],
+        ),
+        ("_free_request", ["self", "request", "delay_free_blocks"]),
+        ("_request_blocks_can_be_freed", ["self", "request"]),
+        ("_handle_blocked_waiting_request", ["self", "request"]),
+        ("_ec_transfer_pending", ["self", "request", "num_computed_tokens"]),
+        ("_holds_kv_blocks", ["request"]),
+        ("finish_requests", ["self", "request_ids", "finished_status"]),
+        ("get_request_counts", ["self"]),
+        ("reset_connector_cache", ["self"]),
     ],
 )
 def test_scheduler_methods(name: str, parameters: list[str]) -> None:
@@ -46,6 +78,11 @@ def test_scheduler_methods(name: str, parameters: list[str]) -> None:
     [
         "self.running: list[Request] = []",
         "self.waiting = create_request_queue(self.policy)",
+        "self.kv_holding_waiting = create_request_queue(self.policy)",
+        "self.deferred_waiting: set[Request] = set()",
+        "self.requires_kv_delivery = False",
+        "request_queue = self.kv_holding_waiting",
+        "num_running, num_waiting = self.get_request_counts()",
         "self.requests: dict[str, Request] = {}",
         "self.finished_req_ids: set[str] = set()",
         "self.max_num_running_reqs = ",
@@ -153,5 +190,10 @@ def test_copies_come_before_the_batch_is_made_up() -> None:
 
 
 def test_no_other_private_name_is_touched() -> None:
-    """Every `stock._name` in the hook is one that the tests above pin."""
-    assert set(re.findall(r"stock\.(_\w+)", SOURCE)) == {"_preempt_request"}
+    """Every private name of stock's scheduler that the hook calls is one that the tests above pin."""
+    called = {name for source in SOURCES for name in re.findall(r"(?:stock|scheduler)\.(_\w+)", source)}
+    assert called == {
+        "_ec_transfer_pending", "_handle_blocked_waiting_request", "_holds_kv_blocks",
+        "_mamba_block_aligned_split", "_preempt_request", "_request_blocks_can_be_freed",
+        "_reserve_prefill_lookahead", "_try_schedule_encoder_inputs",
+    }  # fmt: skip

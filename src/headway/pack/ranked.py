@@ -43,6 +43,11 @@ class Fcfs(Packer):
     max_running: int
 
     @property
+    def own_order(self) -> bool:
+        """vLLM decides by itself, by its own policy; only ranks from outside change the order."""
+        return True
+
+    @property
     def params(self) -> PackerParams:
         """What compiled loops take for this packer."""
         return PackerParams(kernels.FCFS, self.max_running, 0, 0, 0.0)

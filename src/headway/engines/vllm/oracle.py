@@ -21,23 +21,26 @@ _HEADS, _HEAD_SIZE = 1, 64  # of one small layer: the scheduler needs a shape of
 def config(
     *, max_running: int, max_batched_tokens: int, max_model_len: int, block_size: int,
     policy: str = "fcfs", recipe: str | None = None, slots: int | None = None, model: str = "smollm2",
-    host_gib: float = 0.0, pool: dict[str, Any] | None = None,
+    host_gib: float = 0.0, pool: dict[str, Any] | None = None, **more: Any,
 ) -> Any:  # fmt: skip
     """Return vLLM's configuration object, with prefix caching and asynchronous scheduling off.
 
     host_gib: GiB of a host pool (`plugin/connector.py`), 0 = none.
     pool: another KV connector instead, as `--kv-transfer-config` takes it.
+    more: further `EngineArgs`.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
 
     options = {"headway": {"recipe": recipe, "max_running": max_running}} if recipe else {}
+    arguments: dict[str, Any] = {
+        "enable_prefix_caching": False, "async_scheduling": False, "scheduling_policy": policy,
+        "kv_transfer_config": pool or (host_pool(host_gib) if host_gib else None),
+    }  # fmt: skip
     return EngineArgs(
         model=resolve(model), max_num_seqs=slots or max_running, max_num_batched_tokens=max_batched_tokens,
-        max_model_len=max_model_len, block_size=block_size, enable_prefix_caching=False,
-        async_scheduling=False, scheduling_policy=policy, additional_config=options,
-        skip_tokenizer_init=True, enforce_eager=True,
-        kv_transfer_config=pool or (host_pool(host_gib) if host_gib else None),
+        max_model_len=max_model_len, block_size=block_size, additional_config=options,
+        skip_tokenizer_init=True, enforce_eager=True, **{**arguments, **more},
     ).create_engine_config()  # fmt: skip
 
 

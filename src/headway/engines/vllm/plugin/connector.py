@@ -96,6 +96,12 @@ class HostPool(KVConnectorBase_V1):
             self._forget(request.request_id)
         return False, None
 
+    def reset_cache(self) -> bool:
+        """Discard all KV on the host: it is from other weights. Its requests are computed again."""
+        for id in list(self.saved):
+            self._forget(id)
+        return True
+
     def _forget(self, id: str) -> None:
         self._release(id)
         self._next.drop.append(id)

@@ -18,10 +18,15 @@ Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+
+from headway.engines.vllm.request_metadata import finite
+from headway.types import Jobs
 
 _PENDING = 4096  # urgencies kept for requests that have not arrived
 
@@ -53,6 +58,94 @@ class PendingUrgency:
     def drop(self, id: str) -> None:
         """Forget a request."""
         self._values.pop(id, None)
+
+
+class ControlMixin:
+    """Answers control messages; between steps, on the engine's own thread.
+
+    held: engine's ids of requests that control holds back.
+    """
+
+    # The hook's attributes used here.
+    jobs: Jobs
+    running: list[Any]
+    held: set[str]
+    _headway_id: dict[str, str]
+    pending: PendingUrgency
+    recipe: Any
+    stats: Any
+    counters: dict[str, float]
+    kv_policy: Any
+    iteration_log: Any
+    step_log: deque[Any]
+    _limits: dict[str, int]
+    _blocks: Any
+    _total: int
+    _block_size: int
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Execute a control message and return the scheduler's state (the module lists the messages)."""
+        match message.get("op"):
+            case "urgency":
+                self._rank({id: finite(float(rank)) for id, rank in message["values"].items()})
+            case "pause":
+                self.held |= self._engine_ids(message["ids"])
+            case "resume":
+                self.held -= self._engine_ids(message["ids"])
+            case "state":
+                pass
+            case other:
+                return {"error": f"unknown op {other!r}; use state, urgency, pause or resume"}
+        return self._state(message) | self._log_rows(message)
+
+    def _rank(self, values: dict[str, float]) -> None:
+        """Set the urgency of requests, also of those that have not arrived."""
+        for engine_id, id in self._headway_id.items():
+            if id in values:
+                self.jobs.urgency[self.jobs.row_of[engine_id]] = values[id]
+        known = set(self._headway_id.values())
+        for id, urgency in values.items():
+            if id not in known or id in self.pending:
+                self.pending.keep(id, urgency)
+
+    def _engine_ids(self, ids: Iterable[str]) -> set[str]:
+        wanted = set(ids)
+        return {engine_id for engine_id, id in self._headway_id.items() if id in wanted}
+
+    def _state(self, message: dict[str, Any]) -> dict[str, Any]:
+        log = int(message.get("log", 0))
+        rows = self.jobs.rows() if message.get("jobs", True) else ()
+        return {
+            "recipe": self.recipe.name,
+            "running": len(self.running),
+            "waiting": len(self.jobs) - len(self.running),
+            "blocks_free": self._blocks.get_num_free_blocks(),
+            "blocks_total": self._total,
+            "block_size": self._block_size,
+            **self._limits,
+            "counters": self.stats.counters | self.counters | self.kv_policy.counters(),
+            **self.kv_policy.state(),
+            "jobs": [self._job(int(row)) for row in rows],
+            "log": [list(entry) for entry in list(self.step_log)[-log:]] if log else [],
+        }
+
+    def _log_rows(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the last rows of the iteration log, as many as the message asks for."""
+        log = self.iteration_log
+        kinds: dict[str, deque[Any]] = {"iterations": log.iterations, "requests": log.requests}
+        counts = {kind: int(message.get(kind, 0)) for kind in kinds}
+        return {kind: list(kinds[kind])[-count:] for kind, count in counts.items() if count > 0}
+
+    def _job(self, row: int) -> dict[str, Any]:
+        jobs, name = self.jobs, str(self.jobs.keys[row])
+        return {
+            "id": self._headway_id[name],
+            "running": bool(jobs.running[row]),
+            "held": name in self.held,
+            "urgency": float(jobs.urgency[row]),
+            "computed": int(jobs.computed[row]),
+            "output_tokens": int(jobs.output_tokens[row]),
+        }
 
 
 def install() -> None:

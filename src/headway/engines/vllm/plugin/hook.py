@@ -11,21 +11,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from headway.core.engine_spec import check
-from headway.engines.vllm.plugin.control import PendingUrgency, install
+from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
+from headway.engines.vllm.plugin.connector import HostPool
+from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
 from headway.engines.vllm.plugin.kv_policy import KvPolicy
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
-from headway.engines.vllm.request_metadata import RequestMetadata, finite, read_metadata
+from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
+from headway.engines.vllm.plugin.view import View
+from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
@@ -34,12 +39,24 @@ from headway.types import Batch, Jobs, Step
 _LOG = 4096  # steps kept for the control message's "log"
 
 
-class HeadwayMixin:
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """A batch that stock has scheduled and whose output has not come: its shape, begin, order, log row."""
+
+    batch: Batch
+    began: float
+    ran: list[str]
+    row: Row
+
+
+class HeadwayMixin(ControlMixin, TokenCapsMixin):
     """The hook, placed before a stock scheduler class in the method resolution order."""
 
     # Stock attributes used here; declared because mypy does not see vLLM.
     running: list[Any]
     waiting: Any
+    kv_holding_waiting: Any
+    pause_state: Any
     requests: dict[str, Any]
     connector: Any
     kv_cache_manager: Any
@@ -66,16 +83,19 @@ class HeadwayMixin:
         self.step_log: deque[tuple[float, dict[str, int], list[str], list[str], Row]] = deque(maxlen=_LOG)
         self.iteration_log = IterationLog()
         self.pending = PendingUrgency()
-        self._token_caps: dict[str, int] = {}
+        self.token_caps: dict[str, int] = {}
+        self.held: set[str] = set()  # paused by control
+        self._blocked = Blocked(self)
+        self._hidden = (0, 0)
         self._headway_id: dict[str, str] = {}  # by the engine's id; several have one when n > 1
         self._blocks = stock.kv_cache_manager.block_pool
         self._block_size = int(stock.block_size)
         self._total = self._blocks.num_gpu_blocks - 1  # one is reserved as the null block
         self._serial = 0
         self._stock_limits = (0, 0)
-        self._batch: Batch | None = None
-        self._ran: list[str] = []
-        self._began = 0.0
+        self._decided: dict[int, _Decided] = {}  # by the id of stock's output, until it comes back
+        self._updated = 0.0
+        self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
         install()
         self._compile()
@@ -89,47 +109,73 @@ class HeadwayMixin:
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if request.request_id not in self.jobs:
+        if request.request_id not in self.jobs and request.request_id in self.requests:
             self._enter(request, read_metadata(request))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         now = self.clock()
         self.iteration_log.decide(now)
         self._refresh(now)
+        if self.pause_state == PauseState.PAUSED_ALL:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         step = self.kv_policy.plan(self.packer.pack(self.jobs, self._budget(), now))
         for row in step.save:
             self._save(self.requests[str(self.jobs.keys[row])])
         for row in step.evict:
             self._evict(self.requests[str(self.jobs.keys[row])])
         self.kv_policy.begin(step)
-        paused, candidates, backlog = self._show(step)
+        view = self._show(step)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._restore(paused, candidates, backlog)
-        self._record(output, now, paused, step)
+            self._restore(view)
+        self._record(output, now, [] if view is None else view.paused, step)
         return output
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        if self._batch is not None:
-            seconds = self.timer() - self._began
-            self.latency.learn(self._batch, seconds)
-            self.iteration_log.output(seconds)
+    def get_request_counts(self) -> tuple[int, int]:
+        """Count hidden requests, too: stock adapts prompt chunks to how many requests there are."""
+        running, waiting = super().get_request_counts()  # type: ignore[misc]
+        return running + self._hidden[0], waiting + self._hidden[1]
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        decided, now = self._decided.pop(id(scheduler_output), None), self.timer()
+        if decided is not None:  # with overlapping batches, one begins when the one before has ended
+            seconds = now - max(decided.began, self._updated)
+            self.latency.learn(decided.batch, seconds)
+            decided.row[1] = seconds
             self.counters["step_seconds"] += seconds
-            self._batch = None
-        output = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        for id in self._ran:  # rows are freed in the order in which they ran, as in the simulated engine
-            if id not in self.requests:
-                self._leave(id, self.clock())
-        self._ran = []
-        return output
+            self._updated = now
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        ended = set(self._ended)
+        ran = [] if decided is None else decided.ran
+        # Rows are freed in the order in which they ran, as in the simulated engine.
+        self._ended = [id for id in ran if id in ended] + [id for id in self._ended if id not in ran]
+        self._leave_ended()
+        return outputs
 
-    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Cap a request's tokens; stock calls this for running and waiting requests alike."""
-        cap = self._token_caps.get(request.request_id)
-        if cap is not None:
-            num_new_tokens = min(num_new_tokens, cap)
-        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))  # type: ignore[misc]
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        self._leave_ended()
+        return finished
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._ended.append(request.request_id)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def reset_connector_cache(self) -> bool:
+        """Discard the KV on the host, also that of requests which two-ended blocks keep running."""
+        if self.kv_policy.tokens_on_host():
+            for request in [r for r in self.running if self.jobs.saved[self.jobs.row_of[r.request_id]]]:
+                self._evict(request)
+        return bool(super().reset_connector_cache())  # type: ignore[misc]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        row = self.jobs.row_of[request.request_id]
+        self.kv_policy.leave(row)
+        self.jobs.running[row] = False
+        self.jobs.evictions[row] += 1
+        self._blocked.preempted(request)
 
     def _tokens_on_host(self) -> int:  # called by `StatsMixin`
         return self.kv_policy.tokens_on_host()
@@ -154,9 +200,7 @@ class HeadwayMixin:
         self.iteration_log.enter(request.request_id, self.clock())
 
     def _refresh(self, now: float) -> None:
-        """Update the table: O(running) plus the requests that ended since the last step."""
-        for id in getattr(self, "finished_req_ids", ()):
-            self._leave(id, now)
+        """Update the table: O(running), and those that wait with KV or cannot be admitted."""
         jobs, running = self.jobs, self.running
         jobs.running[:] = False
         rows = np.fromiter((jobs.row_of[r.request_id] for r in running), np.int64, len(running))
@@ -169,9 +213,38 @@ class HeadwayMixin:
         jobs.computed[:], jobs.blocks[:], jobs.saved[:] = 0, 0, 0
         jobs.computed[rows] = np.fromiter((r.num_computed_tokens for r in running), np.int64, len(running))
         jobs.blocks[rows] = -(-jobs.computed[rows] // self._block_size)
-        for id, tokens in getattr(self.connector, "saved", {}).items():
-            jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
+        if isinstance(self.connector, HostPool):
+            for id, tokens in self.connector.saved.items():
+                jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
+        for request in self.kv_holding_waiting:
+            self._refresh_waiting(request)
+        self._hold()
         self.kv_policy.refresh(rows)
+
+    def _refresh_waiting(self, request: Any) -> None:
+        """Update a request that waits with KV; a streaming session has another prompt at each turn."""
+        jobs, row = self.jobs, self.jobs.row_of[request.request_id]
+        if request.num_prompt_tokens != jobs.prompt[row]:
+            jobs.arrival[row], jobs.first[row] = self.clock(), 0.0
+            jobs.tokens_left[row] = request.max_tokens
+        jobs.prompt[row], jobs.output_tokens[row] = request.num_prompt_tokens, request.num_output_tokens
+        jobs.computed[row] = request.num_computed_tokens
+        jobs.blocks[row] = -(-request.num_computed_tokens // self._block_size)
+
+    def _hold(self) -> None:
+        """Keep the packer from requests that control holds back or that stock would skip."""
+        jobs = self.jobs
+        jobs.held[:] = False
+        for request in self._blocked.requests():
+            row = jobs.row_of[request.request_id]
+            jobs.held[row], jobs.output_tokens[row] = True, request.num_output_tokens
+        for id in self.held:
+            jobs.held[jobs.row_of[id]] = True
+
+    def _leave_ended(self) -> None:
+        now, self._ended, ended = self.clock(), [], self._ended
+        for id in ended:
+            self._leave(id, now)
 
     def _leave(self, id: str, now: float) -> None:
         if id in self.jobs:
@@ -180,6 +253,7 @@ class HeadwayMixin:
             )
             self.kv_policy.leave(self.jobs.row_of[id])
         self.jobs.remove(id)
+        self.held.discard(id)
         self.pending.drop(self._headway_id.pop(id, ""))
 
     def _budget(self) -> KvBudget:
@@ -189,79 +263,80 @@ class HeadwayMixin:
     # ---- applying a step
 
     def _evict(self, request: Any) -> None:
-        """Free a request's KV; it waits again and is recomputed, or found in the prefix cache."""
-        self.running.remove(request)
+        """Free a request's KV; it waits again and is recomputed, or found in the prefix cache.
+
+        It stays paused instead while a connector may still write to its blocks.
+        """
         stock: Any = self
-        stock._preempt_request(request, time.monotonic())
-        row = self.jobs.row_of[request.request_id]
-        self.kv_policy.leave(row)
-        self.jobs.running[row] = False
-        self.jobs.evictions[row] += 1
-        self.counters["evictions"] += 1
+        if stock._request_blocks_can_be_freed(request):
+            self.running.remove(request)
+            stock._preempt_request(request, time.monotonic(), drop_stale_output=stock.requires_kv_delivery)
+            self.counters["evictions"] += 1
 
     def _save(self, request: Any) -> None:
         """Copy a request's KV to the host pool; without a pool, or when it is full, it is recomputed."""
-        tokens = request.num_computed_tokens
-        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0][: -(-tokens // self._block_size)]
-        save = getattr(self.connector, "save", None)
-        kept = save is not None and save(request.request_id, blocks, tokens)
-        self.counters["saves"] += kept
-        self.counters["swapped_tokens"] += tokens * kept
+        if isinstance(self.connector, HostPool):
+            tokens = request.num_computed_tokens - request.num_output_placeholders  # without drafts
+            blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+            kept = self.connector.save(request.request_id, blocks[: -(-tokens // self._block_size)], tokens)
+            self.counters["saves"] += kept
+            self.counters["swapped_tokens"] += tokens * kept
         self._evict(request)
 
-    def _show(self, step: Step) -> tuple[list[Any], list[Any], Any]:
-        """Show stock code only the requests that the step names. Returns what `_restore` needs."""
-        names = [str(self.jobs.keys[row]) for row in step.order]
-        live = [self.requests[name].status == RequestStatus.RUNNING for name in names]
-        chosen = [self.requests[name] for name, runs in zip(names, live, strict=True) if runs]
-        candidates = [self.requests[name] for name, runs in zip(names, live, strict=True) if not runs]
-        kept = set(map(id, chosen))
-        paused = [request for request in self.running if id(request) not in kept]
-        self._token_caps = {} if step.tokens is None else dict(zip(names, step.tokens.tolist(), strict=True))
-        backlog, self.waiting = self.waiting, FCFSRequestQueue(candidates)
-        self.running = chosen
-        self._limit(step)
-        return paused, candidates, backlog
+    def _is_own_order(self) -> bool:
+        """Tell whether stock decides by itself: the packer wants its order, and nothing says otherwise."""
+        jobs = self.jobs
+        return self.packer.own_order and not self.held and not jobs.urgency[jobs.live].any()
 
-    def _limit(self, step: Step) -> None:
-        """Set stock's limits for this step; paused requests hold their slots in the model runner."""
+    def _show(self, step: Step) -> View | None:
+        """Show stock code only the requests that the step names; None: all of them."""
         stock: Any = self
+        if self._is_own_order():
+            self._limit(step, 0)
+            return None
+        names = [str(self.jobs.keys[row]) for row in step.order]
+        requests = [self.requests[name] for name in names]
+        chosen = [request for request in requests if request.status == RequestStatus.RUNNING]
+        candidates = [request for request in requests if request.status != RequestStatus.RUNNING]
         running = self.jobs.running
         paused = int(np.count_nonzero(running) - np.count_nonzero(running[step.order]))
+        if stock.lora_config is not None:
+            paused += len(chosen)
+            chosen = within_adapters(chosen, stock.lora_config.max_loras)
+            paused -= len(chosen)
+        self.token_caps = {} if step.tokens is None else dict(zip(names, step.tokens.tolist(), strict=True))
+        view = View(self, chosen, [*self._blocked.first, *candidates])
+        self._hidden = view.hidden
+        self._limit(step, paused)
+        return view
+
+    def _limit(self, step: Step, paused: int) -> None:
+        """Set stock's limits for this step; paused requests hold their slots in the model runner."""
+        stock: Any = self
         self._stock_limits = (stock.max_num_active_reqs, stock.max_num_scheduled_tokens)
-        active = step.max_running if step.max_running is not None else self._slots
+        active = self._stock_limits[0] if step.max_running is None else step.max_running
         stock.max_num_active_reqs = min(active, self._slots - paused)
         if step.token_budget is not None:
             stock.max_num_scheduled_tokens = min(step.token_budget, self._stock_limits[1])
 
-    def _restore(self, paused: list[Any], candidates: list[Any], backlog: Any) -> None:
-        """Put back what was hidden: paused requests are running again, those not admitted wait."""
+    def _restore(self, view: View | None) -> None:
+        """Set stock's limits back, and put back what was hidden."""
         stock: Any = self
         stock.max_num_active_reqs, stock.max_num_scheduled_tokens = self._stock_limits
-        self._token_caps = {}
-        self.running = self.running + paused
-        shown, self.waiting = self.waiting, backlog
-        known = set(map(id, candidates))
-        for request in candidates:
-            if request.status == RequestStatus.RUNNING:
-                backlog.remove(request)
-        # Stock preempted these itself: blocks ran out within the step.
-        lost = [request for request in shown if id(request) not in known]
-        backlog.extendleft(reversed(lost))
-        for request in lost:
-            row = self.jobs.row_of[request.request_id]
-            self.kv_policy.leave(row)
-            self.jobs.evictions[row] += 1
+        self.token_caps, self._hidden = {}, (0, 0)
+        if view is not None:
+            view.close()
 
     def _record(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
         """Record what runs, for the latency model, the counters and the logs."""
         ran: dict[str, int] = output.num_scheduled_tokens
         self.kv_policy.check(ran)
         if ran:
-            self._ran = [name for name in self.jobs.names(step.order) if name in ran]
-            self._batch = self._shape(ran)
-            row = self.iteration_log.begin(now, self._batch)
-            self._began = self.timer()
+            batch = self._shape(ran)
+            row = self.iteration_log.begin(now, batch)
+            named = dict.fromkeys([*self.jobs.names(step.order), *ran])
+            in_order = [name for name in named if name in ran]
+            self._decided[id(output)] = _Decided(batch, self.timer(), in_order, row)
             self.counters["steps"] += 1
             self.counters["pauses"] += len(paused)
             evicted = self.jobs.names([*step.evict, *step.save])
@@ -271,71 +346,6 @@ class HeadwayMixin:
         rows = np.fromiter((self.jobs.row_of[id] for id in ran), np.int64, len(ran))
         tokens = np.fromiter(ran.values(), np.int64, len(ran))
         return batch_of(self.jobs, rows, tokens)
-
-    # ---- control messages, between steps on the engine's own thread (control.py)
-
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Execute a control message and return the scheduler's state (`control.py` lists the messages)."""
-        match message.get("op"):
-            case "urgency":
-                self._rank({id: finite(float(rank)) for id, rank in message["values"].items()})
-            case "pause":
-                self._set("held", dict.fromkeys(message["ids"], True))
-            case "resume":
-                self._set("held", dict.fromkeys(message["ids"], False))
-            case "state":
-                pass
-            case other:
-                return {"error": f"unknown op {other!r}; use state, urgency, pause or resume"}
-        return self._state(message) | self._log_rows(message)
-
-    def _rank(self, values: dict[str, float]) -> None:
-        """Set the urgency of requests, also of those that have not arrived."""
-        self._set("urgency", values)
-        known = set(self._headway_id.values())
-        for id, urgency in values.items():
-            if id not in known or id in self.pending:
-                self.pending.keep(id, urgency)
-
-    def _set(self, column: str, values: dict[str, Any]) -> None:
-        for engine_id, id in self._headway_id.items():
-            if id in values:
-                getattr(self.jobs, column)[self.jobs.row_of[engine_id]] = values[id]
-
-    def _state(self, message: dict[str, Any]) -> dict[str, Any]:
-        log = int(message.get("log", 0))
-        rows = self.jobs.rows() if message.get("jobs", True) else ()
-        return {
-            "recipe": self.recipe.name,
-            "running": len(self.running),
-            "waiting": len(self.jobs) - len(self.running),
-            "blocks_free": self._blocks.get_num_free_blocks(),
-            "blocks_total": self._total,
-            "block_size": self._block_size,
-            **self._limits,
-            "counters": self.stats.counters | self.counters | self.kv_policy.counters(),
-            **self.kv_policy.state(),
-            "jobs": [self._job(int(row)) for row in rows],
-            "log": [list(entry) for entry in list(self.step_log)[-log:]] if log else [],
-        }
-
-    def _log_rows(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the last rows of the iteration log, as many as the message asks for."""
-        log = self.iteration_log
-        kinds: dict[str, deque[Any]] = {"iterations": log.iterations, "requests": log.requests}
-        counts = {kind: int(message.get(kind, 0)) for kind in kinds}
-        return {kind: list(kinds[kind])[-count:] for kind, count in counts.items() if count > 0}
-
-    def _job(self, row: int) -> dict[str, Any]:
-        jobs, name = self.jobs, str(self.jobs.keys[row])
-        return {
-            "id": self._headway_id[name],
-            "running": bool(jobs.running[row]),
-            "held": bool(jobs.held[row]),
-            "urgency": float(jobs.urgency[row]),
-            "computed": int(jobs.computed[row]),
-            "output_tokens": int(jobs.output_tokens[row]),
-        }
 
 
 class HeadwayScheduler(HeadwayMixin, StatsMixin, Scheduler):

@@ -42,16 +42,11 @@ class IterationLog:
             self._open = None
 
     def begin(self, start: float, batch: Batch) -> Row:
-        """Log an iteration that has been decided; return its row, which is completed later."""
+        """Log an iteration that has been decided; return its row, whose seconds the caller sets later."""
         row: Row = [start, None, None, *astuple(batch)]
         self.iterations.append(row)
         self._open = row
         return row
-
-    def output(self, seconds: float) -> None:
-        """Log that the model's output came `seconds` after the decision."""
-        if self._open is not None:
-            self._open[1] = seconds
 
     def leave(self, key: str, id: str, first: float, now: float) -> None:
         """Log that a request has ended. first: 0 when its first token came with its last."""

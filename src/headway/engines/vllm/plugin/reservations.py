@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.engine_spec import Obstacle
+from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.kv_policy import StockKv
 from headway.memory import reservations
 from headway.types import Ints, Jobs, Loans, Step
@@ -41,15 +42,8 @@ class ReservedKv(StockKv):
             reservations.end_loans(self._jobs.data, row)
 
     def refresh(self, rows: Ints) -> None:
-        """Set each row's own blocks: those of its list without the borrowed ones.
-
-        Ends the loans of rows that vLLM has preempted outside of a step (when its caches are reset).
-        """
+        """Set each row's own blocks: those of its list without the borrowed ones."""
         jobs = self._jobs
-        for row in np.flatnonzero(
-            ((jobs.loan_blocks > 0) | (jobs.first_lent_block > 0)) & ~jobs.running & jobs.live
-        ).tolist():
-            self.leave(row)
         names = [str(jobs.keys[row]) for row in rows.tolist()]
         held = (len(self._blocks_of[name]) + len(self._pending.get(name, ())) for name in names)
         jobs.blocks[rows] = np.fromiter(held, np.int64, rows.size) - jobs.loan_blocks[rows]
@@ -127,10 +121,13 @@ def obstacle(scheduler: Any) -> Obstacle | None:
     """Return why this engine cannot keep reservations, None = it can."""
     manager, config = scheduler.kv_cache_manager, scheduler.vllm_config
     kinds = [type(one).__name__ for one in manager.coordinator.single_type_managers]
+    connector = scheduler.connector
+    foreign = connector is not None and not isinstance(connector, HostPool)
     hinders = {
+        Obstacle("has a KV connector", "no --kv-transfer-config in args"): foreign,
         Obstacle("shares prefixes", 'args = ["--no-enable-prefix-caching"]'): manager.enable_caching,
         Obstacle("runs overlapped", "async_scheduling = false"): config.scheduler_config.async_scheduling,
-        Obstacle("speculates", "no --speculative-config in args"): scheduler.num_lookahead_tokens,
+        Obstacle("speculates", "no --speculative-config in args"): scheduler.num_spec_tokens,
         Obstacle(
             f"keeps KV as {', '.join(kinds)}", "a model of full attention"
         ): kinds != ["FullAttentionManager"],

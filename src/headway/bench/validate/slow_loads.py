@@ -1,0 +1,55 @@
+"""A KV connector of the tests: some prompts' KV comes from elsewhere, asynchronously (nothing is copied)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+CONFIG = {
+    "kv_connector": "SlowLoads",
+    "kv_connector_module_path": __name__,
+    "kv_role": "kv_both",
+}
+
+
+class SlowLoads(KVConnectorBase_V1):
+    """The scheduler's side; a request says how many tokens are elsewhere: kv_transfer_params = {"load": n}.
+
+    unsure: ids about which it cannot tell yet.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = int(vllm_config.cache_config.block_size)
+        self.unsure: set[str] = set()
+        self.resets = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.request_id in self.unsure:
+            return None, False
+        there = min((request.kv_transfer_params or {}).get("load", 0), request.num_tokens - 1)
+        tokens = there // self._block_size * self._block_size - num_computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Nothing is copied."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def reset_cache(self) -> bool:
+        self.resets += 1
+        return True
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError

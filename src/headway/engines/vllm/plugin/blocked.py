@@ -1,0 +1,82 @@
+"""Which waiting requests vLLM's own code would skip in this step, so that no place is made for them.
+
+A grammar that compiles, KV or an encoder's output on its way, a streaming session without input, output still
+to be delivered, an adapter that does not fit beside those that run, an engine that is paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.core.sched.interface import PauseState
+
+from headway.engines.vllm.plugin.connector import HostPool
+
+
+class Blocked:
+    """The waiting requests of one scheduler that cannot be admitted now.
+
+    Attributes:
+        first: requests that stock is shown before those that the packer names: those that only it can judge,
+            since it asks another program's connector, and those that hold KV while they wait. They always go
+            first in vLLM; nothing could take their KV, and behind others they might wait for each other.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._foreign = scheduler.connector is not None and not isinstance(scheduler.connector, HostPool)
+        self._stale: set[Any] = set()
+        self.first: list[Any] = []
+
+    def preempted(self, request: Any) -> None:
+        """Note a request that may have output on its way."""
+        if request.num_stale_output_tokens:
+            self._stale.add(request)
+
+    def requests(self) -> Iterator[Any]:
+        """Yield the requests; promote those that have become ready, as stock does when it comes to them."""
+        scheduler = self._scheduler
+        self.first = []
+        self._stale = {r for r in self._stale if r.num_stale_output_tokens and not r.is_finished()}
+        yield from (request for request in self._stale if not request.drop_stale_output)
+        for request in list(scheduler.deferred_waiting):
+            ready = scheduler._handle_blocked_waiting_request(request)
+            if not ready or scheduler._ec_transfer_pending(request, request.num_computed_tokens):
+                yield request
+            elif self._foreign and not request.num_computed_tokens:
+                self.first.append(request)
+                yield request
+        for request in scheduler.kv_holding_waiting:
+            self.first.append(request)
+            yield request
+        if scheduler.lora_config is not None:
+            yield from self._without_adapter()
+        if scheduler.pause_state != PauseState.UNPAUSED:
+            yield from scheduler.waiting
+
+    def _without_adapter(self) -> Iterator[Any]:
+        """Yield those whose adapter finds no place beside the running ones."""
+        scheduler = self._scheduler
+        loaded = {adapter_of(request) for request in scheduler.running} - {0}
+        if len(loaded) >= scheduler.lora_config.max_loras:
+            yield from (r for r in scheduler.waiting if adapter_of(r) not in loaded | {0})
+
+
+def adapter_of(request: Any) -> int:
+    """Return the number of a request's LoRA adapter, 0 = none."""
+    return int(request.lora_request.lora_int_id) if request.lora_request else 0
+
+
+def within_adapters(requests: list[Any], most: int) -> list[Any]:
+    """Return the requests, in order, whose adapters are among the first `most` of all."""
+    loaded: set[int] = set()
+    kept = []
+    for request in requests:
+        adapter = adapter_of(request)
+        if adapter and adapter not in loaded:
+            if len(loaded) == most:
+                continue
+            loaded.add(adapter)
+        kept.append(request)
+    return kept

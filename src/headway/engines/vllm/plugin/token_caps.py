@@ -1,0 +1,56 @@
+"""Caps on the tokens of single requests in a step, where vLLM's own code decides how many they get.
+
+Stock aligns chunks (Mamba blocks, images, drafters that look ahead) after it has bounded them by its budgets;
+a cap is one more bound, so it comes before each of these. Stock adds draft tokens to a request that has one
+token to compute, and pads new ones to as many; a cap that leaves all known tokens does not cut those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TokenCapsMixin:
+    """Bounds what a request computes in this step.
+
+    token_caps: most tokens per request id; a request that is not in it is not bounded.
+    """
+
+    scheduler_config: Any
+    token_caps: dict[str, int]
+
+    def _capped(self, request: Any, computed: int, tokens: int) -> int:
+        cap = self.token_caps.get(request.request_id)
+        if cap is None or tokens <= cap or not self.scheduler_config.enable_chunked_prefill:
+            return tokens
+        known = request.num_tokens + request.num_output_placeholders - computed
+        return tokens if known <= cap else cap
+
+    def _mamba_block_aligned_split(
+        self, request: Any, num_new_tokens: int, local: int = 0, external: int = 0
+    ) -> int:
+        stock: Any = super()
+        capped = self._capped(request, request.num_computed_tokens + local + external, num_new_tokens)
+        tokens = int(stock._mamba_block_aligned_split(request, capped, local, external))
+        if tokens or capped == num_new_tokens:
+            return tokens
+        self.token_caps.pop(request.request_id)  # no block ends within the cap, in this step or any later one
+        return int(stock._mamba_block_aligned_split(request, num_new_tokens, local, external))
+
+    def _try_schedule_encoder_inputs(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        stock: Any = super()
+        capped = self._capped(request, num_computed_tokens, num_new_tokens)
+        found = stock._try_schedule_encoder_inputs(request, num_computed_tokens, capped, *args, **kwargs)
+        if found[1] or capped == num_new_tokens:
+            return found
+        self.token_caps.pop(request.request_id)  # an input that must not be cut is longer than the cap
+        return stock._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, *args, **kwargs
+        )
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        stock: Any = super()
+        capped = self._capped(request, num_computed_tokens, num_new_tokens)
+        return int(stock._reserve_prefill_lookahead(request, num_computed_tokens, capped))

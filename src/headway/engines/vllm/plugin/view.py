@@ -1,0 +1,63 @@
+"""What vLLM's own code sees in one `schedule()`: the requests that a step names, in its order.
+
+Stock keeps requests in `running` and in two queues: `kv_holding_waiting` (their KV is there or on its way:
+asynchronous loads, streaming sessions), which it always empties first, and `waiting`. A view replaces the
+three for one call; `close` puts the others back and follows what stock did to those it saw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import RequestStatus
+
+
+class View:
+    """Some requests of a scheduler, shown to its stock code until `close`.
+
+    chosen: running requests to show; candidates: waiting ones; both in order.
+
+    Attributes:
+        paused: running requests that are hidden.
+        hidden: how many running and how many waiting requests are hidden.
+    """
+
+    def __init__(self, scheduler: Any, chosen: list[Any], candidates: list[Any]) -> None:
+        self._scheduler, self._candidates = scheduler, candidates
+        self._waiting, self._holding = scheduler.waiting, scheduler.kv_holding_waiting
+        kept = set(map(id, chosen))
+        self.paused = [request for request in scheduler.running if id(request) not in kept]
+        self._held = set(map(id, self._holding))
+        first = [request for request in candidates if id(request) in self._held]
+        rest = [request for request in candidates if id(request) not in self._held] if first else candidates
+        waiting = len(self._waiting) + len(self._holding) - len(candidates)
+        self.hidden = len(self.paused), waiting
+        scheduler.running = chosen
+        scheduler.waiting, scheduler.kv_holding_waiting = FCFSRequestQueue(rest), FCFSRequestQueue(first)
+
+    def close(self) -> None:
+        """Put back what was hidden: paused requests run again, those not admitted wait where they belong.
+
+        Stock has put in front of the queue what it preempted itself because blocks ran out within the step.
+        """
+        scheduler = self._scheduler
+        shown = [*scheduler.waiting, *scheduler.kv_holding_waiting]
+        scheduler.running = scheduler.running + self.paused
+        scheduler.waiting, scheduler.kv_holding_waiting = self._waiting, self._holding
+        for request in self._candidates:
+            self._follow(request)
+        known = set(map(id, self._candidates))
+        for request in reversed(shown):
+            if id(request) not in known:
+                self._waiting.prepend_request(request)
+
+    def _follow(self, request: Any) -> None:
+        """Take an admitted request out of its queue; move one whose load has begun or failed to the other."""
+        held = id(request) in self._held
+        origin, other = (self._holding, self._waiting) if held else (self._waiting, self._holding)
+        if request.status == RequestStatus.RUNNING:
+            origin.remove_request(request)
+        elif self._scheduler._holds_kv_blocks(request) != held:
+            origin.remove_request(request)
+            other.prepend_request(request)

@@ -1,0 +1,303 @@
+"""With the hook inside, vLLM keeps its features: stock and every recipe side by side in virtual time.
+
+Recipe `vllm` takes stock's own steps; the others answer every request and give all blocks back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.bench.validate import features, slow_loads
+from headway.bench.validate.featured import Ask, Driver, make
+from headway.engines.vllm.plugin.hook import HeadwayScheduler
+from headway.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("default")
+OTHERS = ["priority", "edf", "slack", "bros-plain-blocks", "ecoserve"]
+ALL = ["vllm", *OTHERS]
+URGENT = {"ttft": 0.3, "tpot": 0.1}
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def run(recipe: str | None, asks: list[Ask], **options: Any) -> Driver:
+    at, depth = options.pop("at", {}), 2 if options.get("async_scheduling") else 1
+    driver = Driver(make_or_skip(recipe, **options), asks, depth, at)
+    driver.run()
+    return driver
+
+
+def make_or_skip(recipe: str | None, **options: Any) -> Any:
+    """Return a scheduler; what a recipe refuses to run with is no feature that it could break."""
+    if recipe is not None and recipe.startswith("bros"):
+        options.setdefault("host_gib", 0.01)
+        if "pool" in options:
+            pytest.skip("the recipe needs the host pool as connector")
+    try:
+        return make(recipe, **options)
+    except ConfigError as refusal:
+        pytest.skip(str(refusal))
+
+
+def check(recipe: str, asks: list[Ask], **options: Any) -> tuple[Driver, Driver]:
+    """Run stock and a recipe; the recipe answers as stock does, `vllm` in stock's own steps."""
+    stock, ours = run(None, asks, **dict(options)), run(recipe, asks, **dict(options))
+    if recipe == "vllm":
+        assert ours.steps == stock.steps
+        assert ours.ended == stock.ended
+    assert sorted(ours.ended) == sorted(stock.ended) == sorted(ask.id for ask in asks)
+    left = {ask.id for ask in asks if ask.abort is not None}
+    assert {id: n for id, n in ours.made.items() if id not in left} == {
+        id: n for id, n in stock.made.items() if id not in left
+    }
+    return stock, ours
+
+
+def crowd(n: int = 12, **more: Any) -> list[Ask]:
+    """Return requests of several lengths and priorities, a third of them with an SLO."""
+    return [
+        Ask(
+            f"r{i}", i // 2, 20 + 37 * i % 190, 3 + 11 * i % 40, priority=i % 3,
+            slo=URGENT if i % 3 == 0 else {}, **{name: value(i) for name, value in more.items()},
+        )
+        for i in range(n)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_priority_policy(recipe: str) -> None:
+    check(recipe, crowd(), policy="priority", blocks=40)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_kv_that_comes_from_elsewhere(recipe: str, policy: str) -> None:
+    asks = crowd(load=lambda i: 16 * (i % 4))
+    check(recipe, asks, pool=slow_loads.CONFIG, policy=policy, blocks=60)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_sessions_whose_input_streams(recipe: str) -> None:
+    asks = crowd(turns=lambda i: (30, 50)[: i % 3])
+    check(recipe, asks, blocks=80)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_adapters_than_fit(recipe: str, most: int) -> None:
+    asks = crowd(adapter=lambda i: i % 4)
+    check(recipe, asks, enable_lora=True, max_loras=most, max_lora_rank=8, blocks=60)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_paused_requests_come_back_beside_adapters_that_fit(recipe: str) -> None:
+    def pause(scheduler: Any) -> None:
+        scheduler.control({"op": "pause", "ids": ["r1", "r2"]})
+
+    def resume(scheduler: Any) -> None:
+        scheduler.control({"op": "resume", "ids": ["r1", "r2"]})
+
+    asks = crowd(adapter=lambda i: i % 3)
+    run(recipe, asks, enable_lora=True, max_loras=1, max_lora_rank=8, at={5: pause, 25: resume})
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_speculation(recipe: str) -> None:
+    stock, ours = check(recipe, crowd(), speculative_config=SPECULATIVE, blocks=120, max_batched_tokens=512)
+    assert stock.drafts > 50
+    lost = 3 * ours.scheduler.counters["evictions"]
+    assert stock.drafts - lost <= ours.drafts <= stock.drafts, "only an eviction loses drafts"
+
+
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_speculation_with_little_room(recipe: str) -> None:
+    check(recipe, crowd(), speculative_config=SPECULATIVE, blocks=30, max_batched_tokens=64)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_grammars_that_compile_hold_up_nobody(recipe: str) -> None:
+    asks = [
+        Ask("late", 0, 40, 10, grammar=20, slo=URGENT), *(Ask(f"r{i}", 0, 40, 30) for i in range(4)),
+        Ask("more", 1, 40, 5),
+    ]  # fmt: skip
+    _, ours = check(recipe, asks)
+    began = next(i for i, step in enumerate(ours.steps) if "late" in step)
+    assert began == 20 or recipe in ("vllm", "bros-plain-blocks", "ecoserve"), "displaced for it"
+    assert all(len(step) == 4 for step in ours.steps[:20]), "it takes no place while it waits"
+
+
+def test_a_grammar_that_fails_fails_its_request_only() -> None:
+    def fail(scheduler: Any) -> None:
+        scheduler.requests["bad"].structured_output_request._grammar = ValueError("no grammar")
+
+    for recipe in (None, *ALL):
+        driver = run(recipe, [Ask("bad", 0, 20, 5, grammar=99), Ask("good", 0, 20, 5)], at={4: fail})
+        assert sorted(driver.ended) == ["bad", "good"]
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_asynchronous_scheduling(recipe: str) -> None:
+    check(recipe, crowd(), async_scheduling=True, blocks=40)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_prompts_stay_whole_where_chunks_are_off(recipe: str) -> None:
+    asks = crowd()
+    options = {"enable_chunked_prefill": False, "max_batched_tokens": 1024}
+    _, ours = check(recipe, asks, **options)
+    prompts = {ask.id: ask.prompt for ask in asks}
+    for step in ours.steps:
+        assert all(tokens == 1 or tokens >= prompts[id] for id, tokens in step.items())
+
+
+@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("threshold", [0, 40])
+def test_prefix_caching_and_chunk_thresholds(recipe: str, threshold: int) -> None:
+    asks = crowd(shared=lambda i: 64 * (i % 2))
+    options = {"long_prefill_token_threshold": threshold} if threshold else {}
+    check(recipe, asks, enable_prefix_caching=True, blocks=60, **options)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_an_id_may_be_used_again_at_once(recipe: str) -> None:
+    again = Ask("r", 3, 30, 4)
+
+    def abort(scheduler: Any) -> None:
+        from vllm.v1.request import RequestStatus
+
+        scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+
+    scheduler = make_or_skip(recipe)
+    driver = Driver(scheduler, [Ask("r", 0, 50, 40)])
+    for _ in range(3):
+        driver.step()
+    abort(scheduler)
+    driver.asks = [again]
+    driver.run()
+    assert driver.ended == ["r"]
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_paused_engine(recipe: str) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    def state(value: Any) -> Any:
+        return lambda scheduler: scheduler.set_pause_state(value)
+
+    at = {
+        6: state(PauseState.PAUSED_NEW), 30: state(PauseState.UNPAUSED),
+        40: state(PauseState.PAUSED_ALL), 44: state(PauseState.UNPAUSED),
+    }  # fmt: skip
+    _, ours = check(recipe, crowd(), at=at, blocks=50)
+    assert not any(ours.steps[40:44])
+    before = set().union(*ours.steps[:6])
+    assert set().union(*ours.steps[6:30]) <= before, "nothing new begins"
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_drain_finishes_what_runs(recipe: str) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler = make_or_skip(recipe)
+    driver = Driver(scheduler, crowd())
+    for _ in range(8):
+        driver.step()
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(200):
+        driver.step()
+    assert not scheduler.running
+    assert scheduler.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_new_weights(recipe: str) -> None:
+    def reset(scheduler: Any) -> None:
+        assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    check(recipe, crowd(), at={7: reset, 20: reset}, enable_prefix_caching=True, blocks=50)
+
+
+def test_kv_of_old_weights_does_not_come_back_from_the_host() -> None:
+    scheduler = make("slack", host_gib=0.01)
+    driver = Driver(scheduler, [Ask("r", 0, 60, 20)])
+    for _ in range(4):
+        driver.step()
+    scheduler._save(scheduler.requests["r"])
+    assert scheduler.connector.saved
+    assert scheduler.reset_prefix_cache(reset_connector=True)
+    assert driver.step() == {"r": 63}, "all of it is computed again"
+    driver.run()
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_aborts_in_any_state(recipe: str) -> None:
+    asks = crowd(16, abort=lambda i: i + 3 if i % 3 == 1 else None, load=lambda i: 16 * (i % 3))
+    check(recipe, asks, pool=slow_loads.CONFIG, blocks=60)
+
+
+def test_blocks_that_a_connector_may_still_write_are_not_taken() -> None:
+    scheduler = make("edf", blocks=12, max_running=2)
+    driver = Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)])
+    driver.step()
+    scheduler._request_blocks_can_be_freed = lambda request: False
+    driver.step()
+    assert scheduler.counters["evictions"] == 0
+    del scheduler._request_blocks_can_be_freed
+    driver.run()
+
+
+def test_evicted_requests_drop_output_whose_kv_would_be_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = HeadwayScheduler._preempt_request
+
+    def noted(self: Any, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        seen.append(drop_stale_output)
+        original(self, request, timestamp, drop_stale_output)
+
+    monkeypatch.setattr(HeadwayScheduler, "_preempt_request", noted)
+    scheduler = make("edf", blocks=12, max_running=2)
+    scheduler.requires_kv_delivery = True
+    Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)]).run()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("mix", features.MIXES)
+@given(st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_stock_takes_the_same_steps_with_any_mix(mix: str, seed: int) -> None:
+    tally = features.compare(features.draw(features.MIXES[mix], np.random.default_rng(seed)))
+    assert tally.difference is None
+    assert tally.identical == tally.steps
+
+
+@pytest.mark.parametrize("mix", features.MIXES)
+@pytest.mark.parametrize("recipe", OTHERS)
+@given(st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_every_recipe_answers_any_mix(recipe: str, mix: str, seed: int) -> None:
+    workload = features.draw(features.MIXES[mix], np.random.default_rng(seed))
+    if recipe.startswith("bros"):
+        if "pool" in workload.options:
+            pytest.skip("the recipe needs the host pool as connector")
+        workload.options["host_gib"] = 0.01
+    try:
+        ours = workload.run(recipe)
+    except ConfigError as refusal:
+        pytest.skip(str(refusal))
+    left = {ask.id for ask in workload.asks if ask.abort is not None}
+    assert set(ours.ended) == {ask.id for ask in workload.asks}
+    for ask in workload.asks:
+        if ask.id not in left:
+            assert ours.made[ask.id] == ask.output * (1 + len(ask.turns))
+
+
+def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadwayScheduler, "_is_own_order", lambda self: False)
+    workload = features.draw(features.MIXES["priorities"], np.random.default_rng(1))
+    tally = features.compare(workload)
+    assert tally.difference is not None
+    assert tally.identical < tally.steps
