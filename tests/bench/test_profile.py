@@ -68,9 +68,9 @@ class Engine:
         old = [r for r in self.running if r.output_tokens]
         prefill = sum(r.prompt for r in fresh)
         batch = Batch(len(old), sum(r.prompt + r.output_tokens for r in old), prefill, prefill * prefill // 2)
-        self.diary.begin(now, batch)
+        row = self.diary.begin(now, batch)
         await asyncio.sleep(float(LAW.seconds(Shapes.of([batch]))[0]))
-        self.diary.output(time.time() - now)
+        row[1] = time.time() - now
         for one in self.running:
             one.output_tokens += 1
             one.first = one.first or time.time()

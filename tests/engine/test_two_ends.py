@@ -17,6 +17,7 @@ from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation
 from headway.models import resolve
 from headway.pack.bros.packer import BatchSize, Bros
+from headway.ports import Packer
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import ENV, Engine
@@ -66,7 +67,7 @@ def alone(engine: Engine) -> list[list[int]]:
     return [done[f"r{i}"] for i in range(len(TOKENS))]
 
 
-class Chaos:
+class Chaos(Packer):
     """Anybody runs, in random parts; now and then somebody goes to the host as a whole or loses all KV."""
 
     def __init__(self, seed: int) -> None:
@@ -146,7 +147,7 @@ def test_without_the_window_tokens_would_be_wrong(
     assert [done[f"r{i}"] for i in range(0, 12, 2)] != alone[::2]
 
 
-class Everybody:
+class Everybody(Packer):
     """All run, as they came."""
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:

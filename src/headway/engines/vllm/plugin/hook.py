@@ -235,6 +235,8 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         """Keep the packer from requests that control holds back or that stock would skip."""
         jobs = self.jobs
         jobs.held[:] = False
+        if self._is_own_order():
+            return
         for request in self._blocked.requests():
             row = jobs.row_of[request.request_id]
             jobs.held[row], jobs.output_tokens[row] = True, request.num_output_tokens
