@@ -202,7 +202,7 @@ async def _capacity(target: Target, setup: Setup) -> float:
 
 def _conformance(setup: Setup) -> dict[tuple[str, str], Tally]:
     workloads, steps = (_FEW if setup.quick else _MANY).values()
-    mixed = steps // 4  # the mixes of features are many, and each runs twice
+    mixed = steps // 2  # the mixes of features are many: 100,000 steps in all
     total = steps * len(conformance.PAIRS) + mixed * len(features.MIXES)
     with Progress(console=_console, transient=True) as progress:
         task = progress.add_task("conformance, steps", total=total)
