@@ -21,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 OTHERS = ["priority", "edf", "slack", "bros-plain-blocks", "ecoserve"]
 ALL = ["vllm", *OTHERS]
 URGENT = {"ttft": 0.3, "tpot": 0.1}
-SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def run(recipe: str | None, asks: list[Ask], **options: Any) -> Driver:
@@ -81,6 +80,17 @@ def test_kv_that_comes_from_elsewhere(recipe: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ALL)
+def test_a_connector_that_cannot_tell_yet_holds_up_one_request_only(recipe: str) -> None:
+    at = {
+        0: lambda scheduler: scheduler.connector.unsure.add("r0"),
+        15: lambda scheduler: scheduler.connector.unsure.clear(),
+    }
+    _, ours = check(recipe, crowd(load=lambda i: 16), pool=slow_loads.CONFIG, at=at)
+    assert not any("r0" in step for step in ours.steps[:15])
+    assert all(ours.steps[3:15]), "the others run meanwhile"
+
+
+@pytest.mark.parametrize("recipe", ALL)
 def test_sessions_whose_input_streams(recipe: str) -> None:
     asks = crowd(turns=lambda i: (30, 50)[: i % 3])
     check(recipe, asks, blocks=80)
@@ -107,7 +117,9 @@ def test_paused_requests_come_back_beside_adapters_that_fit(recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_speculation(recipe: str) -> None:
-    stock, ours = check(recipe, crowd(), speculative_config=SPECULATIVE, blocks=120, max_batched_tokens=512)
+    stock, ours = check(
+        recipe, crowd(), speculative_config=features.DRAFTS, blocks=120, max_batched_tokens=512
+    )
     assert stock.drafts > 50
     lost = 3 * ours.scheduler.counters["evictions"]
     assert stock.drafts - lost <= ours.drafts <= stock.drafts, "only an eviction loses drafts"
@@ -115,7 +127,7 @@ def test_speculation(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", OTHERS)
 def test_speculation_with_little_room(recipe: str) -> None:
-    check(recipe, crowd(), speculative_config=SPECULATIVE, blocks=30, max_batched_tokens=64)
+    check(recipe, crowd(), speculative_config=features.DRAFTS, blocks=30, max_batched_tokens=64)
 
 
 @pytest.mark.parametrize("recipe", ALL)
@@ -250,6 +262,18 @@ def test_blocks_that_a_connector_may_still_write_are_not_taken() -> None:
     driver.run()
 
 
+def test_kv_is_not_saved_while_a_connector_may_still_write_it() -> None:
+    scheduler = make("slack", host_gib=0.01)
+    driver = Driver(scheduler, [Ask("r", 0, 60, 20)])
+    driver.step()
+    scheduler._request_blocks_can_be_freed = lambda request: False
+    scheduler._save(scheduler.requests["r"])
+    assert not scheduler.connector.saved
+    assert scheduler.requests["r"] in scheduler.running
+    del scheduler._request_blocks_can_be_freed
+    driver.run()
+
+
 def test_evicted_requests_drop_output_whose_kv_would_be_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = HeadwayScheduler._preempt_request
@@ -280,14 +304,7 @@ def test_stock_takes_the_same_steps_with_any_mix(mix: str, seed: int) -> None:
 @settings(max_examples=10)
 def test_every_recipe_answers_any_mix(recipe: str, mix: str, seed: int) -> None:
     workload = features.draw(features.MIXES[mix], np.random.default_rng(seed))
-    if recipe.startswith("bros"):
-        if "pool" in workload.options:
-            pytest.skip("the recipe needs the host pool as connector")
-        workload.options["host_gib"] = 0.01
-    try:
-        ours = workload.run(recipe)
-    except ConfigError as refusal:
-        pytest.skip(str(refusal))
+    ours = run(recipe, workload.asks, **workload.options)
     left = {ask.id for ask in workload.asks if ask.abort is not None}
     assert set(ours.ended) == {ask.id for ask in workload.asks}
     for ask in workload.asks:

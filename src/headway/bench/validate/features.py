@@ -18,7 +18,7 @@ from headway.bench.validate.conformance import Tally
 from headway.bench.validate.featured import Ask, Driver, make
 
 _SLOS: tuple[dict[str, float], ...] = ({}, {"ttft": 0.3, "tpot": 0.1}, {"ttft": 2.0}, {"e2e": 6.0})
-_DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ MIXES = {
     "prefix caching": Mix({"enable_prefix_caching": True}, frozenset({"shared"})),
     "asynchronous": Mix({"async_scheduling": True}),
     "priorities": Mix({"policy": "priority"}),
-    "drafts": Mix({"speculative_config": _DRAFTS}),
+    "drafts": Mix({"speculative_config": DRAFTS}),
     "adapters": Mix({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, frozenset({"adapter"})),
     "KV from elsewhere": Mix({"pool": slow_loads.CONFIG}, frozenset({"load"})),
     "sessions and grammars": Mix({}, frozenset({"turns", "grammar"})),
     "together": Mix(
         {
             "enable_prefix_caching": True, "policy": "priority", "pool": slow_loads.CONFIG,
-            "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "speculative_config": _DRAFTS,
+            "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "speculative_config": DRAFTS,
             "long_prefill_token_threshold": 100,
         },
         # No sessions: with drafts stock itself fails on some of them (assert num_new_tokens > 0).

@@ -16,14 +16,13 @@ CONFIG = {
 class SlowLoads(KVConnectorBase_V1):
     """The scheduler's side; a request says how many tokens are elsewhere: kv_transfer_params = {"load": n}.
 
-    unsure: ids about which it cannot tell yet.
+    It has no worker, whose methods raise. unsure: ids about which it cannot tell yet.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = int(vllm_config.cache_config.block_size)
         self.unsure: set[str] = set()
-        self.resets = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self.unsure:
@@ -39,7 +38,6 @@ class SlowLoads(KVConnectorBase_V1):
         return KVConnectorMetadata()
 
     def reset_cache(self) -> bool:
-        self.resets += 1
         return True
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -277,6 +277,9 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
 
     def _save(self, request: Any) -> None:
         """Copy a request's KV to the host pool; without a pool, or when it is full, it is recomputed."""
+        stock: Any = self
+        if not stock._request_blocks_can_be_freed(request):
+            return  # it stays paused, as in `_evict`
         if isinstance(self.connector, HostPool):
             tokens = request.num_computed_tokens - request.num_output_placeholders  # without drafts
             blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
