@@ -127,10 +127,12 @@ class Jobs(Table):
         ttft, tpot, e2e: SLOs in seconds, inf = none.
         prompt, computed, output_tokens: tokens.
         tokens_left: expected tokens still to come.
-        blocks: KV blocks of its own.
+        blocks: KV blocks of its own; of a waiting row, those of its prefix that running rows hold.
+        shared: those of its `blocks` that other rows hold, too (prefix caching), so they free nothing.
         saved: computed tokens whose KV is on the host; the row is not running, admission copies them back.
         priority: as in vLLM; urgency: the rank set from outside, the first key of every packer, lower first.
         running: holds a slot and KV. held: paused by control.
+        resumable: a streaming session, which waits with its KV between turns; it neither lends nor borrows.
         serial: order of arrival at this engine. evictions: how often its KV was taken.
         lender, loan_start, loan_blocks: behind its own blocks the row uses `loan_blocks` blocks of the row
             `lender`, from the lender's block `loan_start` on; 0 blocks = no loan (`memory/reservations.py`).
@@ -140,8 +142,8 @@ class Jobs(Table):
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
         "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float,
-        "blocks": int, "saved": int, "priority": int, "urgency": float,
-        "running": bool, "held": bool, "serial": int, "evictions": int,
+        "blocks": int, "shared": int, "saved": int, "priority": int, "urgency": float,
+        "running": bool, "held": bool, "resumable": bool, "serial": int, "evictions": int,
         "lender": int, "loan_start": int, "loan_blocks": int, "first_lent_block": int,
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ from headway.config import Engine
 from headway.engines.vllm import oracle
 from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle
+from headway.engines.vllm.plugin import two_ended
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process import launch
 from headway.memory.two_ended import allocation
@@ -67,6 +68,13 @@ def test_where_they_cannot_be_it_says_why_and_runs(
     while engine.busy:
         engine.step()
     assert len(engine.finished) == 6
+
+
+def test_models_with_streaming_sessions_are_not_for_it() -> None:
+    scheduler = build().scheduler
+    assert two_ended.obstacle(scheduler) is None
+    scheduler.vllm_config.model_config.model_arch_config.architectures = ["VoxtralRealtimeGeneration"]
+    assert "streaming sessions" in two_ended.obstacle(scheduler).reason
 
 
 def test_what_lies_on_the_host_is_not_counted_as_kv_in_use() -> None:

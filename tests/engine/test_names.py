@@ -14,7 +14,7 @@ from headway.engines.vllm.plugin import hook
 pytestmark = pytest.mark.filterwarnings("default")
 SOURCES = [
     Path(hook.__file__).with_name(name).read_text()
-    for name in ("hook.py", "view.py", "blocked.py", "token_caps.py")
+    for name in ("hook.py", "view.py", "blocked.py", "token_caps.py", "prefix_cache.py")
 ]
 
 
@@ -132,6 +132,19 @@ def test_block_manager_is_wrapped_where_stock_asks_it() -> None:
     assert callable(BlockPool.free_blocks)
     assert callable(KVCacheManager.create_kv_cache_blocks)
     assert "self.num_lookahead_tokens" in inspect.getsource(Scheduler)
+
+
+def test_prefix_cache_is_asked_as_stock_asks_it() -> None:
+    from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    source = inspect.getsource(KVCacheManager.get_computed_blocks)
+    assert "if not self.prefix_cache_lookup_enabled(request):" in source
+    assert "max_cache_hit_length = request.num_tokens - 1" in source
+    names = list(inspect.signature(UnitaryKVCacheCoordinator.find_longest_cache_hit).parameters)
+    assert names == ["self", "block_hashes", "max_cache_hit_length"]
+    assert KVCacheBlock(0).ref_cnt == 0
 
 
 def test_requests_have_what_the_table_reads() -> None:

@@ -318,3 +318,50 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     tally = features.compare(workload)
     assert tally.difference is not None
     assert tally.identical < tally.steps
+
+
+# ---- the prefix cache, as packers see it
+
+
+@pytest.mark.parametrize("recipe", [name for name in OTHERS if name != "ecoserve"])
+def test_cached_prompts_enter_as_early_as_with_stock(recipe: str) -> None:
+    """Eleven prompts of 400 tokens, 384 of them cached, fit into a budget of 512 tokens and 120 blocks."""
+    asks = [Ask(f"r{i}", 3 * (i > 0), 400, 20, shared=384, slo={"ttft": 5.0}) for i in range(12)]
+    options = {"blocks": 120, "max_running": 12, "slots": 12, "max_batched_tokens": 512}
+    stock, ours = check(recipe, asks, enable_prefix_caching=True, **options)
+    assert ours.steps == stock.steps
+    assert ours.steps[3] == {"r0": 1, **{f"r{i}": 16 for i in range(1, 12)}}
+
+
+@pytest.mark.parametrize("recipe", ["edf", "slack"])
+@given(st.integers(0, 2**32))
+@settings(max_examples=15)
+def test_shared_blocks_are_counted_once(recipe: str, seed: int) -> None:
+    mix = features.MIXES["prefix caching"]
+    workload = features.draw(mix, np.random.default_rng(seed))
+    driver = Driver(make(recipe, **workload.options), workload.asks)
+    scheduler = driver.scheduler
+    lists = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+
+    while len(driver.steps) <= workload.asks[-1].step or scheduler.has_requests():
+        driver.step()
+        scheduler._refresh(driver.now)
+        jobs = scheduler.jobs
+        for request in scheduler.running:
+            shared = sum(block.ref_cnt > 1 for block in lists[request.request_id])
+            assert jobs.shared[jobs.row_of[request.request_id]] == shared
+        assert (jobs.shared <= jobs.blocks)[jobs.live].all()
+    driver.run()
+
+
+def test_a_request_that_lost_its_kv_finds_it_again() -> None:
+    asks = [Ask("a", 0, 300, 20), Ask("urgent", 2, 200, 5, slo=URGENT)]
+    scheduler = make("edf", blocks=26, max_running=2, enable_prefix_caching=True)
+    driver = Driver(scheduler, asks)
+    for _ in range(3):
+        driver.step()
+    row = scheduler.jobs.row_of["a"]
+    assert not scheduler.jobs.running[row]
+    driver.step()
+    assert scheduler.jobs.computed[row] >= 16
+    driver.run()

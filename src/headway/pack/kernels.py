@@ -91,6 +91,12 @@ def missing_of(jobs: Rows, row: int) -> int:
 
 
 @compiled
+def exclusive_of(jobs: Rows, row: int) -> int:
+    """Return the blocks that are free once a row has gone: those that no other row holds."""
+    return int(jobs["blocks"][row] - jobs["shared"][row])
+
+
+@compiled
 def due_of(jobs: Rows, row: int) -> float:
     """Return the instant at which a row owes its next visible token, inf = never.
 
@@ -174,9 +180,9 @@ def _share(
         row = ranked[i]
         needs[i] = _needs(jobs, row, kv_budget, most)
         if jobs["running"][row]:
-            blocks += jobs["blocks"][row]
+            blocks += exclusive_of(jobs, row)
         holders += i >= batch_limit and jobs["running"][row]
-        taken += needs[i] if i < batch_limit else jobs["blocks"][row]
+        taken += needs[i] if i < batch_limit else exclusive_of(jobs, row)
     if taken > blocks or holders > free_slots:
         return _squeeze(jobs, ranked, needs, blocks, free_slots, batch_limit)
     runs = np.arange(n) < batch_limit
@@ -185,11 +191,14 @@ def _share(
 
 @compiled
 def _needs(jobs: Rows, row: int, kv_budget: KvBudget, most: int) -> int:
-    """Return the blocks a row holds after a step of at most `most` of its tokens, or needs to come in."""
-    want, computed = missing_of(jobs, row), jobs["computed"][row]
+    """Return the blocks a row holds after a step of at most `most` of its tokens, or needs to come in.
+
+    Blocks that other rows hold, too, take no room.
+    """
+    want, computed, shared = missing_of(jobs, row), jobs["computed"][row], jobs["shared"][row]
     if jobs["running"][row]:
-        return int(max(jobs["blocks"][row], -(-(computed + min(want, most)) // kv_budget.size)))
-    return int(min(-(-(computed + want + 1) // kv_budget.size) + 1, kv_budget.total))
+        return int(max(jobs["blocks"][row], -(-(computed + min(want, most)) // kv_budget.size)) - shared)
+    return int(min(-(-(computed + want + 1) // kv_budget.size) + 1, kv_budget.total) - shared)
 
 
 @compiled
@@ -204,7 +213,7 @@ def _squeeze(
     n, most, newcomers, stuck = ranked.size, batch_limit, 0, False
     runs, stays = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
     for i in range(n):
-        running, holds = jobs["running"][ranked[i]], jobs["blocks"][ranked[i]]
+        running, holds = jobs["running"][ranked[i]], exclusive_of(jobs, ranked[i])
         newcomers += not running
         if not running and newcomers > most:
             continue

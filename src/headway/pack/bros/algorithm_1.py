@@ -22,7 +22,7 @@ from headway.pack.bros.batch import (
     take,
     with_row,
 )
-from headway.pack.kernels import due_of, missing_of, ordered
+from headway.pack.kernels import due_of, exclusive_of, missing_of, ordered
 from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
@@ -117,9 +117,11 @@ def _empty(t: StepLimits, jobs: Rows, rows: Ints, other: Ints) -> Batch:
     promised = 0
     for row in range(jobs.size):  # those that control holds too
         if jobs["live"][row] and real_time(jobs, row):
-            promised += jobs["blocks"][row]
+            promised += exclusive_of(jobs, row)
     room["crowded"] = promised > t.crowded * t.total
-    room["available"] = t.total - promised if t.shared else t.free + jobs["blocks"][other].sum()
+    room["available"] = (
+        t.total - promised if t.shared else t.free + (jobs["blocks"] - jobs["shared"])[other].sum()
+    )
     return Batch(
         np.empty(t.batch_limit, np.int64), np.empty(t.batch_limit, np.int64), np.empty(t.batch_limit),
         np.empty(rows.size, np.int64), all_sums, all_room,

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.forecast.latency.online import seconds_of
+from headway.pack.kernels import exclusive_of
 from headway.types import Bools, Floats, Ints
 
 Rows = NDArray[np.void]
@@ -121,8 +122,8 @@ def save(jobs: Rows, batch: Batch, row: int) -> None:
     if jobs["running"][row]:
         batch.save[batch.room[0]["saved"]] = row
         batch.room[0]["saved"] += 1
-        batch.room[0]["available"] += jobs["blocks"][row]
-        batch.room[0]["empty"] += jobs["blocks"][row]
+        batch.room[0]["available"] += exclusive_of(jobs, row)
+        batch.room[0]["empty"] += exclusive_of(jobs, row)
         batch.room[0]["free_slots"] += 1
         batch.sums[0]["copies"] += jobs["computed"][row] - jobs["saved"][row]
 

@@ -326,7 +326,10 @@ def _rescue(
         if jobs["running"][rows[i]]:
             leave(params, jobs, status, rows[i], theta, buffer)
     if n["free"] < min(least, blocks_of(whole, size) - capacity_of(jobs, first)):
-        return  # rows held by control have the rest
+        # Held rows have the rest. Control's go on when it says so; sessions between two turns need blocks.
+        if jobs["running"][first] and seen.between_turns:
+            leave(params, jobs, status, first, theta, buffer)
+        return
     if (
         jobs["first_lent_block"][first]
         and blocks_of(jobs["computed"][first] + 1, size) > jobs["first_lent_block"][first]

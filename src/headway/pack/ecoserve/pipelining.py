@@ -48,7 +48,7 @@ def lend_tails(
     taken = np.zeros(rows.size, np.bool_)
     spent = params.tfs - n["generating"] - seen.queued.size  # tokens that prompts of borrowers may take
     for lender in seen.active:
-        if status["state"][lender] != ACTIVE:
+        if status["state"][lender] != ACTIVE or jobs["resumable"][lender]:
             continue
         front, least = filled_tokens(jobs, lender), lendable_start(jobs, lender)
         stop = lendable_end(jobs, lender)
@@ -125,6 +125,8 @@ def _may_borrow(
     queued = n["pool"]
     if status["state"][row] == ACTIVE or jobs["first_lent_block"][row] or span <= 0:
         return False
+    if jobs["resumable"][row]:
+        return False  # it would keep its loan for as long as its client is silent
     if jobs["running"][row]:
         queued -= jobs["blocks"][row]
     elif jobs["saved"][row] or spent <= 0 or n["free_slots"] <= 0:

@@ -29,6 +29,7 @@ class RowView(NamedTuple):
 
     active, queued, prompts, waiting: as above.
     others: rows that control holds and that hold a slot.
+    between_turns: rows that hold KV but no slot, streaming sessions; nothing can take their KV.
     ended: some time-synced group has no row left.
     news: rows new in the queue of generations.
     came: rows never seen before.
@@ -39,6 +40,7 @@ class RowView(NamedTuple):
     prompts: Ints
     waiting: Ints
     others: int
+    between_turns: int
     ended: bool
     news: int
     came: int
@@ -51,13 +53,14 @@ def look(jobs: Rows, status: Rows, rows: Ints, most: int, groups: int) -> RowVie
     most: tokens that a row may hold. groups: how many time-synced groups were numbered.
     """
     kinds, sizes = np.empty((4, rows.size), np.int64), np.zeros(4, np.int64)
-    alive, others, news, came = np.zeros(groups, np.bool_), 0, 0, 0
+    alive, others, between_turns, news, came = np.zeros(groups, np.bool_), 0, 0, 0, 0
     for row in rows:
         if status["serial"][row] != jobs["serial"][row]:
             _meet(jobs, status, row, most)
             came += 1
         if jobs["held"][row]:
             others += jobs["running"][row]
+            between_turns += not jobs["running"][row] and jobs["blocks"][row] > 0
             continue
         kind = _kind(jobs, status, row)
         if kind == 1 and status["state"][row] != QUEUED:
@@ -68,6 +71,7 @@ def look(jobs: Rows, status: Rows, rows: Ints, most: int, groups: int) -> RowVie
         sizes[kind] += 1
     return RowView(
         kinds[0, : sizes[0]], kinds[1, : sizes[1]], kinds[2, : sizes[2]], kinds[3, : sizes[3]], others,
+        between_turns,
         not alive.all(),
         news,
         came,

@@ -26,6 +26,7 @@ from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
 from headway.engines.vllm.plugin.kv_policy import KvPolicy
+from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
 from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
@@ -97,6 +98,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._updated = 0.0
         self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
+        self._prefix_cache = PrefixCache(self)
         install()
         self._compile()
 
@@ -173,6 +175,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         row = self.jobs.row_of[request.request_id]
         self.kv_policy.leave(row)
+        self._prefix_cache.enter(request, row)
         self.jobs.running[row] = False
         self.jobs.evictions[row] += 1
         self._blocked.preempted(request)
@@ -194,9 +197,11 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
             prompt=request.num_prompt_tokens,
             priority=request.priority,
             urgency=self.pending.of(metadata.id, metadata.urgency),
+            resumable=request.resumable,
             serial=self._serial,
         )
         self._headway_id[request.request_id] = metadata.id
+        self._prefix_cache.enter(request, self.jobs.row_of[request.request_id])
         self.iteration_log.enter(request.request_id, self.clock())
 
     def _refresh(self, now: float) -> None:
@@ -216,6 +221,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         if isinstance(self.connector, HostPool):
             for id, tokens in self.connector.saved.items():
                 jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
+        self._prefix_cache.refresh(jobs, rows)
         for request in self.kv_holding_waiting:
             self._refresh_waiting(request)
         self._hold()
@@ -224,6 +230,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
     def _refresh_waiting(self, request: Any) -> None:
         """Update a request that waits with KV; a streaming session has another prompt at each turn."""
         jobs, row = self.jobs, self.jobs.row_of[request.request_id]
+        self.kv_policy.trim(request)
         if request.num_prompt_tokens != jobs.prompt[row]:
             jobs.arrival[row], jobs.first[row] = self.clock(), 0.0
             jobs.tokens_left[row] = request.max_tokens
@@ -254,6 +261,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
                 id, self._headway_id[id], float(self.jobs.first[self.jobs.row_of[id]]), now
             )
             self.kv_policy.leave(self.jobs.row_of[id])
+            self._prefix_cache.leave(self.jobs.row_of[id])
         self.jobs.remove(id)
         self.held.discard(id)
         self.pending.drop(self._headway_id.pop(id, ""))
@@ -303,6 +311,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         requests = [self.requests[name] for name in names]
         chosen = [request for request in requests if request.status == RequestStatus.RUNNING]
         candidates = [request for request in requests if request.status != RequestStatus.RUNNING]
+        self._prefix_cache.renew([request.request_id for request in candidates])
         running = self.jobs.running
         paused = int(np.count_nonzero(running) - np.count_nonzero(running[step.order]))
         if stock.lora_config is not None:

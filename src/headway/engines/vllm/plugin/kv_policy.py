@@ -28,6 +28,9 @@ class KvPolicy(Protocol):
     def refresh(self, rows: Ints) -> None:
         """Correct the columns of the running `rows`, just read from vLLM (blocks: by computed tokens)."""
 
+    def trim(self, request: Any) -> None:
+        """Free what a request that waits with its KV has reserved beyond it; called before `refresh`."""
+
     def budget(self, stock: KvBudget) -> KvBudget:
         """Return the budget that the packer reads; stock: by vLLM's own count."""
 
@@ -60,6 +63,9 @@ class StockKv:
         """Do nothing."""
 
     def refresh(self, rows: Ints) -> None:
+        """Do nothing."""
+
+    def trim(self, request: Any) -> None:
         """Do nothing."""
 
     def budget(self, stock: KvBudget) -> KvBudget:

@@ -48,6 +48,14 @@ class ReservedKv(StockKv):
         held = (len(self._blocks_of[name]) + len(self._pending.get(name, ())) for name in names)
         jobs.blocks[rows] = np.fromiter(held, np.int64, rows.size) - jobs.loan_blocks[rows]
 
+    def trim(self, request: Any) -> None:
+        """Free a streaming session's reserved blocks: how long its next turn will be is not known."""
+        blocks = self._blocks_of[request.request_id]
+        kept = -(-request.num_computed_tokens // self._size)
+        if len(blocks) > kept:
+            self._manager.block_pool.free_blocks(reversed(blocks[kept:]))
+            del blocks[kept:]
+
     def begin(self, step: Step) -> None:
         """Keep what the step reserves, and begin its loans."""
         names = [str(self._jobs.keys[row]) for row in step.order.tolist()]

@@ -43,6 +43,9 @@ def obstacle(scheduler: Any) -> Obstacle | None:
         "the model's layers differ in their KV, or have a window": len(groups) != 1 or not plain,
         "prefix caching is on; start with --no-enable-prefix-caching": cache.enable_prefix_caching,
         "KV is quantized": cache.cache_dtype != "auto",
+        "its model answers streaming sessions, which keep KV while they wait": any(
+            "Realtime" in name for name in config.model_config.architectures
+        ),
         "decoding is speculative": config.speculative_config is not None,
         "scheduling is asynchronous": config.scheduler_config.async_scheduling,
         "it is vLLM's model runner V2": scheduler.use_v2_model_runner,
@@ -118,6 +121,9 @@ class TwoEndedKv:
         self.kv = block_table.resized(self.kv, rows)
         self.serial = np.concatenate([self.serial, more])
         self.running = np.concatenate([self.running, more.astype(np.bool_)])
+
+    def trim(self, request: Any) -> None:
+        """Do nothing: nothing is reserved."""
 
     def budget(self, stock: KvBudget) -> TwoEndedBudget:
         """Return the empty blocks, and how many of them each row needs to be read back."""

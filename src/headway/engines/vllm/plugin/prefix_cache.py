@@ -1,0 +1,103 @@
+"""What vLLM's prefix cache holds of the requests that wait, and which blocks running requests share.
+
+A waiting request needs neither tokens nor blocks for what other requests have computed of its prompt. The
+cache changes with every iteration, so a request is looked up when it comes, when it has lost its KV, and when
+the packer names it; a change in what was found then means that others have changed, too.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from headway.types import Ints, Jobs
+
+_AHEAD = 64  # waiting requests that are looked up again when the cache has changed
+
+
+class PrefixCache:
+    """Keeps `computed`, `blocks` and `shared` of a scheduler's `Jobs` to what its prefix cache holds."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        self._on = self._manager.enable_caching and not scheduler.packer.own_order
+        self._lists = self._manager.coordinator.single_type_managers[0].req_to_blocks if self._on else {}
+        self._tokens, self._blocks = np.zeros(0, np.int64), np.zeros(0, np.int64)  # by row, of waiting ones
+        self._shared = np.zeros(0, np.int64)  # by row, of running ones
+        self._named: list[str] = []  # those that the packer wanted in the last step
+        self._recount = False  # the running requests may share other blocks than before
+
+    def enter(self, request: Any, row: int) -> None:
+        """Look a request up that has come or has lost its KV."""
+        if self._on:
+            if row >= self._tokens.size:
+                self._grow()
+            self._recount |= bool(self._shared[row])
+            self._shared[row] = 0
+            self._look_up(request, row)
+
+    def leave(self, row: int) -> None:
+        """Forget a request; those that shared its blocks may have them alone now."""
+        if self._on:
+            self._recount |= bool(self._shared[row])
+            self._shared[row] = 0
+
+    def refresh(self, jobs: Jobs, rows: Ints) -> None:
+        """Set the columns; rows: the running ones, in stock's order."""
+        if not self._on:
+            return
+        if self._recount or any(self._shares(name) for name in self._named):
+            self._count(rows)
+        size = self._tokens.size
+        waiting = jobs.live[:size] & ~jobs.running[:size] & (jobs.saved[:size] == 0)
+        for column, found in ((jobs.computed, self._tokens), (jobs.blocks, self._blocks)):
+            np.copyto(column[:size], found, where=waiting)
+        jobs.shared[:] = 0
+        jobs.shared[rows] = self._shared[rows]
+        np.copyto(jobs.shared[:size], self._blocks, where=waiting)
+
+    def renew(self, names: list[str]) -> None:
+        """Look waiting requests up that the packer names; if what is found has changed, the next ones too."""
+        if not self._on:
+            return
+        scheduler = self._scheduler
+        changed, self._named = False, names
+        for name in names:
+            changed |= self._look_up(scheduler.requests[name], scheduler.jobs.row_of[name])
+        if changed:
+            for request in islice(scheduler.waiting, _AHEAD):
+                self._look_up(request, scheduler.jobs.row_of[request.request_id])
+
+    def _grow(self) -> None:
+        for name in ("_tokens", "_blocks", "_shared"):
+            old = getattr(self, name)
+            setattr(
+                self,
+                name,
+                np.concatenate([old, np.zeros(self._scheduler.jobs.data.size - old.size, np.int64)]),
+            )
+
+    def _look_up(self, request: Any, row: int) -> bool:
+        """Look a request up; tell whether another part of it is cached than before."""
+        before, manager = int(self._tokens[row]), self._manager
+        self._tokens[row] = self._blocks[row] = 0
+        if not request.num_computed_tokens and manager.prefix_cache_lookup_enabled(request):
+            groups, tokens, _ = manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+            self._tokens[row] = tokens
+            self._blocks[row] = sum(block.ref_cnt > 0 for block in groups[0])
+        return bool(before != self._tokens[row])
+
+    def _shares(self, name: str) -> bool:
+        """Tell whether a request has come in with blocks of others; those are the first of its list."""
+        blocks = self._lists.get(name)
+        return bool(blocks and blocks[0].ref_cnt > 1)
+
+    def _count(self, rows: Ints) -> None:
+        """Count the blocks that each running request shares."""
+        self._recount, self._named = False, []
+        for request, row in zip(self._scheduler.running, rows.tolist(), strict=True):
+            self._shared[row] = sum(block.ref_cnt > 1 for block in self._lists[request.request_id])
