@@ -1,7 +1,7 @@
 """Answer requests that use vLLM's features with a real engine; print their tokens as JSON.
 
-`python -m tests.engine.every_feature RECIPE FOLDER`, with RECIPE `stock` for vLLM's own scheduler; FOLDER is for
-adapters. A program of its own, since a process that has had one engine cannot have another like it.
+`python -m tests.engine.every_feature RECIPE FOLDER`, with RECIPE `stock` for vLLM's own scheduler; FOLDER is
+for adapters. A program of its own, since a process that has had one engine cannot have another like it.
 """
 
 from __future__ import annotations
