@@ -70,7 +70,8 @@ class Table:
 
     def names(self, rows: Iterable[int]) -> list[str]:
         """Return the keys of rows, in their order."""
-        return [key for row in rows if (key := self.keys[row]) is not None]
+        keys = self.keys
+        return [key for row in rows if (key := keys[row]) is not None]
 
     def copy(self) -> Self:
         """Return a table of the same rows that changes on its own."""

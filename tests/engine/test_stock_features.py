@@ -5,6 +5,7 @@ Recipe `vllm` takes stock's own steps; the others answer every request and give 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -333,6 +334,16 @@ def test_cached_prompts_enter_as_early_as_with_stock(recipe: str) -> None:
     assert ours.steps[3] == {"r0": 1, **{f"r{i}": 16 for i in range(1, 12)}}
 
 
+@pytest.mark.parametrize("recipe", ["edf", "slack", "priority"])
+def test_prompts_that_wait_for_the_same_prefix_enter_together(recipe: str) -> None:
+    """Twelve of 400 tokens come at once: once the first is computed, 384 of all the others are cached."""
+    asks = [Ask(f"r{i}", 0, 400, 20, shared=384, slo={"ttft": 5.0}) for i in range(12)]
+    options = {"blocks": 120, "max_running": 12, "slots": 12, "max_batched_tokens": 416}
+    ours = run(recipe, asks, enable_prefix_caching=True, **options)
+    assert ours.steps[0]["r0"] == 400
+    assert set(ours.steps[2]) == {ask.id for ask in asks}
+
+
 @pytest.mark.parametrize("recipe", ["edf", "slack"])
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)
@@ -365,3 +376,62 @@ def test_a_request_that_lost_its_kv_finds_it_again() -> None:
     driver.step()
     assert scheduler.jobs.computed[row] >= 16
     driver.run()
+
+
+# ---- found by vLLM's own tests
+
+
+@pytest.mark.parametrize("recipe", ["edf", "slack", "priority"])
+def test_a_long_prompt_leaves_the_rest_of_the_budget_to_others(recipe: str) -> None:
+    asks = [Ask(f"r{i}", 0, 200, 5, slo=URGENT) for i in range(4)]
+    options = {"long_prefill_token_threshold": 40, "max_batched_tokens": 100}
+    ours = run(recipe, asks, **options)
+    assert ours.steps[0] == {"r0": 40, "r1": 40, "r2": 20}
+
+
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_loads_begin_at_once(recipe: str) -> None:
+    """Eight prompts of 400 tokens whose KV is elsewhere but for one: no budget of tokens is in the way."""
+    asks = [Ask(f"r{i}", 0, 401, 5, load=400) for i in range(8)]
+    stock, ours = check(recipe, asks, pool=slow_loads.CONFIG, blocks=300, max_running=8, slots=8)
+    assert len(ours.steps) <= len(stock.steps) + 1
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_load_that_failed_is_computed(recipe: str) -> None:
+    """The request waits with blocks, as one whose KV has come, and has nothing computed."""
+    asks = [Ask("a", 0, 100, 5, load=64, fails=True), Ask("b", 1, 50, 5)]
+    check(recipe, asks, pool=slow_loads.CONFIG)
+
+
+def test_a_resumed_request_comes_back_beside_the_adapters_that_run() -> None:
+    """Its own order would show stock one adapter more than fit."""
+    asks = [Ask("r0", 0, 20, 30, adapter=1), *(Ask(f"r{i}", 2, 20, 20, adapter=i + 1) for i in (1, 2, 3))]
+    control = {
+        1: lambda scheduler: scheduler.control({"op": "pause", "ids": ["r0"]}),
+        5: lambda scheduler: scheduler.control({"op": "resume", "ids": ["r0"]}),
+    }
+    ours = run("vllm", asks, enable_lora=True, max_loras=2, max_lora_rank=8, at=control)
+    assert sorted(ours.ended) == ["r0", "r1", "r2", "r3"]
+
+
+@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("whole", [False, True])
+def test_images_are_encoded_and_cut_as_with_stock(recipe: str, whole: bool) -> None:
+    """Tokens 50 to 110 of each prompt are an image: a cap of 64 tokens ends within it."""
+    asks = [Ask(f"r{i}", i, 150, 8, image=(50, 60)) for i in range(6)]
+    check(recipe, asks, encoder=128, disable_chunked_mm_input=whole, max_batched_tokens=64)
+
+
+def test_no_cap_cuts_an_image_that_must_stay_whole() -> None:
+    """A chunk of 40 tokens would; stock 0.32 itself sees it only where the chunk begins before the image."""
+    asks = [Ask(f"r{i}", 0, 150, 8, image=(20 * i, 60), slo=URGENT) for i in range(4)]
+    scheduler = make("slack", encoder=128, disable_chunked_mm_input=True, max_batched_tokens=256)
+    scheduler.packer = replace(scheduler.packer, min_chunk=40, max_step=1e-6)
+    driver, computed = Driver(scheduler, asks), {ask.id: 0 for ask in asks}
+    driver.run()
+    for step in driver.steps:
+        for id, tokens in step.items():
+            computed[id] += tokens
+            begin = 20 * int(id[1:])
+            assert not begin < computed[id] < begin + 60, f"the image of {id} is cut at {computed[id]}"

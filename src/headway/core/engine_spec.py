@@ -38,6 +38,7 @@ class EngineSpec:
     reservations: the engine carries out `Step.reserve` and `Step.lend`.
     latency: what iterations take, as learned on this engine.
     why_not: ability (a field's name) -> why the engine lacks it.
+    row_chunk: prompt tokens of one request in an iteration (vLLM's `long_prefill_token_threshold`).
     """
 
     max_running: int
@@ -50,6 +51,7 @@ class EngineSpec:
     reservations: bool = False
     latency: OnlineLatency = field(default_factory=OnlineLatency)
     why_not: Mapping[str, Obstacle] = field(default_factory=dict)
+    row_chunk: int = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class PackerParams(NamedTuple):
     budget: int
     min_chunk: int
     max_step: float
+    row_chunk: int = UNLIMITED
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

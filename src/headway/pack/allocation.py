@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import numpy as np
 
+from headway.core.engine_spec import UNLIMITED
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
 from headway.types import Ints, Jobs, Step
 
 
 def allocate(
-    jobs: Jobs, ranked: Ints, kv_budget: KvBudget, max_running: int, budget: int, chunk: int | None = None
+    jobs: Jobs, ranked: Ints, kv_budget: KvBudget, max_running: int, budget: int, row_chunk: int = UNLIMITED
 ) -> Step:
     """Return the step in which the rows of `ranked` (most urgent first) get what there is.
 
     At most `max_running` rows run, their blocks fit, and at most `budget` tokens are computed,
-    `chunk` of them (None = all) for prompts. No row is displaced for one that gets no tokens; with
+    `row_chunk` for a prompt. No row is displaced for one that gets no tokens; with
     budget >= max_running (vLLM requires it) the most urgent row always gets some.
     """
-    most = budget if chunk is None else chunk
     ranked = np.ascontiguousarray(ranked)
     others = int(np.count_nonzero(jobs.running & jobs.live) - np.count_nonzero(jobs.running[ranked]))
-    step = kernels.allocate(jobs.data, ranked, others, kv_budget, max_running, budget, most)
+    step = kernels.allocate(jobs.data, ranked, others, kv_budget, max_running, budget, budget, row_chunk)
     return Step(step.order, step.caps, step.evict, max_running=max_running, token_budget=budget)
 
 
@@ -44,7 +44,7 @@ def grant(jobs: Jobs, order: Ints, budget: int, chunk: int | None = None) -> Int
     `order`; rows that get nothing have 0.
     """
     most = budget if chunk is None else chunk
-    return kernels.grant(jobs.data, np.ascontiguousarray(order), budget, most)
+    return kernels.grant(jobs.data, np.ascontiguousarray(order), budget, most, UNLIMITED)
 
 
 def free_to_run(jobs: Jobs) -> Ints:

@@ -126,8 +126,11 @@ def slack_of(jobs: Rows, row: int, now: float, work: float, token: float) -> flo
 
 
 @compiled
-def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
-    """Share a token budget: one token for every running decode, at most `chunk` to prompts in order."""
+def grant(jobs: Rows, order: Ints, budget: int, chunk: int, row_chunk: int) -> Ints:
+    """Share a token budget: one token for every running decode, at most `chunk` to prompts in order.
+
+    No prompt gets more than `row_chunk`.
+    """
     tokens, decodes = np.zeros(order.size, np.int64), 0
     for i in range(order.size):
         if jobs["running"][order[i]] and missing_of(jobs, order[i]) == 1:
@@ -136,7 +139,7 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
     spare = min(max(budget - decodes, 0), chunk)
     for i in range(order.size):
         if tokens[i] == 0:
-            tokens[i] = min(spare, missing_of(jobs, order[i]))
+            tokens[i] = min(spare, row_chunk, missing_of(jobs, order[i]))
             spare -= tokens[i]
         elif tokens[i] < 0:
             tokens[i] = 0
@@ -145,15 +148,16 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int) -> Ints:
 
 @compiled
 def allocate(
-    jobs: Rows, ranked: Ints, others: int, kv_budget: KvBudget, max_running: int, budget: int, chunk: int
-) -> CompiledStep:
+    jobs: Rows, ranked: Ints, others: int, kv_budget: KvBudget, max_running: int, budget: int, chunk: int,
+    row_chunk: int,
+) -> CompiledStep:  # fmt: skip
     """Return the step of `allocation.allocate`; others: rows that hold a slot and are not in the ranking."""
     free_slots = kv_budget.slots - others
     batch_limit = max(min(max_running, free_slots), 0)
     while True:
         runs, stays = _share(jobs, ranked, kv_budget, free_slots, batch_limit, min(budget, chunk))
         order = ranked[runs]
-        tokens = grant(jobs, order, budget, chunk)
+        tokens = grant(jobs, order, budget, chunk, row_chunk)
         unfunded = -1
         for i in range(order.size):
             if tokens[i] == 0 and not jobs["running"][order[i]]:
@@ -270,7 +274,8 @@ def pack(
         return _slack(params, jobs, rows, others, kv_budget, now, theta)
     ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
     if params.kind != FCFS:
-        return allocate(jobs, ranked, others, kv_budget, params.max_running, params.budget, params.budget)
+        budget = params.budget
+        return allocate(jobs, ranked, others, kv_budget, params.max_running, budget, budget, params.row_chunk)
     running = np.count_nonzero(jobs["running"][ranked])
     inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
     order = np.concatenate((inside, waiting))
@@ -308,12 +313,13 @@ def _slack(
         keys[1, i] = level_of(keys[3, i], jobs["output_tokens"][rows[i]] == 0)
     order = ordered(keys, serial)
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
-    step = allocate(jobs, rows[order], others, kv_budget, params.max_running, params.budget, chunk)
+    most, each = params.max_running, params.row_chunk
+    step = allocate(jobs, rows[order], others, kv_budget, most, params.budget, chunk, each)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
         order = ordered(keys, serial)
-        step = allocate(jobs, rows[order], others, kv_budget, params.max_running, params.budget, chunk)
+        step = allocate(jobs, rows[order], others, kv_budget, most, params.budget, chunk, each)
     return step
 
 

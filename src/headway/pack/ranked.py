@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.core.engine_spec import PackerParams
+from headway.core.engine_spec import UNLIMITED, PackerParams
 from headway.core.ranks import DUE, PRIORITY
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
@@ -85,16 +85,19 @@ class Ranked(Packer):
     rank: Rank
     max_running: int
     budget: int
+    row_chunk: int = UNLIMITED
 
     @property
     def params(self) -> PackerParams | None:
         """What compiled loops take for this packer; None for a rank that only Python knows."""
         kind = _KINDS.get(self.rank)
-        return None if kind is None else PackerParams(kind, self.max_running, self.budget, 0, 0.0)
+        if kind is None:
+            return None
+        return PackerParams(kind, self.max_running, self.budget, 0, 0.0, self.row_chunk)
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that gives slots, blocks and tokens in rank order."""
         rows = free_to_run(jobs)
         columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
         order = kernels.ordered(np.array(columns, float), jobs.serial[rows])
-        return allocate(jobs, rows[order], kv_budget, self.max_running, self.budget)
+        return allocate(jobs, rows[order], kv_budget, self.max_running, self.budget, self.row_chunk)

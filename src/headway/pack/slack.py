@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.core.engine_spec import PackerParams
+from headway.core.engine_spec import UNLIMITED, PackerParams
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
@@ -26,6 +26,7 @@ class Slack(Packer):
     latency: as learned on this engine.
     min_chunk: prompt tokens computed in any iteration, so that no prompt starves.
     max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
+    row_chunk: prompt tokens of one request in an iteration.
     """
 
     max_running: int
@@ -33,11 +34,14 @@ class Slack(Packer):
     latency: OnlineLatency
     min_chunk: int = 64
     max_step: float = 0.5
+    row_chunk: int = UNLIMITED
 
     @property
     def params(self) -> PackerParams:
         """What compiled loops take for this packer."""
-        return PackerParams(kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step)
+        return PackerParams(
+            kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step, self.row_chunk
+        )  # fmt: skip
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step: on time by least slack, then the late, then best effort by arrival.

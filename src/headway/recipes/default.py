@@ -21,19 +21,19 @@ DEFAULT = {
             "priority",
             "vLLM's priorities, which also displace running work when the batch is full",
             lambda: ordered.Ordered(ranks.PRIORITY),
-            lambda spec: Ranked(by_priority, spec.max_running, spec.token_budget),
+            lambda spec: Ranked(by_priority, spec.max_running, spec.token_budget, spec.row_chunk),
         ),
         Recipe(
             "edf",
             "earliest deadline first, in the queue and in the engine",
             lambda: ordered.Ordered(ranks.DUE),
-            lambda spec: Ranked(by_due, spec.max_running, spec.token_budget),
+            lambda spec: Ranked(by_due, spec.max_running, spec.token_budget, spec.row_chunk),
         ),
         Recipe(
             "slack",
             "least slack first, prompt chunks sized so that running answers keep their promises (BROS 4.2)",
             lambda: ordered.Ordered(ranks.ATTAINABLE),
-            lambda spec: Slack(spec.max_running, spec.token_budget, spec.latency),
+            lambda spec: Slack(spec.max_running, spec.token_budget, spec.latency, row_chunk=spec.row_chunk),
         ),
     )
 }

@@ -24,9 +24,12 @@ _TOKEN = 7
 class Ask:
     """A request and what it needs.
 
-    step: when it comes. turns: prompts of the later turns of a streaming session. grammar: steps until its
-    grammar is compiled, 0 = none. load: prompt tokens whose KV is elsewhere. abort: step at which the client
-    leaves, None = never. shared: prompt tokens that all requests have in common.
+    step: when it comes. turns: prompts of the later turns of a streaming session.
+    grammar: steps until its grammar is compiled, 0 = none.
+    load: prompt tokens whose KV is elsewhere; fails: it does not arrive.
+    abort: step at which the client leaves, None = never.
+    shared: prompt tokens that all requests have in common.
+    image: the first prompt token that stands for an image, and how many do.
     """
 
     id: str
@@ -40,6 +43,8 @@ class Ask:
     turns: tuple[int, ...] = ()
     abort: int | None = None
     shared: int = 0
+    image: tuple[int, ...] = ()
+    fails: bool = False
     slo: dict[str, float] = field(default_factory=dict)
 
 
@@ -146,6 +151,7 @@ class Driver:
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.request import Request
 
+        images = [_image(id=ask.id, offset=ask.image[0], length=ask.image[1])] if ask.image else None
         extra: dict[str, Any] = {f"headway_{name}": value for name, value in ask.slo.items()}
         extra |= {"headway_id": ask.id, "headway_arrival": self.now}
         if ask.load:
@@ -160,7 +166,7 @@ class Driver:
         adapter = LoRARequest(f"a{ask.adapter}", ask.adapter, "/nowhere") if ask.adapter else None
         request = Request(
             ask.id, tokens, params, None, arrival_time=self.now, priority=ask.priority, lora_request=adapter,
-            block_hasher=_hasher(self.scheduler), resumable=resumable,
+            block_hasher=_hasher(self.scheduler), resumable=resumable, mm_features=images,
         )  # fmt: skip
         if request.structured_output_request is not None:
             self._grammars[ask.id] = request.structured_output_request._grammar = Future()
@@ -226,7 +232,8 @@ class Driver:
         done = {id for id, left in self._loads.items() if left <= 0}
         for id in done:
             del self._loads[id]
-        return KVConnectorOutput(finished_recving=done) if done else None
+        failed = {ask.id for ask in self.asks if ask.fails and ask.id in done}
+        return KVConnectorOutput(finished_recving=done, failed_recving=failed) if done else None
 
     def _answer(self, one: Any) -> None:
         id = one.request_id
@@ -244,6 +251,13 @@ class Driver:
                 self.scheduler.add_request(self._request(ask, 1, resumable=False))
 
 
+def _image(id: str, offset: int, length: int) -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+    place = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", f"image of {id}", place)
+
+
 def _hasher(scheduler: Any) -> Any:
     if not scheduler.kv_cache_manager.enable_caching:
         return None
@@ -254,8 +268,12 @@ def _hasher(scheduler: Any) -> Any:
     return get_request_block_hasher(BLOCK, sha256)
 
 
-def make(recipe: str | None, blocks: int = 200, **options: Any) -> Any:
-    """Return a scheduler with a recipe inside, or stock (None); options: those of `EngineArgs`."""
+def make(recipe: str | None, blocks: int = 200, encoder: int = 0, **options: Any) -> Any:
+    """Return a scheduler with a recipe inside, or stock (None); options: those of `EngineArgs`.
+
+    encoder: image tokens that an iteration encodes, and that the cache of encoded images holds.
+    """
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -266,4 +284,8 @@ def make(recipe: str | None, blocks: int = 200, **options: Any) -> Any:
     config = oracle.config(block_size=BLOCK, recipe=recipe, **settings)
     hooked = HeadwayAsyncScheduler if overlapped else HeadwayScheduler
     stock = AsyncScheduler if overlapped else Scheduler
-    return oracle.scheduler(config, blocks, BLOCK, stock if recipe is None else hooked)
+    scheduler = oracle.scheduler(config, blocks, BLOCK, stock if recipe is None else hooked)
+    if encoder:  # the test model sees no images, so stock has set both to 0
+        scheduler.max_num_encoder_input_tokens = encoder
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=encoder)
+    return scheduler

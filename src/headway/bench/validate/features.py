@@ -36,6 +36,8 @@ MIXES = {
     "drafts": Mix({"speculative_config": DRAFTS}),
     "adapters": Mix({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, frozenset({"adapter"})),
     "KV from elsewhere": Mix({"pool": slow_loads.CONFIG}, frozenset({"load"})),
+    "images": Mix({"encoder": 128}, frozenset({"image"})),
+    "whole images": Mix({"encoder": 128, "disable_chunked_mm_input": True}, frozenset({"image"})),
     "sessions and grammars": Mix({}, frozenset({"turns", "grammar"})),
     "together": Mix(
         {
@@ -81,6 +83,7 @@ def _ask(id: str, step: int, uses: frozenset[str], rng: np.random.Generator) -> 
         return value if feature in uses and rng.random() < share else type(value)()
 
     prompt, output = int(rng.integers(1, 200)), int(rng.integers(1, 40))
+    place = int(rng.integers(0, prompt))
     return Ask(
         id, step, prompt, output, int(rng.integers(3)),
         adapter=maybe("adapter", int(rng.integers(1, 4)), 0.7),
@@ -88,6 +91,8 @@ def _ask(id: str, step: int, uses: frozenset[str], rng: np.random.Generator) -> 
         grammar=maybe("grammar", int(rng.integers(1, 12))),
         turns=maybe("turns", tuple(rng.integers(1, 60, int(rng.integers(1, 3))).tolist())),
         abort=step + int(rng.integers(1, 30)) if rng.random() < 0.1 else None,
+        image=maybe("image", (place, int(rng.integers(1, min(60, prompt - place) + 1)))),
+        fails=maybe("load", True, 0.2),
         shared=maybe("shared", 16 * int(rng.integers(1, 6)), 0.7),
         slo=_SLOS[rng.integers(len(_SLOS))],
     )  # fmt: skip

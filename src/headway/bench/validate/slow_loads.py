@@ -5,34 +5,45 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.v1.outputs import KVConnectorOutput
 
 CONFIG = {
     "kv_connector": "SlowLoads",
     "kv_connector_module_path": __name__,
     "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }
 
 
 class SlowLoads(KVConnectorBase_V1):
     """The scheduler's side; a request says how many tokens are elsewhere: kv_transfer_params = {"load": n}.
 
-    It has no worker, whose methods raise. unsure: ids about which it cannot tell yet.
+    It has no worker, whose methods raise.
+
+    unsure: ids about which it cannot tell yet.
+    lost: ids whose load has failed.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = int(vllm_config.cache_config.block_size)
         self.unsure: set[str] = set()
+        self.lost: set[str] = set()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self.unsure:
             return None, False
+        if request.request_id in self.lost:
+            return 0, False
         there = min((request.kv_transfer_params or {}).get("load", 0), request.num_tokens - 1)
         tokens = there // self._block_size * self._block_size - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing is copied."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.lost |= connector_output.failed_recving
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()

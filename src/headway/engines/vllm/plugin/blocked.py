@@ -7,11 +7,14 @@ to be delivered, an adapter that does not fit beside those that run, an engine t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 
 from headway.engines.vllm.plugin.connector import HostPool
+
+_LOADS = 64  # waiting requests that a connector is asked about in a step
 
 
 class Blocked:
@@ -37,14 +40,24 @@ class Blocked:
     def requests(self) -> Iterator[Any]:
         """Yield the requests; promote those that have become ready, as stock does when it comes to them."""
         scheduler = self._scheduler
-        self.first = []
+        if self.first:
+            self.first = []
+        if not (
+            scheduler.deferred_waiting
+            or scheduler.kv_holding_waiting
+            or self._stale
+            or scheduler.lora_config is not None
+            or scheduler.pause_state != PauseState.UNPAUSED
+        ):
+            return
         self._stale = {r for r in self._stale if r.num_stale_output_tokens and not r.is_finished()}
         yield from (request for request in self._stale if not request.drop_stale_output)
+        holding = {request.request_id for request in scheduler.kv_holding_waiting}
         for request in list(scheduler.deferred_waiting):
             ready = scheduler._handle_blocked_waiting_request(request)
             if not ready or scheduler._ec_transfer_pending(request, request.num_computed_tokens):
                 yield request
-            elif self._foreign and not request.num_computed_tokens:
+            elif self._foreign and not request.num_computed_tokens and request.request_id not in holding:
                 self.first.append(request)
                 yield request
         for request in scheduler.kv_holding_waiting:
@@ -54,6 +67,31 @@ class Blocked:
             yield from self._without_adapter()
         if scheduler.pause_state != PauseState.UNPAUSED:
             yield from scheduler.waiting
+
+    def loads(self, named: list[str]) -> list[Any]:
+        """Return waiting requests that the packer does not name, but whose KV may come from elsewhere.
+
+        Only their connector knows, and stock asks it. A load takes no tokens; to begin all of them at once,
+        stock is shown these last, with no tokens to compute.
+        """
+        scheduler = self._scheduler
+        if not self._foreign or not scheduler.scheduler_config.enable_chunked_prefill:
+            return []
+        if scheduler.need_mamba_block_aligned_split:
+            return []
+        known, held, row_of = set(named), scheduler.jobs.held, scheduler.jobs.row_of
+        return [
+            request
+            for request in islice(scheduler.waiting, _LOADS)
+            if request.request_id not in known
+            and not held[row_of[request.request_id]]
+            and not request.has_encoder_inputs
+        ]
+
+    def adapters_fit(self) -> bool:
+        """Tell whether the running requests, paused ones too, may all be in one batch."""
+        config = self._scheduler.lora_config
+        return config is None or len({*map(adapter_of, self._scheduler.running)} - {0}) <= config.max_loras
 
     def _without_adapter(self) -> Iterator[Any]:
         """Yield those whose adapter finds no place beside the running ones."""

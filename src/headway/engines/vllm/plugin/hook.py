@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from headway.core.engine_spec import check
 from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
+from headway.engines.vllm.plugin.columns import cut, follow
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
@@ -35,13 +36,17 @@ from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
-from headway.types import Batch, Jobs, Step
+from headway.types import Batch, Ints, Jobs, Step
 
 _LOG = 4096  # steps kept for the control message's "log"
+_ID, _OUT, _COMPUTED = map(attrgetter, ("request_id", "num_output_tokens", "num_computed_tokens"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Decided:
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+class _Decided(NamedTuple):
     """A batch that stock has scheduled and whose output has not come: its shape, begin, order, log row."""
 
     batch: Batch
@@ -99,11 +104,16 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
         self._prefix_cache = PrefixCache(self)
+        self._followed: list[Any] = []  # the running requests at the last decision, and their rows
+        self._rows = _ints(())
         install()
         self._compile()
 
     def _compile(self) -> None:
         """Compile the hot loops now (seconds at the very first start), not during the first request."""
+        none = _ints(())
+        follow(self.jobs.data, none, none, none, 1, 0.0)
+        cut(self.jobs.data, none, none)
         self.packer.pack(self.jobs, self._budget(), 0.0)
         OnlineLatency().learn(Batch(1, 1, 0), 0.01)
 
@@ -126,12 +136,13 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         for row in step.evict:
             self._evict(self.requests[str(self.jobs.keys[row])])
         self.kv_policy.begin(step)
-        view = self._show(step)
+        names = self.jobs.names(step.order.tolist())
+        view = self._show(step, names)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._restore(view)
-        self._record(output, now, [] if view is None else view.paused, step)
+        self._record(output, now, [] if view is None else view.paused, step, names)
         return output
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -207,17 +218,10 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
     def _refresh(self, now: float) -> None:
         """Update the table: O(running), and those that wait with KV or cannot be admitted."""
         jobs, running = self.jobs, self.running
-        jobs.running[:] = False
-        rows = np.fromiter((jobs.row_of[r.request_id] for r in running), np.int64, len(running))
-        output_tokens = np.fromiter((r.num_output_tokens for r in running), np.int64, len(running))
-        jobs.first[rows[(jobs.output_tokens[rows] == 0) & (output_tokens > 0)]] = now
-        jobs.tokens_left[rows] = np.maximum(
-            jobs.tokens_left[rows] - (output_tokens - jobs.output_tokens[rows]), 1.0
-        )
-        jobs.running[rows], jobs.output_tokens[rows] = True, output_tokens
-        jobs.computed[:], jobs.blocks[:], jobs.saved[:] = 0, 0, 0
-        jobs.computed[rows] = np.fromiter((r.num_computed_tokens for r in running), np.int64, len(running))
-        jobs.blocks[rows] = -(-jobs.computed[rows] // self._block_size)
+        if running != self._followed:  # identical objects are equal, so this is quick
+            self._followed, self._rows = list(running), _ints(map(jobs.row_of.__getitem__, map(_ID, running)))
+        rows, output_tokens, computed = self._rows, _ints(map(_OUT, running)), _ints(map(_COMPUTED, running))
+        follow(jobs.data, rows, output_tokens, computed, self._block_size, now)
         if isinstance(self.connector, HostPool):
             for id, tokens in self.connector.saved.items():
                 jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
@@ -241,7 +245,6 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
     def _hold(self) -> None:
         """Keep the packer from requests that control holds back or that stock would skip."""
         jobs = self.jobs
-        jobs.held[:] = False
         if self._is_own_order():
             return
         for request in self._blocked.requests():
@@ -298,31 +301,38 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
 
     def _is_own_order(self) -> bool:
         """Tell whether stock decides by itself: the packer wants its order, and nothing says otherwise."""
-        jobs = self.jobs
-        return self.packer.own_order and not self.held and not jobs.urgency[jobs.live].any()
+        if self.held or not self.packer.own_order:
+            return False
+        return bool(not self.jobs.urgency[self.jobs.live].any() and self._blocked.adapters_fit())
 
-    def _show(self, step: Step) -> View | None:
+    def _show(self, step: Step, names: list[str]) -> View | None:
         """Show stock code only the requests that the step names; None: all of them."""
         stock: Any = self
         if self._is_own_order():
             self._limit(step, 0)
             return None
-        names = [str(self.jobs.keys[row]) for row in step.order]
-        requests = [self.requests[name] for name in names]
-        chosen = [request for request in requests if request.status == RequestStatus.RUNNING]
-        candidates = [request for request in requests if request.status != RequestStatus.RUNNING]
-        self._prefix_cache.renew([request.request_id for request in candidates])
-        running = self.jobs.running
-        paused = int(np.count_nonzero(running) - np.count_nonzero(running[step.order]))
+        requests = list(map(self.requests.__getitem__, names))
+        chosen = [request for request in requests if request.status is RequestStatus.RUNNING]
+        candidates = []
+        if len(chosen) < len(requests):
+            candidates = [request for request in requests if request.status is not RequestStatus.RUNNING]
+        self._prefix_cache.renew(candidates)
         if stock.lora_config is not None:
-            paused += len(chosen)
             chosen = within_adapters(chosen, stock.lora_config.max_loras)
-            paused -= len(chosen)
-        self.token_caps = {} if step.tokens is None else dict(zip(names, step.tokens.tolist(), strict=True))
+        if step.tokens is not None:
+            short = cut(self.jobs.data, step.order, step.tokens)
+            loads = self._blocked.loads(names)
+            self._cap({names[i]: int(step.tokens[i]) for i in short} | {r.request_id: 0 for r in loads})
+            candidates += loads
         view = View(self, chosen, [*self._blocked.first, *candidates])
         self._hidden = view.hidden
-        self._limit(step, paused)
+        self._limit(step, self._slots_of(view.paused) if view.paused else 0)
         return view
+
+    def _slots_of(self, paused: list[Any]) -> int:
+        """Return the slots that paused requests hold; with two-ended blocks, those on the host hold none."""
+        rows = _ints(map(self.jobs.row_of.__getitem__, map(_ID, paused)))
+        return int(np.count_nonzero(self.jobs.running[rows]))
 
     def _limit(self, step: Step, paused: int) -> None:
         """Set stock's limits for this step; paused requests hold their slots in the model runner."""
@@ -337,29 +347,29 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         """Set stock's limits back, and put back what was hidden."""
         stock: Any = self
         stock.max_num_active_reqs, stock.max_num_scheduled_tokens = self._stock_limits
-        self.token_caps, self._hidden = {}, (0, 0)
+        self._cap({})
+        self._hidden = (0, 0)
         if view is not None:
             view.close()
 
-    def _record(self, output: Any, now: float, paused: list[Any], step: Step) -> None:
+    def _record(self, output: Any, now: float, paused: list[Any], step: Step, names: list[str]) -> None:
         """Record what runs, for the latency model, the counters and the logs."""
         ran: dict[str, int] = output.num_scheduled_tokens
         self.kv_policy.check(ran)
         if ran:
             batch = self._shape(ran)
             row = self.iteration_log.begin(now, batch)
-            named = dict.fromkeys([*self.jobs.names(step.order), *ran])
-            in_order = [name for name in named if name in ran]
+            in_order = [name for name in names if name in ran]
+            if len(in_order) < len(ran):  # stock was shown more than the packer named
+                in_order = list(dict.fromkeys([*in_order, *ran]))
             self._decided[id(output)] = _Decided(batch, self.timer(), in_order, row)
             self.counters["steps"] += 1
             self.counters["pauses"] += len(paused)
-            evicted = self.jobs.names([*step.evict, *step.save])
+            evicted = self.jobs.names([*step.evict.tolist(), *step.save.tolist()])
             self.step_log.append((now, ran, [request.request_id for request in paused], evicted, row))
 
     def _shape(self, ran: dict[str, int]) -> Batch:
-        rows = np.fromiter((self.jobs.row_of[id] for id in ran), np.int64, len(ran))
-        tokens = np.fromiter(ran.values(), np.int64, len(ran))
-        return batch_of(self.jobs, rows, tokens)
+        return batch_of(self.jobs, _ints(map(self.jobs.row_of.__getitem__, ran)), _ints(ran.values()))
 
 
 class HeadwayScheduler(HeadwayMixin, StatsMixin, Scheduler):

@@ -8,7 +8,6 @@ processing of the output and other work on the same CPU core.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import astuple
 
 from headway.types import Batch
 
@@ -43,7 +42,8 @@ class IterationLog:
 
     def begin(self, start: float, batch: Batch) -> Row:
         """Log an iteration that has been decided; return its row, whose seconds the caller sets later."""
-        row: Row = [start, None, None, *astuple(batch)]
+        shape = batch.decodes, batch.context, batch.prefill, batch.prefill_context
+        row: Row = [start, None, None, *shape]
         self.iterations.append(row)
         self._open = row
         return row

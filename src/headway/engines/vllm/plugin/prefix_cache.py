@@ -54,21 +54,19 @@ class PrefixCache:
         waiting = jobs.live[:size] & ~jobs.running[:size] & (jobs.saved[:size] == 0)
         for column, found in ((jobs.computed, self._tokens), (jobs.blocks, self._blocks)):
             np.copyto(column[:size], found, where=waiting)
-        jobs.shared[:] = 0
         jobs.shared[rows] = self._shared[rows]
         np.copyto(jobs.shared[:size], self._blocks, where=waiting)
 
-    def renew(self, names: list[str]) -> None:
+    def renew(self, named: list[Any]) -> None:
         """Look waiting requests up that the packer names; if what is found has changed, the next ones too."""
         if not self._on:
             return
-        scheduler = self._scheduler
-        changed, self._named = False, names
-        for name in names:
-            changed |= self._look_up(scheduler.requests[name], scheduler.jobs.row_of[name])
-        if changed:
-            for request in islice(scheduler.waiting, _AHEAD):
-                self._look_up(request, scheduler.jobs.row_of[request.request_id])
+        row_of = self._scheduler.jobs.row_of
+        self._named = [request.request_id for request in named]
+        changed = [self._look_up(request, row_of[request.request_id]) for request in named]
+        if any(changed):
+            for request in islice(self._scheduler.waiting, _AHEAD):
+                self._look_up(request, row_of[request.request_id])
 
     def _grow(self) -> None:
         for name in ("_tokens", "_blocks", "_shared"):
@@ -88,7 +86,7 @@ class PrefixCache:
                 request.block_hashes, request.num_tokens - 1
             )
             self._tokens[row] = tokens
-            self._blocks[row] = sum(block.ref_cnt > 0 for block in groups[0])
+            self._blocks[row] = sum(block.ref_cnt > 0 and not block.is_null for block in groups[0])
         return bool(before != self._tokens[row])
 
     def _shares(self, name: str) -> bool:
@@ -100,4 +98,5 @@ class PrefixCache:
         """Count the blocks that each running request shares."""
         self._recount, self._named = False, []
         for request, row in zip(self._scheduler.running, rows.tolist(), strict=True):
-            self._shared[row] = sum(block.ref_cnt > 1 for block in self._lists[request.request_id])
+            blocks = self._lists[request.request_id]
+            self._shared[row] = sum(block.ref_cnt > 1 and not block.is_null for block in blocks)

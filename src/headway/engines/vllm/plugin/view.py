@@ -26,15 +26,18 @@ class View:
     def __init__(self, scheduler: Any, chosen: list[Any], candidates: list[Any]) -> None:
         self._scheduler, self._candidates = scheduler, candidates
         self._waiting, self._holding = scheduler.waiting, scheduler.kv_holding_waiting
-        kept = set(map(id, chosen))
-        self.paused = [request for request in scheduler.running if id(request) not in kept]
-        self._held = set(map(id, self._holding))
-        first = [request for request in candidates if id(request) in self._held]
-        rest = [request for request in candidates if id(request) not in self._held] if first else candidates
-        waiting = len(self._waiting) + len(self._holding) - len(candidates)
-        self.hidden = len(self.paused), waiting
+        self.paused = []
+        if len(chosen) < len(scheduler.running):
+            kept = set(map(id, chosen))
+            self.paused = [request for request in scheduler.running if id(request) not in kept]
+        self.hidden = len(self.paused), len(self._waiting) + len(self._holding) - len(candidates)
         scheduler.running = chosen
-        scheduler.waiting, scheduler.kv_holding_waiting = FCFSRequestQueue(rest), FCFSRequestQueue(first)
+        self._held = set(map(id, self._holding))
+        self._narrow = bool(self._waiting or self._holding)  # else there is nothing to hide
+        if self._narrow:
+            first = [request for request in candidates if id(request) in self._held]
+            rest = [request for request in candidates if id(request) not in self._held]
+            scheduler.waiting, scheduler.kv_holding_waiting = FCFSRequestQueue(rest), FCFSRequestQueue(first)
 
     def close(self) -> None:
         """Put back what was hidden: paused requests run again, those not admitted wait where they belong.
@@ -42,8 +45,11 @@ class View:
         Stock has put in front of the queue what it preempted itself because blocks ran out within the step.
         """
         scheduler = self._scheduler
+        if self.paused:
+            scheduler.running = scheduler.running + self.paused
+        if not self._narrow:
+            return
         shown = [*scheduler.waiting, *scheduler.kv_holding_waiting]
-        scheduler.running = scheduler.running + self.paused
         scheduler.waiting, scheduler.kv_holding_waiting = self._waiting, self._holding
         for request in self._candidates:
             self._follow(request)
