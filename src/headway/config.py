@@ -63,7 +63,7 @@ class Engine:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cores: str | None = None  # CPU cores, such as "0-1"; None = all it may use
     eager: bool = True
-    async_scheduling: bool = False
+    async_scheduling: bool | None = None  # None: wherever vLLM does
     args: tuple[str, ...] = ()
     start_timeout_s: Positive = 300.0
 

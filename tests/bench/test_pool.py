@@ -59,7 +59,7 @@ async def test_it_never_is_too_small_to_start() -> None:
 def test_stock_vllm_is_counted_and_has_no_host_pool() -> None:
     line = command(replace(ENGINE, blocks=20), 1, None, "priority")
     assert line[line.index("--num-gpu-blocks-override") + 1] == "20"
-    assert line[line.index("--scheduler-cls") + 1].endswith("scheduler_stats.StatsScheduler")
+    assert line[line.index("--scheduler-cls") + 1].endswith("scheduler_stats.scheduler")
     assert "--kv-transfer-config" not in line
 
 

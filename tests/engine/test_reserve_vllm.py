@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from headway.config import Config, Engine
 from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
+from headway.engines.vllm.plugin import hook, scheduler_stats
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError
@@ -245,6 +247,35 @@ def test_ecoserve_is_served_without_prefix_caching() -> None:
     preflight(Config(recipe="ecoserve"))
     assert "--no-enable-prefix-caching" in command(Engine(), 1, "ecoserve")
     assert "--no-enable-prefix-caching" not in command(Engine(), 1, "slack")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "set_to", "flags"),
+    [
+        ("slack", None, set()),
+        (None, None, set()),
+        ("slack", True, {"--async-scheduling"}),
+        ("slack", False, {"--no-async-scheduling"}),
+        ("ecoserve", None, {"--no-async-scheduling"}),
+        ("bros", None, {"--no-async-scheduling"}),
+    ],
+)
+def test_scheduling_is_asynchronous_where_vllm_makes_it_so(
+    recipe: str | None, set_to: bool | None, flags: set[str]
+) -> None:
+    """But for recipes that cannot overlap batches."""
+    line = command(Engine(async_scheduling=set_to, host_kv_gib=1.0), 1, recipe)
+    assert {word for word in line if word.endswith("async-scheduling")} == flags
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("module", [hook, scheduler_stats])
+def test_the_scheduler_is_that_of_the_engines_choice(module: Any, overlapped: bool) -> None:
+    setup = oracle.config(
+        max_running=2, max_batched_tokens=64, max_model_len=64, block_size=SIZE, recipe="slack"
+    )
+    setup.scheduler_config.async_scheduling = overlapped
+    assert isinstance(oracle.scheduler(setup, 20, SIZE, module.scheduler), AsyncScheduler) == overlapped
 
 
 @pytest.mark.parametrize(

@@ -277,14 +277,14 @@ def make(recipe: str | None, blocks: int = 200, encoder: int = 0, **options: Any
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from headway.engines.vllm.plugin.hook import HeadwayAsyncScheduler, HeadwayScheduler
+    from headway.engines.vllm.plugin import hook
 
     overlapped = bool(options.get("async_scheduling"))
     settings = {"max_running": 4, "max_batched_tokens": 256, "max_model_len": 1024, "slots": 4} | options
     config = oracle.config(block_size=BLOCK, recipe=recipe, **settings)
-    hooked = HeadwayAsyncScheduler if overlapped else HeadwayScheduler
     stock = AsyncScheduler if overlapped else Scheduler
-    scheduler = oracle.scheduler(config, blocks, BLOCK, stock if recipe is None else hooked)
+    config.scheduler_config.async_scheduling = overlapped  # on a CPU vLLM has set it to False
+    scheduler = oracle.scheduler(config, blocks, BLOCK, stock if recipe is None else hook.scheduler)
     if encoder:  # the test model sees no images, so stock has set both to 0
         scheduler.max_num_encoder_input_tokens = encoder
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=encoder)

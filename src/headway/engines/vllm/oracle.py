@@ -7,7 +7,7 @@ Only the model is missing: each scheduled request gets a constant token. Everyth
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ def config(
     ).create_engine_config()  # fmt: skip
 
 
-def scheduler(vllm_config: Any, blocks: int, block_size: int, cls: type[Any] | None = None) -> Any:
+def scheduler(vllm_config: Any, blocks: int, block_size: int, cls: Callable[..., Any] | None = None) -> Any:
     """Return a scheduler with `blocks` KV blocks (one of them vLLM's null block); stock unless `cls`."""
     import torch
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -378,3 +378,9 @@ class HeadwayScheduler(HeadwayMixin, StatsMixin, Scheduler):
 
 class HeadwayAsyncScheduler(HeadwayMixin, StatsMixin, AsyncScheduler):
     """Headway in vLLM's asynchronous scheduler (GPU)."""
+
+
+def scheduler(**arguments: Any) -> Any:
+    """Return the hook over the scheduler class that vLLM would take: the value of `--scheduler-cls`."""
+    overlapped = arguments["vllm_config"].scheduler_config.async_scheduling
+    return (HeadwayAsyncScheduler if overlapped else HeadwayScheduler)(**arguments)

@@ -146,3 +146,9 @@ class StatsScheduler(_ReadableStats, Scheduler):
 
 class StatsAsyncScheduler(_ReadableStats, AsyncScheduler):
     """Stock vLLM's asynchronous scheduler with counters."""
+
+
+def scheduler(**arguments: Any) -> Any:
+    """Return the scheduler that vLLM would take, with counters: the value of `--scheduler-cls`."""
+    overlapped = arguments["vllm_config"].scheduler_config.async_scheduling
+    return (StatsAsyncScheduler if overlapped else StatsScheduler)(**arguments)

@@ -30,6 +30,7 @@ from headway.models.resolve import resolve
 from headway.recipes.registry import find
 
 _PR_SET_PDEATHSIG = 1
+_PLUGIN = "headway.engines.vllm.plugin"
 
 
 def free_port() -> int:
@@ -49,7 +50,8 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     line += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", engine.name]
     line += ["--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(slots)]
     line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", engine.dtype]
-    line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
+    if engine.async_scheduling is not None:
+        line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--enforce-eager"] if engine.eager else []
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
     line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
@@ -61,7 +63,7 @@ def spec(engine: Engine) -> EngineSpec:
     hinders = {
         Obstacle("shares prefixes", "Take --enable-prefix-caching out of args"):
             "--enable-prefix-caching" in engine.args,
-        Obstacle("runs overlapped", "Set async_scheduling = false"): engine.async_scheduling,
+        Obstacle("runs overlapped", "Set async_scheduling = false"): bool(engine.async_scheduling),
     }  # fmt: skip
     why = next((obstacle for obstacle, there in hinders.items() if there), None)
     return EngineSpec(
@@ -77,17 +79,12 @@ def spec(engine: Engine) -> EngineSpec:
 
 
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
-    name = "HeadwayAsyncScheduler" if engine.async_scheduling else "HeadwayScheduler"
     config = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
-    line = [
-        "--scheduler-cls",
-        f"headway.engines.vllm.plugin.hook.{name}",
-        "--additional-config",
-        json.dumps(config),
-    ]
+    line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
+        line += ["--no-async-scheduling"] if engine.async_scheduling is None else []
     if use.two_ended:
         line += ["--kv-transfer-config", json.dumps(two_ended_pool(engine.host_kv_gib))]
     elif engine.host_kv_gib:
@@ -96,13 +93,7 @@ def _hook_options(engine: Engine, recipe: str) -> list[str]:
 
 
 def _stock_options(engine: Engine, policy: str) -> list[str]:
-    name = "StatsAsyncScheduler" if engine.async_scheduling else "StatsScheduler"
-    return [
-        "--scheduling-policy",
-        policy,
-        "--scheduler-cls",
-        f"headway.engines.vllm.plugin.scheduler_stats.{name}",
-    ]
+    return ["--scheduling-policy", policy, "--scheduler-cls", f"{_PLUGIN}.scheduler_stats.scheduler"]
 
 
 def block_size(engine: Engine) -> int:
