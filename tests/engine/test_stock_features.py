@@ -435,3 +435,13 @@ def test_no_cap_cuts_an_image_that_must_stay_whole() -> None:
             computed[id] += tokens
             begin = 20 * int(id[1:])
             assert not begin < computed[id] < begin + 60, f"the image of {id} is cut at {computed[id]}"
+
+
+def test_a_pause_leaves_vllms_priorities_in_force() -> None:
+    asks = [Ask("held", 0, 20, 30), *(Ask(f"r{i}", 2, 20, 5, priority=5 - i) for i in range(5))]
+    control = {
+        1: lambda scheduler: scheduler.control({"op": "pause", "ids": ["held"]}),
+        60: lambda scheduler: scheduler.control({"op": "resume", "ids": ["held"]}),
+    }
+    ours = run("vllm", asks, policy="priority", max_running=1, slots=2, at=control)
+    assert ours.ended == ["r4", "r3", "r2", "r1", "r0", "held"]

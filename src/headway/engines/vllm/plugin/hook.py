@@ -11,12 +11,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -316,6 +317,8 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         candidates = []
         if len(chosen) < len(requests):
             candidates = [request for request in requests if request.status is not RequestStatus.RUNNING]
+        if self.packer.own_order and stock.policy is SchedulingPolicy.PRIORITY:
+            candidates = self._by_stock_priority()
         self._prefix_cache.renew(candidates)
         if stock.lora_config is not None:
             chosen = within_adapters(chosen, stock.lora_config.max_loras)
@@ -328,6 +331,13 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._hidden = view.hidden
         self._limit(step, self._slots_of(view.paused) if view.paused else 0)
         return view
+
+    def _by_stock_priority(self) -> list[Any]:
+        """Return the waiting requests by rank, then as stock's priority policy orders them."""
+        jobs = self.jobs
+        rows = [(request, jobs.row_of[request.request_id]) for request in self.waiting]
+        ready = [(float(jobs.urgency[row]), request) for request, row in rows if not jobs.held[row]]
+        return [request for _, request in sorted(ready, key=itemgetter(0))]
 
     def _slots_of(self, paused: list[Any]) -> int:
         """Return the slots that paused requests hold; with two-ended blocks, those on the host hold none."""
