@@ -105,6 +105,9 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
         self._prefix_cache = PrefixCache(self)
+        # What stock gets that decides by itself: the batch limit of the recipe.
+        self._own_order = False
+        self._own_step = Step(_ints(()), max_running=running)
         self._followed: list[Any] = []  # the running requests at the last decision, and their rows
         self._rows = _ints(())
         install()
@@ -131,14 +134,17 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._refresh(now)
         if self.pause_state == PauseState.PAUSED_ALL:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        step = self.kv_policy.plan(self.packer.pack(self.jobs, self._budget(), now))
+        own_order = self._own_order
+        step = self._own_step if own_order else self.packer.pack(self.jobs, self._budget(), now)
+        step = self.kv_policy.plan(step)
         for row in step.save:
             self._save(self.requests[str(self.jobs.keys[row])])
         for row in step.evict:
             self._evict(self.requests[str(self.jobs.keys[row])])
         self.kv_policy.begin(step)
         names = self.jobs.names(step.order.tolist())
-        view = self._show(step, names)
+        view = None if own_order else self._show(step, names)
+        self._limit(step, self._slots_of(view.paused) if view and view.paused else 0)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -246,7 +252,8 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
     def _hold(self) -> None:
         """Keep the packer from requests that control holds back or that stock would skip."""
         jobs = self.jobs
-        if self._is_own_order():
+        self._own_order = self._is_own_order()
+        if self._own_order:
             return
         for request in self._blocked.requests():
             row = jobs.row_of[request.request_id]
@@ -306,12 +313,9 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
             return False
         return bool(not self.jobs.urgency[self.jobs.live].any() and self._blocked.adapters_fit())
 
-    def _show(self, step: Step, names: list[str]) -> View | None:
-        """Show stock code only the requests that the step names; None: all of them."""
+    def _show(self, step: Step, names: list[str]) -> View:
+        """Show stock code only the requests that the step names."""
         stock: Any = self
-        if self._is_own_order():
-            self._limit(step, 0)
-            return None
         requests = list(map(self.requests.__getitem__, names))
         chosen = [request for request in requests if request.status is RequestStatus.RUNNING]
         candidates = []
@@ -329,7 +333,6 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
             candidates += loads
         view = View(self, chosen, [*self._blocked.first, *candidates])
         self._hidden = view.hidden
-        self._limit(step, self._slots_of(view.paused) if view.paused else 0)
         return view
 
     def _by_stock_priority(self) -> list[Any]:
