@@ -27,7 +27,7 @@ from headway.engines.vllm.plugin.columns import cut, follow
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
-from headway.engines.vllm.plugin.kv_policy import KvPolicy
+from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
@@ -309,8 +309,8 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
 
     def _is_own_order(self) -> bool:
         """Tell whether stock decides by itself: the packer wants its order, and nothing says otherwise."""
-        if self.held or not self.packer.own_order:
-            return False
+        if self.held or not self.packer.own_order or not isinstance(self.kv_policy, StockKv):
+            return False  # two-ended blocks grant what the packer's step names
         return bool(not self.jobs.urgency[self.jobs.live].any() and self._blocked.adapters_fit())
 
     def _show(self, step: Step, names: list[str]) -> View:

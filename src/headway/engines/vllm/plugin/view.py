@@ -30,11 +30,12 @@ class View:
         if len(chosen) < len(scheduler.running):
             kept = set(map(id, chosen))
             self.paused = [request for request in scheduler.running if id(request) not in kept]
-        self.hidden = len(self.paused), len(self._waiting) + len(self._holding) - len(candidates)
         scheduler.running = chosen
-        self._held = set(map(id, self._holding))
-        self._narrow = bool(self._waiting or self._holding)  # else there is nothing to hide
+        waiting = len(self._waiting) + len(self._holding)
+        self.hidden = len(self.paused), waiting - len(candidates)
+        self._narrow = waiting > 0  # else there is nothing to hide
         if self._narrow:
+            self._held = set(map(id, self._holding))
             first = [request for request in candidates if id(request) in self._held]
             rest = [request for request in candidates if id(request) not in self._held]
             scheduler.waiting, scheduler.kv_holding_waiting = FCFSRequestQueue(rest), FCFSRequestQueue(first)
