@@ -40,7 +40,9 @@ SCHEMA = {
 
 
 def main(recipe: str, folder: Path) -> None:
-    llm = start(recipe, [adapter(folder / name, seed) for seed, name in enumerate("ab")])
+    for seed, name in enumerate("ab"):
+        write_adapter(folder / name, seed)
+    llm = start(recipe)
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     seen = watch(scheduler)
@@ -54,7 +56,7 @@ def main(recipe: str, folder: Path) -> None:
     print(json.dumps(out | {"steps": seen["steps"]}))
 
 
-def start(recipe: str, paths: list[Path]) -> Any:
+def start(recipe: str) -> Any:
     from vllm import LLM
 
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
@@ -172,7 +174,7 @@ def shared_prefixes(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
     return asks
 
 
-def adapter(path: Path, seed: int) -> Path:
+def write_adapter(path: Path, seed: int) -> None:
     """Write a random LoRA adapter of the test model."""
     import torch
     from safetensors.torch import save_file
@@ -191,7 +193,6 @@ def adapter(path: Path, seed: int) -> Path:
     save_file(weights, path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
     (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
 
 
 if __name__ == "__main__":

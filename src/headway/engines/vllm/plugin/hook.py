@@ -105,8 +105,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
         self._prefix_cache = PrefixCache(self)
-        # What stock gets that decides by itself: the batch limit of the recipe.
-        self._own_order = False
+        self._own_order = False  # stock decides by itself, within the recipe's batch limit
         self._own_step = Step(_ints(()), max_running=running)
         self._followed: list[Any] = []  # the running requests at the last decision, and their rows
         self._rows = _ints(())
