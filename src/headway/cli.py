@@ -22,7 +22,7 @@ app.add_typer(config_app, name="config")
 
 # A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (
-    "vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-no-replacement, "
+    "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-no-replacement, "
     "bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
     "ecoserve, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, ecoserve-sdo-oracle, "
     "ecoserve-oracle; the papers' baselines vllm-priority, vllm-v0, vllm-v0-swap, orca, fastserve, srtf, "

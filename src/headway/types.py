@@ -93,9 +93,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A distribution of output tokens or seconds, as sorted equally likely samples."""
+    """A distribution of output tokens or seconds, as sorted equally likely samples.
+
+    guess: too few samples to tell how far they are off (`spread`).
+    """
 
     samples: Floats
+    guess: bool = False
 
     @property
     def mean(self) -> float:
@@ -104,6 +108,14 @@ class Forecast:
     @property
     def std(self) -> float:
         return float(self.samples.std())
+
+    @property
+    def spread(self) -> float:
+        """Return the standard deviation as a share of the mean; 1, as of an exponential, for a guess."""
+        if self.guess:
+            return 1.0
+        mean, squares = self.mean, float(np.dot(self.samples, self.samples)) / self.samples.size
+        return math.sqrt(max(squares - mean * mean, 0.0)) / mean
 
     def quantile(self, p: float) -> float:
         """Return the value not exceeded with probability p, 0 <= p <= 1."""
@@ -127,6 +139,7 @@ class Jobs(Table):
         ttft, tpot, e2e: SLOs in seconds, inf = none.
         prompt, computed, output_tokens: tokens.
         tokens_left: expected tokens still to come.
+        spread: standard deviation of the forecast answer, as a share of its mean.
         blocks: KV blocks of its own; of a waiting row, those of its prefix that running rows hold.
         shared: those of its `blocks` that other rows hold, too (prefix caching), so they free nothing.
         saved: computed tokens whose KV is on the host; the row is not running, admission copies them back.
@@ -141,7 +154,7 @@ class Jobs(Table):
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
-        "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float,
+        "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float, "spread": float,
         "blocks": int, "shared": int, "saved": int, "priority": int, "urgency": float,
         "running": bool, "held": bool, "resumable": bool, "serial": int, "evictions": int,
         "lender": int, "loan_start": int, "loan_blocks": int, "first_lent_block": int,

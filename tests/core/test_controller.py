@@ -24,8 +24,11 @@ every_recipe = pytest.mark.parametrize("recipe", PULLING)
 # A router binds requests to one instance, shepherd waits for whole batches: others may idle meanwhile.
 BINDING = ("round-robin", "least-loaded", "shepherd")
 # Recipes whose queue overtakes what is inside, and by which rank. Shepherd breaks off whole batches.
-DISPLACES = {"priority": PRIORITY, "edf": DUE, "slack": ATTAINABLE}
+DISPLACES = {"priority": PRIORITY, "edf": DUE, "slack": ATTAINABLE, "headway": ATTAINABLE}
 pulling_recipes = pytest.mark.parametrize("recipe", [name for name in PULLING if name not in BINDING])
+# Its packer chooses among many more requests than fit: they wait inside the engine.
+WINDOWED = [name for name in PULLING if name not in BINDING and name != "headway"]
+windowed_recipes = pytest.mark.parametrize("recipe", WINDOWED)
 
 
 def request(id: str, *, model: str = "m0", prompt: int = 10, arrival: float = 0.0, **more: object) -> Request:
@@ -113,7 +116,7 @@ def test_first_come_first_served_never_overtakes(program: list[int]) -> None:
         around.act(choice)
 
 
-@pytest.mark.parametrize("recipe", [name for name in PULLING if name != "shepherd"])
+@pytest.mark.parametrize("recipe", [name for name in PULLING if name not in ("shepherd", "headway")])
 @EXAMPLES
 @given(program=PROGRAMS)
 def test_a_request_is_sent_beyond_the_window_only_to_displace(recipe: str, program: list[int]) -> None:
@@ -145,7 +148,7 @@ def test_the_same_events_give_the_same_commands(recipe: str, program: list[int])
         assert one.act(choice) == two.act(choice)
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", [name for name in PULLING if name != "headway"])
 def test_a_returned_request_is_sent_again_before_those_that_came_after_it(recipe: str) -> None:
     around = world(recipe, "e2")
     for i in range(3):
@@ -168,13 +171,24 @@ def test_requests_wait_for_an_instance_of_their_model() -> None:
     assert around.start("e2") == [Send("r", "e2")]
 
 
-@pulling_recipes
+@windowed_recipes
 def test_instances_share_the_load_by_their_size(recipe: str) -> None:
     around = world(recipe, "e0", "e1")
     for i in range(9):
         around.arrive(request(f"r{i}", arrival=float(i)))
     assert (around.load("e0"), around.load("e1")) == (3, 6)
     assert around.load("e0") + around.load("e1") == FLEET["e0"].window + FLEET["e1"].window
+
+
+def test_many_wait_inside_for_a_packer_that_chooses_among_them() -> None:
+    """KV does not count; beyond 1,024 requests in an engine the rest waits outside."""
+    around = world("headway", "e0")
+    ahead = FLEET["e0"].window + 1024
+    for i in range(ahead + 5):
+        around.arrive(request(f"r{i}", prompt=300, arrival=float(i)))
+    assert around.load("e0") == ahead
+    around.end("r0", Finished("r0", 100))
+    assert around.load("e0") == ahead
 
 
 @pulling_recipes
@@ -185,7 +199,7 @@ def test_half_a_load_is_spread_over_the_instances(recipe: str) -> None:
     assert (around.load("e0"), around.load("e1")) == (1, 2)
 
 
-@pulling_recipes
+@windowed_recipes
 def test_no_more_is_sent_than_the_kv_memory_holds(recipe: str) -> None:
     """A queued prompt can still go to another instance; one inside an engine cannot."""
     around = world(recipe, "e0")  # 60 blocks of 16 tokens

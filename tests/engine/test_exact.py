@@ -76,7 +76,7 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
     assert not len(engine.scheduler.requests)
 
 
-@pytest.mark.parametrize("recipe", ["vllm", "priority", "edf", "slack"])
+@pytest.mark.parametrize("recipe", ["headway", "vllm", "priority", "edf", "slack"])
 def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe: str) -> None:
     engine.scheduler.packer = find(recipe).packer(
         replace(engine.scheduler.spec, max_running=4, token_budget=128)

@@ -32,6 +32,7 @@ def cases_of(urgencies: st.SearchStrategy[float]) -> st.SearchStrategy[Case]:
     tasks = st.builds(
         Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3),
         tokens_left=st.none() | st.integers(1, 120).map(float), urgency=urgencies,
+        spread=st.sampled_from([0.0, 0.3, 1.0]),
     )  # fmt: skip
     return st.builds(
         Case,

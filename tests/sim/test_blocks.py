@@ -30,7 +30,7 @@ def check(engine: SimulatedEngine) -> None:
     assert (jobs.blocks[running] * SIZE >= jobs.computed[running]).all()
 
 
-@pytest.mark.parametrize("recipe", ["vllm", "priority", "edf", "slack"])
+@pytest.mark.parametrize("recipe", ["headway", "vllm", "priority", "edf", "slack"])
 @given(loads, st.integers(1, 8), st.integers(23, 80), st.sampled_from([16, 100, 512]), st.integers(1, 9))
 @settings(max_examples=50)
 def test_blocks_and_slots_are_conserved(

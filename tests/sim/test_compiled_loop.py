@@ -20,7 +20,7 @@ from headway.sim.run import Simulation
 from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Instance, Slo
 
-RULED = ["vllm", "priority", "edf", "slack"]
+RULED = ["headway", "vllm", "priority", "edf", "slack"]
 PROFILES = ["opt-13b-a100", "llama-2-7b-h100", "smollm2-135m-cpu2"]  # bros, roofline, bros
 
 

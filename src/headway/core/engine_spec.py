@@ -70,8 +70,34 @@ class KvUse:
     overlaps_copies: bool = False
 
 
+class KeepOptions(NamedTuple):
+    """The numbers of the default recipe's policy (`pack/promises`).
+
+    sure: a request is kept while it has time for this many times its expected answer.
+    doubt: deviations below the expected answer at which its deadline counts as lost.
+    grow: share of the expected growth of answers that admission leaves KV for.
+    fill: share of the tightest tpot that the iterations of kept answers may take.
+    rest: the same with best effort and lost requests.
+    patience: seconds after which a request that waits is served before all others, one at a time.
+    selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
+    paces: admits no more answers than keep the tightest tpot; False admits as KV and slots allow.
+    """
+
+    sure: float = 1.5
+    doubt: float = 2.0
+    grow: float = 0.2
+    fill: float = 0.95
+    rest: float = 0.85
+    patience: float = 600.0
+    selects: bool = True
+    paces: bool = True
+
+
 class PackerParams(NamedTuple):
-    """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer."""
+    """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer.
+
+    keep: of `promises.Promises` only.
+    """
 
     kind: int
     max_running: int
@@ -79,6 +105,7 @@ class PackerParams(NamedTuple):
     min_chunk: int
     max_step: float
     row_chunk: int = UNLIMITED
+    keep: KeepOptions = KeepOptions()
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

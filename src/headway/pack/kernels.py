@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
 from headway.core.ranks import ARRIVAL, ATTAINABLE, due_at, first_key, level_of
+from headway.core.sorting import ordered
 from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints
@@ -21,6 +22,7 @@ from headway.types import Bools, Floats, Ints
 Rows = NDArray[np.void]
 # Kinds of packers: by the rank of that kind; `SLACK` has the levels of `ATTAINABLE` and orders by slack.
 FCFS, SLACK = ARRIVAL, ATTAINABLE
+PROMISES = 4  # `promises/packer.py`
 NO_CAP = 1 << 60
 _GRAIN = 32  # tokens; prompts are sized in steps of this
 _KEYS = 4
@@ -32,53 +34,6 @@ class CompiledStep(NamedTuple):
     order: Ints
     caps: Ints
     evict: Ints
-
-
-# ---- order
-
-
-@compiled
-def ordered(keys: Floats, serial: Ints) -> Ints:
-    """Return the permutation that sorts by keys[0], then keys[1], ..., then serial (unique).
-
-    A natural merge sort: what was in order stays so, and an order of the last iteration is nearly sorted.
-    """
-    n = serial.size
-    order, spare, ends = np.arange(n), np.empty(n, np.int64), np.empty(n + 1, np.int64)
-    runs = 0
-    for i in range(1, n + 1):
-        if i == n or before(keys, serial, i, i - 1):
-            ends[runs] = i
-            runs += 1
-    while runs > 1:
-        start, merged = 0, 0
-        for pair in range(0, runs, 2):
-            middle = ends[pair]
-            end = ends[min(pair + 1, runs - 1)]
-            _merge(keys, serial, order, spare, start, middle, end)
-            ends[merged] = end
-            start, merged = end, merged + 1
-        order, spare, runs = spare, order, merged
-    return order
-
-
-@compiled
-def before(keys: Floats, serial: Ints, a: int, b: int) -> bool:
-    """Tell whether a goes before b."""
-    for k in range(keys.shape[0]):
-        if keys[k, a] != keys[k, b]:
-            return bool(keys[k, a] < keys[k, b])
-    return bool(serial[a] < serial[b])
-
-
-@compiled
-def _merge(keys: Floats, serial: Ints, order: Ints, out: Ints, start: int, middle: int, end: int) -> None:
-    a, b = start, middle
-    for i in range(start, end):
-        if a < middle and (b >= end or not before(keys, serial, order[b], order[a])):
-            out[i], a = order[a], a + 1
-        else:
-            out[i], b = order[b], b + 1
 
 
 # ---- one row
@@ -155,7 +110,7 @@ def allocate(
     free_slots = kv_budget.slots - others
     batch_limit = max(min(max_running, free_slots), 0)
     while True:
-        runs, stays = _share(jobs, ranked, kv_budget, free_slots, batch_limit, min(budget, chunk))
+        runs, stays = _share(jobs, ranked, kv_budget, free_slots, batch_limit, max(min(budget, chunk), 1))
         order = ranked[runs]
         tokens = grant(jobs, order, budget, chunk, row_chunk)
         unfunded = -1
@@ -331,6 +286,15 @@ def _chunk(params: PackerParams, jobs: Rows, ranked: Ints, slack: Floats, theta:
         if jobs["running"][row] and missing_of(jobs, row) == 1:
             decodes, context = decodes + 1, context + jobs["computed"][row]
     limit = _limit(params, jobs, ranked[: params.max_running], slack)
+    return largest_chunk(params, theta, decodes, context, limit)
+
+
+@compiled
+def largest_chunk(params: PackerParams, theta: Floats, decodes: int, context: float, limit: float) -> int:
+    """Return the most prompt tokens beside these decodes in an iteration of `limit` seconds.
+
+    At least `min_chunk`, whatever the limit; at most what the budget leaves.
+    """
     low, high = params.min_chunk, max(params.budget - decodes, params.min_chunk)
     if seconds_of(theta, decodes, context, high, high * high // 2) <= limit:
         return high

@@ -13,6 +13,7 @@ import numpy as np
 
 from headway.core.engine_spec import UNLIMITED, PackerParams
 from headway.core.ranks import DUE, PRIORITY
+from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
 from headway.pack.allocation import allocate, free_to_run
@@ -72,7 +73,7 @@ class StockPriority(Packer):
         """Return running rows, then enough waiting ones to fill the batch, both by priority and arrival."""
         rows = free_to_run(jobs)
         columns = np.array([jobs.urgency[rows], jobs.priority[rows], jobs.arrival[rows]], float)
-        order = rows[kernels.ordered(columns, jobs.serial[rows])]
+        order = rows[ordered(columns, jobs.serial[rows])]
         inside, waiting = order[jobs.running[order]], order[~jobs.running[order]]
         kept = np.concatenate([inside[: self.max_running], waiting[: self.max_running]])
         return Step(kept, max_running=self.max_running)
@@ -104,5 +105,5 @@ class Ranked(Packer):
             )
         rows = free_to_run(jobs)
         columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
-        order = kernels.ordered(np.array(columns, float), jobs.serial[rows])
+        order = ordered(np.array(columns, float), jobs.serial[rows])
         return allocate(jobs, rows[order], kv_budget, self.max_running, self.budget, self.row_chunk)

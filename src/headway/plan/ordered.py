@@ -61,6 +61,8 @@ class Ordered(Planner):
         displaces: queued requests may overtake those inside an engine.
         ranked: each `Send` carries the first number of its rank, so that the engine orders by it, too.
         pull: requests stay in the queue until an engine has room for them.
+        ahead: requests that wait inside an engine whose packer chooses among them, whatever KV they need;
+            None = none but those that have a slot and KV there.
         key: the planner's own first number of a queued request's rank; it must not change while it waits.
     """
 
@@ -68,10 +70,10 @@ class Ordered(Planner):
 
     def __init__(
         self, kind: int, displaces: bool = True, *, pull: bool = True, ranked: bool = False,
-        key: Key | None = None,
+        ahead: int | None = None, key: Key | None = None,
     ) -> None:  # fmt: skip
         assert key is None or not displaces, "what is inside has no key of the planner's own"
-        self.pull = pull
+        self.pull, self.ahead = pull, ahead
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
         self._queues: dict[tuple[int, int], WaitingQueue] = {}
         self._limits: dict[int, list[int]] = {}
@@ -205,7 +207,7 @@ class Ordered(Planner):
         return [
             _Peers(
                 [self._queue(model, limit) for limit in self._limits[model][: size + 1]],
-                SentOrder(self.kind, instances, cluster),
+                SentOrder(self.kind, instances, cluster, self.ahead),
             )
             for (model, size), instances in groups.items()
         ]

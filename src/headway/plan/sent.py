@@ -20,10 +20,13 @@ from headway.types import Instance, Ints
 Ranks = NDArray[np.void]
 # filled: the KV blocks of this request and of all before it.
 _RANK = np.dtype([("level", int), ("key", float), ("arrival", float), ("serial", int), ("filled", int)])
+_NO_LIMIT = 1 << 60
 
 
 class SentOrder:
     """The requests inside some instances, sorted by a kind of rank (`core/ranks.py`).
+
+    ahead: as in `Ordered`.
 
     Attributes:
         names: of the instances.
@@ -33,15 +36,17 @@ class SentOrder:
         changed: something came or went since this was last set to False.
     """
 
-    def __init__(self, kind: int, instances: Sequence[Instance], cluster: Cluster) -> None:
+    def __init__(
+        self, kind: int, instances: Sequence[Instance], cluster: Cluster, ahead: int | None = None
+    ) -> None:
         self.names = [instance.id for instance in instances]
-        self.window: Ints = np.array([instance.window for instance in instances])
+        self.window: Ints = np.array([instance.window + (ahead or 0) for instance in instances])
         self.load: Ints = np.zeros(len(instances), np.int64)
         self.offered: Ints = np.zeros(len(instances), np.int64)
         self.changed = True
         self._blocks: Ints = np.zeros(len(instances), np.int64)  # of the queued requests asked about
         self._place = {name: i for i, name in enumerate(self.names)}
-        self._total: Ints = np.array([instance.blocks_total for instance in instances])
+        self._total: Ints = np.array([kv_room(instance, ahead) for instance in instances])
         self._size: Ints = np.array([instance.block_size for instance in instances])
         self._ranks: Ranks = np.zeros((len(instances), 64), _RANK)
         for name in self.names:
@@ -74,6 +79,11 @@ class SentOrder:
         """
         limits, asked = (self.window, self._total, self._size), (self.offered, self._blocks)
         return bool(_belongs(self._ranks, self.load, limits, entry[:4], tokens, before, asked, displaces))
+
+
+def kv_room(instance: Instance, ahead: int | None) -> int:
+    """Return the KV blocks that requests inside an instance may be expected to take together."""
+    return instance.blocks_total if ahead is None else _NO_LIMIT
 
 
 @compiled

@@ -1,16 +1,25 @@
-"""The general recipes: vLLM's own order, priorities, earliest deadline, least slack (the default)."""
+"""The general recipes: the default one, vLLM's own order, priorities, earliest deadline, least slack."""
 
 from __future__ import annotations
 
 from headway.core import ranks
+from headway.pack.promises.packer import Promises
 from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
 from headway.pack.slack import Slack
 from headway.plan import ordered
 from headway.recipes.recipe import Recipe
 
+_AHEAD = 1024  # as many as the packer should choose among in an iteration
+
 DEFAULT = {
     recipe.name: recipe
     for recipe in (
+        Recipe(
+            "headway",
+            "as many promises as can be kept, then best effort, then what is late; the default",
+            lambda: ordered.Ordered(ranks.ATTAINABLE, ahead=_AHEAD),
+            Promises,
+        ),
         Recipe(
             "vllm",
             "vLLM's own order: first come, first served",

@@ -14,15 +14,18 @@ import numpy as np
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
 from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, LATE, ON_TIME, PRIORITY, due_at, first_keys, level_of
+from headway.core.sorting import before, pop, push
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import Limits, Usage
 from headway.forecast.latency.laws import law_seconds
 from headway.forecast.latency.online import OnlineLatency, learn, shape
 from headway.forecast.latency.profiles import SHORTEST, FixedLatency
-from headway.forecast.lengths.task import TaskLengths
+from headway.forecast.lengths.task import TELLING, TaskLengths
 from headway.memory.budget import KvBudget
-from headway.pack.kernels import SLACK, Rows, pack
+from headway.pack.compiled_packers import pack
+from headway.pack.kernels import SLACK, Rows
 from headway.plan.ordered import Ordered
+from headway.plan.sent import kv_room
 from headway.recipes.recipe import Recipe
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
@@ -35,7 +38,6 @@ _PLANNERS = {(ARRIVAL, False), (PRIORITY, True), (DUE, True), (ATTAINABLE, True)
 
 RequestColumns = np.dtype(
     [
-        ("key1", float), ("key2", float),  # the planner's rank, most significant first
         ("max_tokens", int), ("task", int),  # what the output length is forecast from
         ("blocks", int),  # KV blocks of prompt and forecast output
     ]
@@ -56,11 +58,13 @@ class PlannerParams(NamedTuple):
 
     kind: its rank, one of ARRIVAL, PRIORITY, DUE, ATTAINABLE.
     ranked: requests take the first number of their rank into the engine, as `Send.rank`.
+    room: KV blocks that requests inside the engine may be expected to take together.
     """
 
     kind: int
     ranked: bool
     window: int
+    room: int
     blocks: int
     block_size: int
 
@@ -70,6 +74,7 @@ class RunState(NamedTuple):
 
     progress: one row of `Progress`.
     requests: `RequestColumns`.
+    keys: the planner's rank of each, most significant first, shape (2, requests); order: their numbers.
     output: output tokens, by request.
     heaps: waiting requests, one heap per row; heap_sizes: their lengths.
     inside: requests that were sent and have not ended for the planner; place: a request's index in it.
@@ -87,6 +92,8 @@ class RunState(NamedTuple):
     progress: Rows
     jobs: Rows
     requests: Rows
+    keys: Floats
+    order: Ints
     output: Ints
     heaps: Ints
     heap_sizes: Ints
@@ -131,7 +138,7 @@ def _arrive(run: RunState, i: int) -> None:
     run.requests["blocks"][i] = np.ceil((run.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
     progress["arrived"] += 1
     levels = run.planner.kind == ATTAINABLE
-    _push(run, level_of(run.requests["key1"][i], False) if levels else ON_TIME, i)
+    _add(run, level_of(run.keys[0, i], False) if levels else ON_TIME, i)
     _send(run, run.jobs["arrival"][i])
 
 
@@ -167,7 +174,7 @@ def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
     """Return how long an iteration takes; the packer's latency model learns from it."""
     decodes, context, prefill, pairs = shape(run.jobs, rows, tokens)
     seconds = max(law_seconds(run.law_kind, run.law, decodes, context, prefill, pairs), SHORTEST)
-    if run.packer.kind == SLACK:
+    if run.packer.kind >= SLACK:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
         learn(run.theta, run.cov, run.cap, *parts, seconds, run.forget, run.surprise)
     return float(seconds)
@@ -222,6 +229,20 @@ def _forecast(run: RunState, i: int) -> float:
 
 
 @compiled
+def _spread(run: RunState, i: int) -> float:
+    """Return `Forecast.spread` of the same answers."""
+    task, most = run.requests["task"][i], run.requests["max_tokens"][i]
+    known = min(run.learned[task], run.lengths.shape[1])
+    if run.learned[task] < TELLING:
+        return 1.0
+    squares = 0
+    for k in range(known):
+        squares += min(run.lengths[task, k], most) ** 2
+    mean = _forecast(run, i)
+    return float(np.sqrt(max(squares / known - mean * mean, 0.0)) / mean)
+
+
+@compiled
 def _learn_length(run: RunState, i: int) -> None:
     task = run.requests["task"][i]
     run.lengths[task, run.learned[task] % run.lengths.shape[1]] = run.output[i]
@@ -239,12 +260,12 @@ def _send(run: RunState, now: float) -> None:
         heap = _head(run, now)
         if heap < 0 or not _belongs(run, run.heaps[heap, 0], heap):
             return
-        i = _pop(run, heap)
+        i = _take_first(run, heap)
         run.place[i] = progress["inside"]
         run.inside[progress["inside"]] = i
         progress["inside"] += 1
         if run.planner.ranked:
-            run.jobs["urgency"][i] = run.requests["key1"][i]
+            run.jobs["urgency"][i] = run.keys[0, i]
         _submit(run, i, now)
 
 
@@ -252,8 +273,8 @@ def _send(run: RunState, now: float) -> None:
 def _head(run: RunState, now: float) -> int:
     """Return the heap whose first request is the most urgent of those waiting, -1 = none waits."""
     if run.planner.kind == ATTAINABLE:  # a late request goes behind those that can still meet their SLO
-        while run.heap_sizes[ON_TIME] and run.requests["key1"][run.heaps[ON_TIME, 0]] < now:
-            _push(run, LATE, _pop(run, ON_TIME))
+        while run.heap_sizes[ON_TIME] and run.keys[0, run.heaps[ON_TIME, 0]] < now:
+            _add(run, LATE, _take_first(run, ON_TIME))
     for heap in range(_HEAPS):
         if run.heap_sizes[heap]:
             return heap
@@ -265,24 +286,24 @@ def _belongs(run: RunState, i: int, heap: int) -> bool:
     """Tell whether i, the first of a heap, is within the dispatch window and its KV fits."""
     progress = run.progress[0]
     # The loop takes the columns, not the whole state: each array in a call costs its reference count.
-    ahead, blocks, requests, kind = 0, 0, run.requests, run.planner.kind
+    ahead, blocks, requests, keys, order, kind = 0, 0, run.requests, run.keys, run.order, run.planner.kind
     for j in run.inside[: progress["inside"]]:
-        if kind == ARRIVAL or _inside_first(requests, kind, j, i, heap):
+        if kind == ARRIVAL or _inside_first(keys, order, kind, j, i, heap):
             ahead += 1
             blocks += requests["blocks"][j]
     if ahead >= run.planner.window:
         return False
-    return bool(ahead == 0 or blocks + requests["blocks"][i] <= run.planner.blocks)
+    return bool(ahead == 0 or blocks + requests["blocks"][i] <= run.planner.room)
 
 
 @compiled
-def _inside_first(requests: Rows, kind: int, j: int, i: int, heap: int) -> bool:
+def _inside_first(keys: Floats, order: Ints, kind: int, j: int, i: int, heap: int) -> bool:
     """Tell whether j, which is inside, ranks before i, which waits in `heap`."""
     if kind == ATTAINABLE:
-        level = level_of(requests["key1"][j], False)
+        level = level_of(keys[0, j], False)
         if level != heap:
             return bool(level < heap)
-    return _before(requests, j, i)
+    return before(keys, order, j, i)
 
 
 @compiled
@@ -291,6 +312,7 @@ def _submit(run: RunState, i: int, now: float) -> None:
     progress["serial"] += 1
     run.jobs["serial"][i] = progress["serial"]
     run.jobs["tokens_left"][i] = _forecast(run, i)
+    run.jobs["spread"][i] = _spread(run, i)
     run.jobs["live"][i] = True
     run.rows[progress["rows"]] = i
     progress["rows"] += 1
@@ -307,40 +329,15 @@ def _leave(run: RunState, i: int) -> None:
 
 
 @compiled
-def _before(requests: Rows, a: int, b: int) -> bool:
-    """Tell whether a ranks before b within one class; of equals the first to come."""
-    if requests["key1"][a] != requests["key1"][b]:
-        return bool(requests["key1"][a] < requests["key1"][b])
-    if requests["key2"][a] != requests["key2"][b]:
-        return bool(requests["key2"][a] < requests["key2"][b])
-    return a < b
+def _add(run: RunState, heap: int, i: int) -> None:
+    run.heap_sizes[heap] = push(run.keys, run.order, run.heaps[heap], run.heap_sizes[heap], i)
 
 
 @compiled
-def _push(run: RunState, heap: int, i: int) -> None:
-    requests, rows, at = run.requests, run.heaps[heap], run.heap_sizes[heap]
-    run.heap_sizes[heap] += 1
-    while at > 0 and _before(requests, i, rows[(at - 1) // 2]):
-        rows[at] = rows[(at - 1) // 2]
-        at = (at - 1) // 2
-    rows[at] = i
-
-
-@compiled
-def _pop(run: RunState, heap: int) -> int:
-    requests, rows = run.requests, run.heaps[heap]
-    run.heap_sizes[heap] -= 1
-    top, size = rows[0], run.heap_sizes[heap]
-    moved, at = rows[size], 0
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        child += child + 1 < size and _before(requests, rows[child + 1], rows[child])
-        if not _before(requests, rows[child], moved):
-            break
-        rows[at] = rows[child]
-        at = child
-    rows[at] = moved
-    return int(top)
+def _take_first(run: RunState, heap: int) -> int:
+    first = int(run.heaps[heap, 0])
+    run.heap_sizes[heap] = pop(run.keys, run.order, run.heaps[heap], run.heap_sizes[heap])
+    return first
 
 
 def initial_state(
@@ -357,7 +354,8 @@ def initial_state(
     n, tasks = len(workload), len(workload.tiers)
     blocks, size = instance.blocks_total, instance.block_size
     return RunState(
-        progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload, planner.kind),
+        progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload),
+        keys=_keys(workload, planner.kind), order=np.arange(n),
         output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
         rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
@@ -365,7 +363,10 @@ def initial_state(
         theta=latency.theta, cov=latency.cov, cap=latency.cap, law=spec.latency.compiled_law[1],
         usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),
         law_kind=spec.latency.compiled_law[0], prior=lengths.prior, packer=params,
-        planner=PlannerParams(planner.kind, planner.ranked, instance.window, blocks, size),
+        planner=PlannerParams(
+            planner.kind, planner.ranked, instance.window + (planner.ahead or 0),
+            kv_room(instance, planner.ahead), blocks, size,
+        ),
         limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
         forget=latency.forget, surprise=latency.surprise,
     )  # fmt: skip
@@ -388,10 +389,12 @@ def _jobs(workload: Workload) -> Rows:
     return jobs
 
 
-def _requests(workload: Workload, kind: int) -> Rows:
+def _requests(workload: Workload) -> Rows:
     requests = np.zeros(len(workload), RequestColumns)
-    due = due_at(workload.arrival, workload.ttft, workload.e2e)
     requests["max_tokens"], requests["task"] = workload.max_tokens, workload.tier
-    requests["key1"] = first_keys(kind, workload.arrival, workload.priority, due)
-    requests["key2"] = workload.arrival
     return requests
+
+
+def _keys(workload: Workload, kind: int) -> Floats:
+    due = due_at(workload.arrival, workload.ttft, workload.e2e)
+    return np.array([first_keys(kind, workload.arrival, workload.priority, due), workload.arrival])

@@ -131,6 +131,7 @@ class Submission:
 
     output: tokens that its answer will have.
     tokens_left: the forecast of them.
+    spread: the forecast's standard deviation as a share of it.
     rank: its urgency inside the engine, lower first.
     preempted: what it had made before it was taken out of another engine.
     """
@@ -138,6 +139,7 @@ class Submission:
     request: Request
     output: int
     tokens_left: float
+    spread: float = 0.0
     rank: float = 0.0
     preempted: Preempted | None = None
 
@@ -218,6 +220,7 @@ class SimulatedInstance:
         row = self.engine.add(
             request.id, request.prompt_tokens, submission.output, arrival=request.arrival, slo=request.slo,
             priority=request.priority, tokens_left=tokens_left, urgency=submission.rank,
+            spread=submission.spread,
         )  # fmt: skip
         if before is not None:
             jobs = self.engine.jobs

@@ -185,10 +185,11 @@ class Loop:
             self._inbox.append(Failed(id, "too_long"))
         else:
             self.outcome.instance[row] = self._numbers[instance.id]
-            tokens_left = self.controller.lengths.forecast(request).mean
+            forecast = self.controller.lengths.forecast(request)
             if self.observer is not None:
                 self.observer.sent(row, self._numbers[instance.id], now)
-            instance.submit(Submission(request, output, tokens_left, rank, self._preempted.pop(id, None)))
+            preempted = self._preempted.pop(id, None)
+            instance.submit(Submission(request, output, forecast.mean, forecast.spread, rank, preempted))
             if instance.running is None:
                 self._begin(instance, now)
 

@@ -324,7 +324,7 @@ def _takers(takers: Sequence[Taker]) -> str:
 
 def _worst_table(run: Run, rows: Sequence[dict[str, Any]]) -> Table | Text:
     if not rows:
-        some = bool(slo_violations.promised(run.workload).any())
+        some = bool(run.workload.promised.any())
         return Text("Every request met its SLO." if some else "No request of this run has an SLO.")
     lines = [
         [

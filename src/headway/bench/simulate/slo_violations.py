@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 from headway.sim.record.run_folder import Run
 from headway.sim.run import Outcome
 from headway.sim.workload.traffic import Workload
-from headway.types import Bools, Floats, Ints
+from headway.types import Floats, Ints
 
 PROMISES = ("ttft", "tpot", "e2e")
 _NEAR = 3  # request ids that are suggested
@@ -60,12 +60,6 @@ def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
         excess = np.where(column > promised, column, 0.0) - np.where(column > promised, promised, 0.0)
         found[name] = np.asarray(excess * times[name], float)
     return found
-
-
-def promised(workload: Workload) -> Bools:
-    """Tell which requests have an SLO."""
-    columns = [np.isfinite(getattr(workload, name)) for name in PROMISES]
-    return np.asarray(np.any(columns, axis=0))
 
 
 def of(run: Run, request: int) -> list[SloResult]:

@@ -36,6 +36,7 @@ PAIRS = (
     ("priority", HOOK),
     ("edf", HOOK),
     ("slack", HOOK),
+    ("headway", HOOK),
     ("ecoserve", HOOK),
     ("bros", POOL),
     ("bros-plain-blocks", POOL),
@@ -59,6 +60,7 @@ class Task:
     at: instant of its arrival.
     prompt, output: tokens.
     tokens_left: predicted output tokens, None = the true number.
+    spread: `Jobs.spread`.
     urgency: `Send.rank`; stock vLLM has none.
     """
 
@@ -69,6 +71,7 @@ class Task:
     priority: int
     tokens_left: float | None = None
     urgency: float = 0.0
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,7 @@ class Both:
             )
             self.lean.add(
                 id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority,
-                tokens_left=task.tokens_left, urgency=self.urgency[id],
+                tokens_left=task.tokens_left, urgency=self.urgency[id], spread=task.spread,
             )  # fmt: skip
 
     def _rerank(self) -> None:
@@ -375,6 +378,7 @@ def _metadata(id: str, task: Task) -> dict[str, Any]:
         "headway_id": id,
         "headway_arrival": task.at,
         "headway_tokens_left": float(task.tokens_left or task.output),
+        "headway_spread": task.spread,
         "headway_urgency": finite(task.urgency),
         **kept,
     }

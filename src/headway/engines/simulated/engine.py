@@ -92,16 +92,17 @@ class SimulatedEngine:
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
         priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
+        spread: float = 0.0,
     ) -> int:  # fmt: skip
         """Queue a request that will answer with exactly `output` tokens; return its row.
 
-        tokens_left: expected output tokens, None = the true number. urgency: `Jobs.urgency`.
+        tokens_left: expected output tokens, None = the true number. urgency, spread: as in `Jobs`.
         """
         self._serial += 1
         targets = slo or Slo()
         row = self.jobs.add(
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
-            tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency,
+            tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency, spread=spread,
             ttft=_or_never(targets.ttft), tpot=_or_never(targets.tpot), e2e=_or_never(targets.e2e),
         )  # fmt: skip
         if row >= self.target.size:

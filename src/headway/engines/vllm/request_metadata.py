@@ -25,6 +25,7 @@ class RequestMetadata:
     arrival: instant at which the gateway got the request.
     ttft, tpot, e2e: SLO in seconds, inf = none.
     tokens_left: expected output tokens.
+    spread: `Jobs.spread`.
     urgency: `Jobs.urgency` at entry, lower first, 0 = the packer's own order.
     """
 
@@ -34,6 +35,7 @@ class RequestMetadata:
     tpot: float = math.inf
     e2e: float = math.inf
     tokens_left: float = 1.0
+    spread: float = 1.0
     urgency: float = 0.0
 
 
@@ -45,7 +47,7 @@ def write_metadata(request: Request, forecast: Forecast, rank: float = 0.0) -> d
     slo = request.slo
     values = {
         "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "tokens_left": forecast.mean,
-        "urgency": finite(rank),
+        "spread": forecast.spread, "urgency": finite(rank),
     }  # fmt: skip
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
     return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival, **numbers}
@@ -66,6 +68,7 @@ def read_metadata(request: Any) -> RequestMetadata:
         tpot=_number(extra, "tpot", math.inf),
         e2e=_number(extra, "e2e", math.inf),
         tokens_left=_number(extra, "tokens_left", float(limit or 1)),
+        spread=_number(extra, "spread", 1.0),
         urgency=_number(extra, "urgency", 0.0),
     )
 

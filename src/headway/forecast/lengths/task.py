@@ -9,6 +9,8 @@ import numpy as np
 
 from headway.types import Floats, Forecast, Request
 
+TELLING = 8  # answers from which on a task's forecast is more than a guess
+
 
 class TaskLengths:
     """Empirical distribution of output tokens per task, over its last `window` answers.
@@ -32,7 +34,7 @@ class TaskLengths:
         seen = self._forecast_of(request.task)
         if seen.samples[-1] <= request.max_tokens:
             return seen
-        return Forecast(np.minimum(seen.samples, request.max_tokens))
+        return Forecast(np.minimum(seen.samples, request.max_tokens), seen.guess)
 
     def learn(self, request: Request, output_tokens: int) -> None:
         """Add one answer's length; empty answers (aborted before the first token) teach nothing."""
@@ -49,5 +51,6 @@ class TaskLengths:
     def _forecast_of(self, task: str) -> Forecast:
         if task not in self._sorted:
             seen = self._seen.get(task, np.array([self.prior], float))
-            self._sorted[task] = Forecast(np.sort(seen[: self._count.get(task, 1)]))
+            count = self._count.get(task, 0)
+            self._sorted[task] = Forecast(np.sort(seen[: max(count, 1)]), guess=count < TELLING)
         return self._sorted[task]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.core.sorting import ordered
 from headway.pack.bros.batch import (
     ROOM,
     SUMS,
@@ -22,7 +23,7 @@ from headway.pack.bros.batch import (
     take,
     with_row,
 )
-from headway.pack.kernels import due_of, exclusive_of, missing_of, ordered
+from headway.pack.kernels import due_of, exclusive_of, missing_of
 from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.core.sorting import ordered
 from headway.memory.reservations import (
     Tail,
     allocatable,
@@ -19,7 +20,7 @@ from headway.memory.reservations import (
 )
 from headway.pack.ecoserve.queues import ACTIVE, RowView, best_fit, by_urgency, in_turn, left_of, need_of
 from headway.pack.ecoserve.step_buffer import EcoServeParams, StepBuffer, put
-from headway.pack.kernels import missing_of, ordered
+from headway.pack.kernels import missing_of
 from headway.types import Bools, Ints
 
 Rows = NDArray[np.void]

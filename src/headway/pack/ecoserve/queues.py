@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
+from headway.core.sorting import ordered
 from headway.memory.reservations import blocks_of, tokens_to_reserve
-from headway.pack.kernels import due_of, missing_of, ordered
+from headway.pack.kernels import due_of, missing_of
 from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]

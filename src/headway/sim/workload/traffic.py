@@ -99,6 +99,11 @@ class Workload:
     def __len__(self) -> int:
         return int(self.arrival.size)
 
+    @property
+    def promised(self) -> Bools:
+        """Tell which requests have an SLO."""
+        return np.asarray(np.isfinite(np.minimum(np.minimum(self.ttft, self.tpot), self.e2e)))
+
     @cached_property
     def _rows(self) -> dict[str, int]:
         return {id: row for row, id in enumerate(self.ids or map(_default_id, range(len(self))))}

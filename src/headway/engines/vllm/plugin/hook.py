@@ -211,6 +211,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
             tpot=metadata.tpot,
             e2e=metadata.e2e,
             tokens_left=metadata.tokens_left,
+            spread=metadata.spread,
             prompt=request.num_prompt_tokens,
             priority=request.priority,
             urgency=self.pending.of(metadata.id, metadata.urgency),

@@ -1,0 +1,23 @@
+"""The packers that compiled loops know, by the kind in their `PackerParams`."""
+
+from __future__ import annotations
+
+from headway.compiled import compiled
+from headway.core.engine_spec import PackerParams
+from headway.memory.budget import KvBudget
+from headway.pack import kernels
+from headway.pack.kernels import PROMISES, CompiledStep, Rows
+from headway.pack.promises import packer as promises
+from headway.types import Floats, Ints
+
+_by_rank, _by_outlook = kernels.pack, promises.pack
+
+
+@compiled
+def pack(
+    params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats
+) -> CompiledStep:
+    """Return the step of one of the packers; rows: all of the engine's, in any order."""
+    if params.kind == PROMISES:
+        return _by_outlook(params, jobs, rows, kv_budget, now, theta)
+    return _by_rank(params, jobs, rows, kv_budget, now, theta)

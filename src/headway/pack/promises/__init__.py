@@ -1,0 +1,1 @@
+"""The packer of the default recipe."""

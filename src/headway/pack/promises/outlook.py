@@ -1,0 +1,123 @@
+"""What can still become of each request: its level, and when it must start at the latest. Compiled.
+
+A request is kept as long as it can be on time by the learned latency and its length forecast. One that
+cannot is served after best effort, so that it costs no other request its promise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.core.engine_spec import KeepOptions
+from headway.forecast.latency.online import prefill_of, seconds_of
+from headway.pack.kernels import Rows, exclusive_of, missing_of
+from headway.types import Floats, Ints
+
+# Levels, most urgent first: an answer in progress or a prompt that can be on time; one that is on time only
+# if its answer is short; a prompt that can, but has no room yet; best effort; one that cannot be on time.
+ANSWER, PROMPT, HOPE, WAITS, OTHER, LOST = range(6)
+_CONTEXT = 512.0  # tokens of an answer's context while the engine is empty
+
+
+class Pace(NamedTuple):
+    """The answers in progress that were promised something, and what an iteration of them takes.
+
+    decodes, context: how many, and their cached tokens.
+    token: seconds of an iteration of them alone.
+    base: seconds of an empty iteration.
+    """
+
+    decodes: int
+    context: float
+    token: float
+    base: float
+
+
+class Outlook(NamedTuple):
+    """Columns aligned with the ranked rows.
+
+    rows: of the `Jobs` table, in the order of urgency, level and key.
+    level: see above.
+    start: the latest instant at which each can start (or go on) and be on time.
+    """
+
+    rows: Ints
+    level: Ints
+    start: Floats
+
+
+@compiled
+def promised(jobs: Rows, row: int) -> bool:
+    """Tell whether a row was promised anything."""
+    return bool(min(jobs["ttft"][row], jobs["tpot"][row], jobs["e2e"][row]) < np.inf)
+
+
+@compiled
+def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
+    """Return the pace of the answers in progress among `rows`."""
+    decodes, context = 0, 0.0
+    for row in rows:
+        if jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row):
+            decodes += missing_of(jobs, row) == 1
+            context += jobs["computed"][row]
+    token = seconds_of(theta, max(decodes, 1), max(context, _CONTEXT), 0.0, 0.0)
+    return Pace(decodes, context, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0))
+
+
+@compiled
+def prompt_seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+    """Return the seconds until the next token of a row that has the engine for itself."""
+    want = missing_of(jobs, row)
+    return prefill_of(theta, want) if want > 1 else pace.base
+
+
+@compiled
+def rent(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+    """Return the seconds of a row's prompt, spread over the iterations of its answer.
+
+    Whatever leaves is followed by another of its kind, so in the long run each iteration computes this much.
+    """
+    answer = jobs["output_tokens"][row] + jobs["tokens_left"][row]
+    return float((prefill_of(theta, jobs["prompt"][row]) - pace.base) / answer)
+
+
+@compiled
+def size_of(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+    """Return the seconds that a row still needs: its prompt, and its expected answer at today's pace."""
+    prompt = prompt_seconds(jobs, row, theta, pace) if missing_of(jobs, row) > 1 else 0.0
+    return float(prompt + jobs["tokens_left"][row] * pace.token)
+
+
+@compiled
+def blocks_of(jobs: Rows, row: int, grow: float, block: int) -> float:
+    """Return the KV blocks that a row alone will hold when `grow` of its answer that is left is out."""
+    tokens = jobs["prompt"][row] + jobs["output_tokens"][row] + grow * jobs["tokens_left"][row]
+    return float(max(tokens / block + 1.0 - jobs["shared"][row], exclusive_of(jobs, row)))
+
+
+@compiled
+def outlook_of(
+    keep: KeepOptions, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
+) -> tuple[int, float]:
+    """Return the level of a row and its latest start, -inf where that does not matter."""
+    if not promised(jobs, row):
+        return OTHER, -np.inf
+    made, prompt = jobs["output_tokens"][row], prompt_seconds(jobs, row, theta, pace)
+    first_due = jobs["arrival"][row] + jobs["ttft"][row]
+    lost = jobs["first"][row] > first_due if made else first_due - prompt < now
+    end, answer = jobs["arrival"][row] + jobs["e2e"][row] - prompt, jobs["tokens_left"][row] * pace.token
+    least = max(1.0 - keep.doubt * jobs["spread"][row], 0.0)
+    lost |= end - least * answer < now
+    start = min(end - keep.sure * answer, first_due - prompt if made == 0 else np.inf)
+    if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
+        due = jobs["first"][row] + made * jobs["tpot"][row] - prompt
+        catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
+        lost, start = lost or catch_up < now, min(start, catch_up)
+    if lost:
+        return LOST, -np.inf
+    if made and missing_of(jobs, row) == 1:
+        return ANSWER, start
+    return PROMPT if start >= now or jobs["running"][row] else HOPE, start

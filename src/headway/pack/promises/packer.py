@@ -1,0 +1,140 @@
+"""The default packer: as many promises as can be kept, best effort with all that is left.
+
+No paper has this policy; it takes from several. In each iteration:
+
+1. Outlook (`outlook.py`): by the learned latency and its length forecast each request is kept, doubtful
+   (on time only if its answer is short), best effort, or lost: it cannot be on time any more. SLO-aware
+   scheduling (4.2) forecasts so; it never gives up a request.
+2. Selection (`selection.py`): under overload the largest set of waiting requests that can still be on time
+   (Moore and Hodgson 1968) over time, KV and slots; a kept prompt is admitted when its answer leaves those in
+   progress their tpot, the seconds of the prompts that follow included, and their KV room to grow.
+3. Iteration (`iteration.py`): kept answers, kept prompts in chunks that those can wait for (slack, BROS 4.2),
+   then best effort and lost requests, the shortest of the lost first, within a tighter bound.
+
+Lost requests are served late, not refused: whenever nothing kept needs the engine, and after `patience` one
+at a time before all others, so that nothing waits for ever. KV is never copied and never lent: evicting what
+was not promised or is lost, and admitting by expected KV, did as well as swapping on every ground of
+`headway bench default`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.core.engine_spec import EngineSpec, KeepOptions, PackerParams
+from headway.core.sorting import ordered
+from headway.memory.budget import KvBudget
+from headway.pack import kernels
+from headway.pack.kernels import CompiledStep, Rows, missing_of
+from headway.pack.promises.iteration import compose, seconds_allowed
+from headway.pack.promises.outlook import (
+    ANSWER,
+    HOPE,
+    LOST,
+    OTHER,
+    PROMPT,
+    Outlook,
+    Pace,
+    outlook_of,
+    pace_of,
+    size_of,
+)
+from headway.pack.promises.selection import select
+from headway.ports import Packer
+from headway.types import Floats, Ints, Jobs, Step
+
+
+@dataclass(slots=True)
+class Promises(Packer):
+    """The packer of recipe `headway`.
+
+    spec: of the engine.
+    keep: the policy's numbers.
+    min_chunk: prompt tokens computed in an iteration that has a promised first token to make, at least.
+    max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
+    """
+
+    spec: EngineSpec
+    keep: KeepOptions = field(default_factory=KeepOptions)
+    min_chunk: int = 64
+    max_step: float = 0.5
+
+    @property
+    def params(self) -> PackerParams:
+        """What compiled loops take for this packer."""
+        spec = self.spec
+        return PackerParams(
+            kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,
+            spec.row_chunk, self.keep,
+        )  # fmt: skip
+
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
+        """Return the step; rows that control holds are left alone."""
+        spec = self.spec
+        step = pack(self.params, jobs.data, jobs.rows(), kv_budget, now, spec.latency.theta)
+        return Step(
+            step.order, step.caps, step.evict, max_running=spec.max_running, token_budget=spec.token_budget
+        )
+
+
+@compiled
+def pack(
+    params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats
+) -> CompiledStep:
+    """Return the step; rows: all of the engine's, in any order."""
+    held = jobs["held"][rows]
+    others = int(np.count_nonzero(jobs["running"][rows] & held))
+    rows = rows[~held]
+    pace = pace_of(jobs, rows, theta)
+    outlook = _ranked(params.keep, jobs, rows, now, theta, pace)
+    may = seconds_allowed(params, jobs, outlook, now, pace)
+    select(params, jobs, outlook, kv, now, theta, pace, may.tpot)
+    return compose(params, jobs, _reranked(jobs, outlook, theta, pace), others, kv, theta, may)
+
+
+@compiled
+def _ranked(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace) -> Outlook:
+    """Return the rows by urgency and level; the kept by latest start, the doubtful by size."""
+    n = rows.size
+    level, start, keys = np.empty(n, np.int64), np.empty(n), np.empty((3, n))
+    for i in range(n):
+        level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
+    _serve_eldest(keep, jobs, rows, level, start, now)
+    for i in range(n):
+        keys[0, i], keys[1, i], keys[2, i] = jobs["urgency"][rows[i]], level[i], start[i]
+        if level[i] == HOPE:
+            keys[2, i] = size_of(jobs, rows[i], theta, pace)
+        elif level[i] >= OTHER:
+            keys[2, i] = not jobs["running"][rows[i]]
+    order = ordered(keys, jobs["serial"][rows])
+    return Outlook(rows[order], level[order], start[order])
+
+
+@compiled
+def _serve_eldest(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints, start: Floats, now: float) -> None:
+    """Keep the eldest of the requests that have waited longer than `patience`, whatever it was promised."""
+    eldest = -1
+    for i in range(rows.size):
+        waited = level[i] >= OTHER and now - jobs["arrival"][rows[i]] > keep.patience
+        if waited and (eldest < 0 or jobs["arrival"][rows[i]] < jobs["arrival"][rows[eldest]]):
+            eldest = i
+    if eldest >= 0:
+        decodes = jobs["running"][rows[eldest]] and missing_of(jobs, rows[eldest]) == 1
+        level[eldest], start[eldest] = ANSWER if decodes else PROMPT, np.inf
+
+
+@compiled
+def _reranked(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
+    """Return the rows by the levels that the selection left, the shortest of the lost first."""
+    n = outlook.rows.size
+    keys = np.zeros((3, n))
+    for i in range(n):
+        row = outlook.rows[i]
+        keys[0, i], keys[1, i] = jobs["urgency"][row], outlook.level[i]
+        if outlook.level[i] == LOST:
+            keys[2, i] = size_of(jobs, row, theta, pace)
+    order = ordered(keys, np.arange(n))
+    return Outlook(outlook.rows[order], outlook.level[order], outlook.start[order])

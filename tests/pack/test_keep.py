@@ -1,0 +1,229 @@
+"""The default recipe's packer: which promises it keeps, and that nothing waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.engine_spec import EngineSpec, KeepOptions
+from headway.forecast.latency.online import OnlineLatency
+from headway.memory.budget import KvBudget
+from headway.pack.promises.outlook import ANSWER, HOPE, LOST, OTHER, PROMPT, outlook_of, pace_of
+from headway.pack.promises.packer import Promises
+from headway.plan.ordered import Ordered
+from headway.recipes.recipe import Recipe
+from headway.recipes.registry import find
+from headway.sim.instance import InstanceSpec
+from headway.sim.run import Simulation
+from headway.sim.workload.traffic import Workload, concat, single
+from headway.types import Batch, Instance, Ints, Jobs, Slo, Step
+
+ROOM = KvBudget(1000, 1000, 16, 64)
+
+
+class Linear:
+    """Seconds that the packer has learned already: its first guess."""
+
+    def __init__(self) -> None:
+        self.known = OnlineLatency()
+
+    def seconds(self, batch: Batch) -> float:
+        return self.known.seconds(batch)
+
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """It is known."""
+
+
+def packer(keep: KeepOptions | None = None, running: int = 8) -> Promises:
+    return Promises(EngineSpec(running, 2048), keep or KeepOptions())
+
+
+def jobs(*rows: dict[str, float]) -> Jobs:
+    """Return a table of waiting rows; what is not given is a request without a promise."""
+    table = Jobs()
+    for i, values in enumerate(rows):
+        given = {
+            "prompt": 100,
+            "tokens_left": 10.0,
+            "serial": i,
+            "ttft": np.inf,
+            "tpot": np.inf,
+            "e2e": np.inf,
+        }
+        table.add(f"r{i}", **(given | values))
+    return table
+
+
+def answer(**more: float) -> dict[str, float]:
+    """Return a row that has made 5 tokens."""
+    computed = {"computed": 104, "output_tokens": 5, "blocks": 7, "running": True, "first": 0.1}
+    return computed | more
+
+
+def instance(running: int = 8, blocks: int = 200) -> InstanceSpec:
+    return InstanceSpec(Instance("e0", "default", running, blocks, 16, 2048), Linear(), 64, 512)
+
+
+def level(row: dict[str, float], now: float = 0.0, keep: KeepOptions | None = None) -> int:
+    table, theta = jobs(row), OnlineLatency().theta
+    pace = pace_of(table.data, table.rows(), theta)
+    return outlook_of(keep or KeepOptions(), table.data, 0, now, theta, pace)[0]
+
+
+def ran(step: Step) -> Ints:
+    assert step.tokens is not None
+    return step.order[step.tokens > 0]
+
+
+# ---- outlook
+
+
+def test_levels() -> None:
+    assert level({}) == OTHER
+    assert level({"ttft": 1.0}) == PROMPT
+    assert level({"ttft": 1.0}, now=0.99) == LOST, "its prompt takes longer than that"
+    assert level({"e2e": 1.0}) == PROMPT
+    assert level({"e2e": 1.0}, now=0.9) == LOST
+    assert level({"e2e": 1.0, "spread": 1.0}, now=0.9) == HOPE, "the answer may be short"
+    assert level(answer(ttft=1.0, tpot=0.1), now=0.5) == ANSWER
+    assert level(answer(ttft=0.05, tpot=0.1), now=0.5) == LOST, "the first token came late"
+    assert level(answer(ttft=1.0, tpot=0.02), now=5.0) == LOST, "it cannot catch up"
+    assert level(answer(ttft=1.0, tpot=0.02, tokens_left=500.0), now=0.5) == ANSWER, "it can"
+
+
+@given(st.lists(st.tuples(st.integers(2, 400), st.integers(1, 60)), min_size=1, max_size=7))
+def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple[int, int]]) -> None:
+    """Moore and Hodgson's rule: on one machine no other choice has more on time."""
+    rows = [
+        {"prompt": prompt, "ttft": hundredths / 100, "tokens_left": 1.0} for prompt, hundredths in prompts
+    ]
+    table = jobs(*rows)
+    step = packer(running=64).pack(table, ROOM, 0.0)
+    kept = [int(row) for row in step.order if _first_prompts(table, step, int(row))]
+    assert len(kept) == _most_on_time(rows)
+
+
+def _first_prompts(table: Jobs, step: Step, row: int) -> bool:
+    """Tell whether a row comes before the first one that is given up: those are ordered by their seconds."""
+    rows = [{name: float(table.data[name][r]) for name in ("prompt", "ttft")} for r in step.order]
+    at = int(np.flatnonzero(step.order == row)[0])
+    return _on_time(rows[: at + 1])
+
+
+def _on_time(rows: list[dict[str, float]]) -> bool:
+    """Tell whether prompts are computed in time one after another, by their deadlines."""
+    now, latency = 0.0, OnlineLatency()
+    for row in sorted(
+        rows, key=lambda row: row["ttft"] - float(latency.prefill_seconds(np.array(row["prompt"])))
+    ):
+        seconds = float(latency.prefill_seconds(np.array(row["prompt"], float)))
+        if now + seconds > row["ttft"] + 1e-12:
+            return False
+        now += seconds
+    return True
+
+
+def _most_on_time(rows: list[dict[str, float]]) -> int:
+    sizes = range(len(rows), 0, -1)
+    return next((n for n in sizes if any(_on_time(list(some)) for some in combinations(rows, n))), 0)
+
+
+# ---- the iteration
+
+
+def test_best_effort_and_the_lost_come_after_what_is_kept() -> None:
+    table = jobs({}, {"ttft": 0.001}, {"ttft": 1.0}, {"ttft": 0.5})
+    assert packer().pack(table, ROOM, 0.01).order.tolist() == [3, 2, 0, 1]
+
+
+def test_urgency_from_outside_goes_first() -> None:
+    table = jobs({"ttft": 1.0}, {"urgency": -1.0})
+    assert packer().pack(table, ROOM, 0.0).order.tolist() == [1, 0]
+
+
+def test_no_more_answers_are_admitted_than_keep_the_tightest_tpot() -> None:
+    """An iteration of n answers takes about 11 + 0.5 n ms by the first guess, and the prompts' share."""
+    crowd = [{"ttft": 5.0, "tpot": 0.02, "tokens_left": 100.0} for _ in range(40)]
+    paced = packer(running=64).pack(jobs(*crowd), ROOM, 0.0)
+    greedy = packer(KeepOptions(paces=False), running=64).pack(jobs(*crowd), ROOM, 0.0)
+    assert 2 <= ran(paced).size <= 14 < ran(greedy).size
+
+
+def test_best_effort_leaves_answers_their_gained_time() -> None:
+    """It runs only as far as an iteration stays below `rest` of the tightest tpot."""
+    table = jobs(answer(ttft=1.0, tpot=0.012), *(answer() for _ in range(30)))
+    step = packer(running=64).pack(table, ROOM, 0.11)
+    assert 0 in ran(step)
+    assert ran(step).size < 5
+    alone = jobs(*(answer() for _ in range(30)))
+    assert ran(packer(running=64).pack(alone, ROOM, 0.11)).size == 30
+
+
+def test_what_is_lost_gives_its_kv_to_what_is_kept() -> None:
+    table = jobs(answer(ttft=0.05, tpot=0.1), {"ttft": 1.0, "prompt": 100})
+    step = packer().pack(table, KvBudget(10, 3, 16, 8), 0.5)
+    assert step.evict.tolist() == [0]
+    assert ran(step).tolist() == [1]
+
+
+def test_a_large_prompt_lets_smaller_ones_pass_while_it_finds_no_kv() -> None:
+    table = jobs(
+        answer(ttft=1.0, tpot=0.2, blocks=20, prompt=310, computed=314), {"ttft": 5.0, "prompt": 400},
+        {"ttft": 6.0, "prompt": 50},
+    )  # fmt: skip
+    step = packer().pack(table, KvBudget(30, 10, 16, 8), 0.2)
+    assert sorted(ran(step).tolist()) == [0, 2]
+
+
+# ---- runs
+
+
+def crowd(seed: int, seconds: float, rate: float) -> Workload:
+    """Return three classes at a rate that one engine cannot serve."""
+    rng = np.random.default_rng(seed)
+    parts = [
+        single(
+            np.sort(rng.uniform(0, seconds, int(rate * seconds))), rng.integers(10, 300, int(rate * seconds)),
+            rng.integers(2, 80, int(rate * seconds)), slo=slo, tier=name,
+        )
+        for name, slo in (("chat", Slo(1.0, 0.05)), ("code", Slo(e2e=4.0)), ("batch", Slo()))
+    ]  # fmt: skip
+    return concat(*parts).sorted()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_is_answered_in_the_end(seed: int) -> None:
+    load = crowd(seed, 20.0, 8.0)
+    outcome = Simulation(find("headway"), [instance()], load).run()
+    assert np.isfinite(outcome.end).all()
+
+
+def test_it_keeps_more_promises_than_least_slack_under_overload() -> None:
+    load = crowd(1, 60.0, 6.0)
+    kept = {}
+    for name in ("headway", "slack"):
+        outcome = Simulation(find(name), [instance()], load).run()
+        tpot = (outcome.end - outcome.first) / np.maximum(load.output - 1, 1)
+        met = (outcome.first - load.arrival <= load.ttft) & (tpot <= load.tpot)
+        kept[name] = int((met & (outcome.end - load.arrival <= load.e2e))[load.promised].sum())
+    assert kept["headway"] > 1.3 * kept["slack"]
+
+
+def test_nothing_waits_for_ever() -> None:
+    """Under lasting overload a request is served before all others once it has waited for `patience`."""
+
+    def patient(seconds: float) -> Recipe:
+        keep = KeepOptions(patience=seconds)
+        return replace(
+            find("headway"), planner=lambda: Ordered(0, pull=False), packer=lambda spec: Promises(spec, keep)
+        )
+
+    load = concat(crowd(2, 60.0, 8.0), single(np.array([1.0]), 50, 20, tier="one")).sorted()
+    one = int(np.flatnonzero(load.tier == load.tiers.index("one"))[0])
+    ends = [Simulation(patient(s), [instance()], load).run().end[one] for s in (10.0, 1e9)]
+    assert ends[0] < 30.0 < 60.0 < ends[1]
