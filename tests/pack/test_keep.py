@@ -14,7 +14,8 @@ from headway.core.engine_spec import EngineSpec, KeepOptions
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack.promises.outlook import ANSWER, HOPE, LOST, OTHER, PROMPT, outlook_of, pace_of
-from headway.pack.promises.packer import Promises
+from headway.pack.promises.packer import Promises, _ranked
+from headway.pack.promises.selection import select
 from headway.plan.ordered import Ordered
 from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
@@ -47,14 +48,8 @@ def jobs(*rows: dict[str, float]) -> Jobs:
     """Return a table of waiting rows; what is not given is a request without a promise."""
     table = Jobs()
     for i, values in enumerate(rows):
-        given = {
-            "prompt": 100,
-            "tokens_left": 10.0,
-            "serial": i,
-            "ttft": np.inf,
-            "tpot": np.inf,
-            "e2e": np.inf,
-        }
+        given = {"prompt": 100, "tokens_left": 10.0, "serial": i}
+        given |= dict.fromkeys(("ttft", "tpot", "e2e"), np.inf)
         table.add(f"r{i}", **(given | values))
     return table
 
@@ -99,30 +94,20 @@ def test_levels() -> None:
 @given(st.lists(st.tuples(st.integers(2, 400), st.integers(1, 60)), min_size=1, max_size=7))
 def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple[int, int]]) -> None:
     """Moore and Hodgson's rule: on one machine no other choice has more on time."""
-    rows = [
-        {"prompt": prompt, "ttft": hundredths / 100, "tokens_left": 1.0} for prompt, hundredths in prompts
-    ]
-    table = jobs(*rows)
-    step = packer(running=64).pack(table, ROOM, 0.0)
-    kept = [int(row) for row in step.order if _first_prompts(table, step, int(row))]
-    assert len(kept) == _most_on_time(rows)
-
-
-def _first_prompts(table: Jobs, step: Step, row: int) -> bool:
-    """Tell whether a row comes before the first one that is given up: those are ordered by their seconds."""
-    rows = [{name: float(table.data[name][r]) for name in ("prompt", "ttft")} for r in step.order]
-    at = int(np.flatnonzero(step.order == row)[0])
-    return _on_time(rows[: at + 1])
+    rows = [{"prompt": tokens, "ttft": due / 100, "tokens_left": 1.0} for tokens, due in prompts]
+    table, theta = jobs(*rows), OnlineLatency().theta
+    params, pace = packer(running=64).params, pace_of(table.data, table.rows(), theta)
+    outlook = _ranked(params.keep, table.data, table.rows(), 0.0, theta, pace)
+    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf)
+    assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(rows)
 
 
 def _on_time(rows: list[dict[str, float]]) -> bool:
     """Tell whether prompts are computed in time one after another, by their deadlines."""
     now, latency = 0.0, OnlineLatency()
-    for row in sorted(
-        rows, key=lambda row: row["ttft"] - float(latency.prefill_seconds(np.array(row["prompt"])))
-    ):
-        seconds = float(latency.prefill_seconds(np.array(row["prompt"], float)))
-        if now + seconds > row["ttft"] + 1e-12:
+    timed = [(row["ttft"], float(latency.prefill_seconds(np.array(row["prompt"], float)))) for row in rows]
+    for due, seconds in sorted(timed, key=lambda both: both[0] - both[1]):
+        if now > due - seconds + 1e-12:
             return False
         now += seconds
     return True
@@ -148,7 +133,7 @@ def test_urgency_from_outside_goes_first() -> None:
 
 def test_no_more_answers_are_admitted_than_keep_the_tightest_tpot() -> None:
     """An iteration of n answers takes about 11 + 0.5 n ms by the first guess, and the prompts' share."""
-    crowd = [{"ttft": 5.0, "tpot": 0.02, "tokens_left": 100.0} for _ in range(40)]
+    crowd = [{"prompt": 10, "ttft": 5.0, "tpot": 0.02, "tokens_left": 99.0} for _ in range(40)]
     paced = packer(running=64).pack(jobs(*crowd), ROOM, 0.0)
     greedy = packer(KeepOptions(paces=False), running=64).pack(jobs(*crowd), ROOM, 0.0)
     assert 2 <= ran(paced).size <= 14 < ran(greedy).size
