@@ -109,7 +109,7 @@ def serve(
 
 @app.command()
 def simulate(
-    recipes: Recipes = "vllm,edf,slack",
+    recipes: Recipes = "vllm,slack,headway",
     profile: Profile = "opt-13b-a100",
     instances: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 1,
     instance: Specs = None,
@@ -159,7 +159,9 @@ def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | Non
 @app.command()
 def sweep(
     file: Annotated[Path | None, typer.Argument(help="A TOML file with the options' names as keys.")] = None,
-    recipes: Annotated[str | None, typer.Option(help="Comma-separated (default: vllm,edf,slack).")] = None,
+    recipes: Annotated[
+        str | None, typer.Option(help="Comma-separated (default: vllm,edf,slack,headway).")
+    ] = None,
     rates: Annotated[
         str | None, typer.Option(help="Request rates (requests/s) (default: 2,4,6,8,10).")
     ] = None,

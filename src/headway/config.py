@@ -162,7 +162,7 @@ def _tiers() -> dict[str, Tier]:
 class Config:
     """The whole file. Without `keys` the gateway accepts every client, as tenant "default"."""
 
-    recipe: str = "slack"
+    recipe: str = "headway"
     server: Server = field(default_factory=Server)
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)

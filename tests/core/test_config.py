@@ -294,7 +294,9 @@ def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
 # ---- recipes are named in the configuration
 
 
-@pytest.mark.parametrize(("name", "hint"), [("slak", "Did you mean 'slack'?"), ("zzz", "Use one of headway,")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("slak", "Did you mean 'slack'?"), ("zzz", "Use one of headway,")]
+)
 def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find(name)

@@ -28,7 +28,7 @@ class Headway:
     """One gateway process; `start` again after `kill` is the restart after a crash."""
 
     folder: Path
-    recipe: str = "slack"
+    recipe: str = "headway"
     max_running: int = 8
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None

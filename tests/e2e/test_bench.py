@@ -38,10 +38,10 @@ def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
     result = contract("compare", "--quick", "--out", str(tmp_path))
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
     assert {id for id, _, _ in rows} >= COMPARE
-    counts = {rows["requests", system, "all"] for system in ("vllm-fcfs", "slack")}
+    counts = {rows["requests", system, "all"] for system in ("vllm-fcfs", "headway")}
     assert len(counts) == 1
     assert counts.pop() > 8
-    assert rows["failed", "vllm-fcfs", "all"] == rows["failed", "slack", "all"] == 0
+    assert rows["failed", "vllm-fcfs", "all"] == rows["failed", "headway", "all"] == 0
     written = {path.name for path in tmp_path.iterdir()}
     assert {"report.html", "report.json", "attainment.png", "latency.png"} <= written
 

@@ -96,7 +96,7 @@ def test_control_reaches_the_running_scheduler(headway: Headway) -> None:
     state = httpx.post(
         f"{headway.url}/headway/control/e0", json={"op": "state", "log": 3}, timeout=ANSWER_S
     ).json()
-    assert state["recipe"] == "slack"
+    assert state["recipe"] == "headway"
     assert state["blocks_free"] == state["blocks_total"]
     assert len(state["log"]) == 3
     refused = httpx.post(f"{headway.url}/headway/control/e0", json={"op": "dance"}, timeout=ANSWER_S)

@@ -49,8 +49,8 @@ Endpoint = Annotated[str, typer.Option(help="API to use: chat or completions.")]
 Systems = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated: vllm-fcfs, vllm-priority (stock vLLM) and recipes. Default: both with edf and "
-        "slack; with --tight, both with slack, bros and ecoserve.",
+        help="Comma-separated: vllm-fcfs, vllm-priority (stock vLLM) and recipes. Default: both with edf, "
+        "slack and headway; with --tight, both with slack, bros, ecoserve and headway.",
     ),
 ]
 Load = Annotated[
@@ -222,6 +222,14 @@ def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: 
 
 
 @bench_app.command()
+def default(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """Compare the default recipe with all others on 15 grounds (SIMULATED), and with an upper bound."""
+    from headway.bench.simulate.default import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
 def papers(
     name: Annotated[str, typer.Argument(help="The paper: bros or ecoserve.")],
     quick: Quick = False,
@@ -243,7 +251,7 @@ _ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "comple
 
 def _quick(setup: Any) -> Any:
     """Return a setup of about a minute: two systems, started together, at a fixed rate."""
-    both = ("vllm-fcfs", "slack")
+    both = ("vllm-fcfs", "headway")
     names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
     rate, seconds = setup.rate or 6.0, 2.0 if setup.tight else 4.0  # requests take longer with little KV
     return replace(

@@ -86,6 +86,7 @@ class RunState(NamedTuple):
     usage: the engine's KV account.
     first, end: as in `Outcome`.
     prior: forecast output tokens of a task without any answer.
+    error: `InstanceSpec.latency_error`.
     packer: the packer's `params`.
     """
 
@@ -117,6 +118,7 @@ class RunState(NamedTuple):
     limits: Limits
     forget: float
     surprise: float
+    error: float
 
 
 @compiled
@@ -137,8 +139,7 @@ def _arrive(run: RunState, i: int) -> None:
     progress = run.progress[0]
     run.requests["blocks"][i] = np.ceil((run.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
     progress["arrived"] += 1
-    levels = run.planner.kind == ATTAINABLE
-    _add(run, level_of(run.keys[0, i], False) if levels else ON_TIME, i)
+    _add(run, level_of(run.keys[0, i], False) if run.planner.kind == ATTAINABLE else ON_TIME, i)
     _send(run, run.jobs["arrival"][i])
 
 
@@ -176,7 +177,7 @@ def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
     seconds = max(law_seconds(run.law_kind, run.law, decodes, context, prefill, pairs), SHORTEST)
     if run.packer.kind >= SLACK:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
-        learn(run.theta, run.cov, run.cap, *parts, seconds, run.forget, run.surprise)
+        learn(run.theta, run.cov, run.cap, *parts, seconds * run.error, run.forget, run.surprise)
     return float(seconds)
 
 
@@ -232,14 +233,13 @@ def _forecast(run: RunState, i: int) -> float:
 def _spread(run: RunState, i: int) -> float:
     """Return `Forecast.spread` of the same answers."""
     task, most = run.requests["task"][i], run.requests["max_tokens"][i]
-    known = min(run.learned[task], run.lengths.shape[1])
-    if run.learned[task] < TELLING:
-        return 1.0
+    known = max(min(run.learned[task], run.lengths.shape[1]), 1)
     squares = 0
     for k in range(known):
         squares += min(run.lengths[task, k], most) ** 2
     mean = _forecast(run, i)
-    return float(np.sqrt(max(squares / known - mean * mean, 0.0)) / mean)
+    told = run.learned[task] >= TELLING
+    return float(np.sqrt(max(squares / known - mean * mean, 0.0)) / mean) if told else 1.0
 
 
 @compiled
@@ -368,7 +368,7 @@ def initial_state(
             kv_room(instance, planner.ahead), blocks, size,
         ),
         limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
-        forget=latency.forget, surprise=latency.surprise,
+        forget=latency.forget, surprise=latency.surprise, error=spec.latency_error,
     )  # fmt: skip
 
 

@@ -57,7 +57,11 @@ class Noisy:
                 f"No predictor has accuracy {accuracy:g} with padding {padding:g}.",
                 "Give an accuracy between 0.5 and 1 and a padding above 0.",
             )
-        sigma = math.log1p(padding) / normal_quantile(accuracy)
+        return cls.spreading(workload, math.log1p(padding) / normal_quantile(accuracy), rng)
+
+    @classmethod
+    def spreading(cls, workload: Workload, sigma: float, rng: np.random.Generator) -> Noisy:
+        """Return a predictor with this sigma; 0 = it is always right."""
         factors = np.exp(sigma * rng.standard_normal(len(workload)))
         shares = (np.arange(_SHARES) + 0.5) / _SHARES
         return cls(workload, sigma, factors, np.exp(sigma * np.array([normal_quantile(s) for s in shares])))

@@ -55,6 +55,7 @@ class InstanceSpec:
     token_overhead: seconds from the end of an iteration to the client (detokenisation, streaming).
     interruption: seconds that each request sent adds to the iteration in progress, where gateway and engine
         share cores.
+    latency_error: factor of the seconds that the packer's latency model is taught, for studies of wrong ones.
     host_tokens: tokens of KV that host memory has room for; None = unlimited, and blocks are plain.
     """
 
@@ -70,6 +71,7 @@ class InstanceSpec:
     token_overhead: float = 0.0
     interruption: float = 0.0
     host_tokens: int | None = None
+    latency_error: float = 1.0
 
     @property
     def delays(self) -> bool:

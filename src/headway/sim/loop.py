@@ -207,7 +207,7 @@ class Loop:
             return
         batch = instance.engine.batch(ran)
         execution = instance.variant.latency.seconds(batch)
-        instance.learned.learn(batch, execution)
+        instance.learned.learn(batch, execution * instance.spec.latency_error)
         seconds = instance.engine.seconds(ran, execution)
         instance.running = ran
         self._running += 1

@@ -18,7 +18,7 @@ from headway.recipes.registry import find
 from headway.types import Floats
 
 RUNNING = (16, 64, 256)
-RECIPES = ("vllm", "edf", "slack", "bros", "ecoserve")
+RECIPES = ("vllm", "edf", "slack", "headway", "bros", "ecoserve")
 _BLOCK, _PROMPT = 32, 64
 
 

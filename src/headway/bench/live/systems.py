@@ -24,8 +24,8 @@ from headway.errors import ConfigError, EngineError
 from headway.recipes.registry import find
 
 STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
-STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack")
-TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve")  # with little KV
+STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack", "headway")
+TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve", "headway")  # with little KV
 _START = 180.0  # seconds
 
 

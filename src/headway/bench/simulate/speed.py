@@ -25,7 +25,7 @@ from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Jobs, Slo
 
 PROFILE = "opt-13b-a100"
-RECIPES = ("vllm", "priority", "edf", "slack")
+RECIPES = ("vllm", "priority", "edf", "slack", "headway")
 RATES = (2.0, 4.0, 7.0, 14.0, 28.0)
 RUNNING, WAITING = 256, 1000
 _SLO = Slo(ttft=0.4, tpot=0.2)

@@ -74,7 +74,7 @@ class Sweep:
     Raises ConfigError for a sweep that cannot run.
     """
 
-    recipes: tuple[str, ...] = ("vllm", "edf", "slack")
+    recipes: tuple[str, ...] = ("vllm", "edf", "slack", "headway")
     rates: tuple[float, ...] = (2.0, 4.0, 6.0, 8.0, 10.0)
     seeds: int = 3
     seed: int = 0

@@ -1,0 +1,265 @@
+"""`headway bench default`: recipe `headway` beside every other on every ground, SIMULATED.
+
+A cell is a ground at a load. Each recipe gets the same requests and forecasts; beside its attainment stands
+the share of `sim/bound.py`'s upper bound, which no schedule can pass. Two curves show how attainment falls
+when forecasts of lengths or of latency are wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground
+from headway.ports import Lengths
+from headway.recipes.registry import find
+from headway.sim.bound import bound
+from headway.sim.forecasts import Noisy
+from headway.sim.outcome import Outcome
+from headway.sim.run import Simulation
+from headway.sim.workload.traffic import Workload
+from headway.types import Bools
+
+DEFAULT, BOUND = "headway", "bound"
+OTHERS = (
+    "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",
+    "vllm-v0",
+)  # fmt: skip
+LENGTH_ERRORS = (1.0, 1.5, 2.0, 3.0)  # factors by which a forecast is off, one standard deviation
+LATENCY_ERRORS = (0.8, 1.0, 1.2)  # learned seconds of an iteration, as a share of the true ones
+_WRONG = ("bursty", "sharegpt-idle", "anneal-chat-code", "tight-tpot")  # grounds of both curves
+_WRONG_LOAD, _WRONG_RECIPES = 1.3, (DEFAULT, "slack")
+_CLOSE, _SAME_BE = 1.0, 0.95  # points below the best other, share of its best-effort tokens
+_HIGH = 50.0  # %: cells whose bound is below it say little of a share
+_QUICK = ("bros-lmsys", "alpaca-e2e", "bursty", "tight-tpot")
+_QUICK_OTHERS, _QUICK_REQUESTS = ("slack", "bros", "srtf"), 600
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One simulation.
+
+    system: a recipe, or "bound".
+    length_error: forecasts are off by this factor (one standard deviation, and say so); 0 = the ground's.
+    latency_error: `InstanceSpec.latency_error`.
+    """
+
+    ground: Ground
+    load: float
+    seed: int
+    system: str
+    length_error: float = 0.0
+    latency_error: float = 1.0
+
+    @property
+    def setting(self) -> str:
+        """Return the ground, the load and what is wrong."""
+        text = f"{self.ground.name}, {self.load:g}x"
+        if self.length_error:
+            text += f", lengths off by {self.length_error:g}x"
+        return text if self.latency_error == 1.0 else f"{text}, latency learned x{self.latency_error:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a cell came to.
+
+    kept: promised requests on time (of the bound: at most).
+    promised: how many were promised anything.
+    be_tokens: best-effort tokens per second, of answers complete within the arrivals.
+    """
+
+    kept: float
+    promised: int
+    be_tokens: float
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Run all cells on all cores; `quick`: four grounds at 1.3x, one seed, four recipes, fewer requests."""
+    began = time.perf_counter()
+    cells = quick_cells(seed) if quick else all_cells(seed)
+    found = run(cells, bar=not as_json)
+    rows = rows_of(found)
+    seeds, grounds = len({cell.seed for cell in cells}), len({cell.ground.name for cell in cells})
+    workload = (
+        f"{SIMULATED}: {grounds} grounds, {seeds} seed{'s' * (seeds > 1)}; load = "
+        "arrivals as a multiple of what stock vLLM completes of a burst; attainment = promised requests with "
+        "every target met; share = of the bound that no schedule can pass."
+    )
+    report = Report(
+        "default", "sim", f"The default recipe beside all others ({SIMULATED})", rows,
+        time.perf_counter() - began, About(workload, seed), _grid(rows), notes=_notes(rows),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(rows))
+
+
+def all_cells(seed: int) -> list[Cell]:
+    """Return every ground, load and recipe for three seeds, and the cells of the two curves."""
+    systems = (BOUND, DEFAULT, *OTHERS)
+    cells = [Cell(*key) for key in product(GROUNDS, LOADS, range(seed, seed + 3), systems)]
+    wrong = [ground for ground in GROUNDS if ground.name in _WRONG]
+    for ground, recipe, at in product(wrong, _WRONG_RECIPES, range(seed, seed + 3)):
+        cell = Cell(ground, _WRONG_LOAD, at, recipe)
+        cells += [replace(cell, length_error=factor) for factor in LENGTH_ERRORS]
+        cells += [replace(cell, latency_error=factor) for factor in LATENCY_ERRORS if factor != 1.0]
+    return cells
+
+
+def quick_cells(seed: int) -> list[Cell]:
+    """Return the cells of a run that ends within a minute."""
+    grounds = [replace(g, requests=_QUICK_REQUESTS) for g in GROUNDS if g.name in _QUICK]
+    return [Cell(g, 1.3, seed, system) for g in grounds for system in (BOUND, DEFAULT, *_QUICK_OTHERS)]
+
+
+def run(cells: Sequence[Cell], *, bar: bool) -> dict[Cell, Figures]:
+    """Compute the cells on all cores."""
+    with (
+        Progress(disable=not bar) as progress,
+        ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool,
+    ):
+        task = progress.add_task("simulating", total=len(cells))
+        found = {}
+        for cell, figures in zip(cells, pool.map(compute, cells, chunksize=4), strict=True):
+            found[cell] = figures
+            progress.advance(task)
+    return found
+
+
+def compute(cell: Cell) -> Figures:
+    """Simulate one cell, or bound it."""
+    workload = cell.ground.workload(cell.load, cell.seed)
+    promised = int(np.count_nonzero(workload.promised))
+    if cell.system == BOUND:
+        return Figures(bound(workload, cell.ground.instance()), promised, 0.0)
+    spec = replace(cell.ground.instance(), latency_error=cell.latency_error)
+    outcome = Simulation(find(cell.system), [spec], workload, _lengths(cell, workload)).run()
+    kept = int(np.count_nonzero(on_time(workload, outcome) & workload.promised))
+    seconds = cell.ground.seconds(cell.load)
+    complete = ~workload.promised & (outcome.end <= seconds)
+    return Figures(kept, promised, float(workload.output[complete].sum()) / seconds)
+
+
+def on_time(workload: Workload, outcome: Outcome) -> Bools:
+    """Tell which requests met every target that they have."""
+    tpot = (outcome.end - outcome.first) / np.maximum(workload.output - 1, 1)
+    met = (outcome.first - workload.arrival <= workload.ttft) & (tpot <= workload.tpot)
+    return np.asarray(met & (outcome.end - workload.arrival <= workload.e2e))
+
+
+def _lengths(cell: Cell, workload: Workload) -> Lengths:
+    if not cell.length_error:
+        return cell.ground.lengths(workload, cell.seed)
+    rng = np.random.default_rng([cell.seed, 2])
+    return Noisy.spreading(workload, float(np.log(cell.length_error)), rng)
+
+
+# ---- rows
+
+
+def rows_of(found: dict[Cell, Figures]) -> list[Row]:
+    """Return a row per system, setting and figure, and those that sum up the default recipe."""
+    settings = dict.fromkeys(cell.setting for cell in found)
+    rows: list[Row] = []
+    for setting in settings:
+        cells = [cell for cell in found if cell.setting == setting]
+        most = _sum(found, cells, BOUND)
+        for system in dict.fromkeys(cell.system for cell in cells):
+            rows += _rows(system, setting, _sum(found, cells, system), most)
+    return rows + _summary(rows)
+
+
+def _sum(found: dict[Cell, Figures], cells: Iterable[Cell], system: str) -> Figures | None:
+    """Return a system's figures over all seeds of a setting."""
+    some = [found[cell] for cell in cells if cell.system == system]
+    if not some:
+        return None
+    be = float(np.mean([one.be_tokens for one in some]))
+    return Figures(sum(one.kept for one in some), sum(one.promised for one in some), be)
+
+
+def _rows(system: str, setting: str, seen: Figures | None, most: Figures | None) -> list[Row]:
+    assert seen is not None
+    rows = [Row("attainment.promised", system, setting, 100 * seen.kept / seen.promised, "%")]
+    if system == BOUND:
+        return rows
+    if most is not None:
+        rows.append(Row("share_of_bound", system, setting, 100 * seen.kept / max(most.kept, 1.0), "%"))
+    return [*rows, Row("be.tokens_per_s", system, setting, seen.be_tokens, "tokens/s")]
+
+
+def _summary(rows: Sequence[Row]) -> list[Row]:
+    """Return in how many cells the default recipe falls behind, and its share of the bound."""
+    at = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows}
+    settings = [row.setting for row in rows if row.system == BOUND]
+    behind, short, margins = 0, 0, []
+    for setting in settings:
+        best, be = _best_other(at, setting)
+        margins.append(at["attainment.promised", DEFAULT, setting] - best)
+        behind += margins[-1] < -_CLOSE
+        short += at["be.tokens_per_s", DEFAULT, setting] < _SAME_BE * be
+    shares = [at["share_of_bound", DEFAULT, setting] for setting in settings]
+    bounds = [at["attainment.promised", BOUND, setting] for setting in settings]
+    high = [share for share, most in zip(shares, bounds, strict=True) if most > _HIGH]
+    figures = (
+        ("cells", float(len(settings)), "cells"), ("cells.behind", float(behind), "cells"),
+        ("cells.less_best_effort", float(short), "cells"), ("margin.least", min(margins), "points"),
+        ("margin.mean", float(np.mean(margins)), "points"),
+        ("share_of_bound.mean", float(np.mean(shares)), "%"),
+        ("share_of_bound.least", min(high, default=0.0), "%"),
+    )  # fmt: skip
+    return [Row(id, DEFAULT, "all", value, unit) for id, value, unit in figures]
+
+
+def _best_other(at: dict[tuple[str, str, str], float], setting: str) -> tuple[float, float]:
+    """Return the best attainment of another recipe, and the best-effort tokens of the one that has it."""
+    others = [
+        (kept, at["be.tokens_per_s", system, setting])
+        for (id, system, name), kept in at.items()
+        if id == "attainment.promised" and name == setting and system not in (DEFAULT, BOUND)
+    ]
+    return max(others)
+
+
+# ---- what people see
+
+
+def _grid(rows: Sequence[Row]) -> Grid:
+    """Return the matrix: attainment by setting and system, best-effort tokens of the default in brackets."""
+    kept = [row for row in rows if row.id == "attainment.promised"]
+    systems = list(dict.fromkeys(row.system for row in kept))
+    at = {(row.setting, row.system): show(row.ours) for row in kept}
+    lines = [
+        [name, *(at.get((name, system), "") for system in systems)]
+        for name in dict.fromkeys(r.setting for r in kept)
+    ]
+    sums = [[row.id, show(row.ours), row.unit] for row in rows if row.setting == "all"]
+    padded = [[*line, *[""] * (len(systems) - 2)] for line in sums]
+    return Grid(["promises kept, %", *systems], [lines, padded])
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    seen = {row.id: row.ours for row in rows if row.setting == "all"}
+    return [
+        f"headway is more than {_CLOSE:g} point below the best other recipe in {seen['cells.behind']:g} of "
+        f"{seen['cells']:g} cells (least margin {show(seen['margin.least'])} points), and has less than "
+        f"{100 * _SAME_BE:g} % of that recipe's best-effort tokens in {seen['cells.less_best_effort']:g}."
+    ]
+
+
+def _pictures(rows: Sequence[Row]) -> dict[str, bytes]:
+    from headway.bench.simulate import default_plots
+
+    made: dict[str, Callable[[Sequence[Row]], bytes | None]] = {
+        "matrix": default_plots.matrix, "errors": default_plots.errors,
+    }  # fmt: skip
+    return {name: png for name, make in made.items() if (png := make(rows)) is not None}
