@@ -159,9 +159,7 @@ def _fleet(instance: list[str] | None, fleet: Path | None, **defaults: int | Non
 @app.command()
 def sweep(
     file: Annotated[Path | None, typer.Argument(help="A TOML file with the options' names as keys.")] = None,
-    recipes: Annotated[
-        str | None, typer.Option(help="Comma-separated (default: vllm,edf,slack,headway).")
-    ] = None,
+    recipes: Annotated[str | None, typer.Option(help="Comma-separated: vllm,edf,slack,headway.")] = None,
     rates: Annotated[
         str | None, typer.Option(help="Request rates (requests/s) (default: 2,4,6,8,10).")
     ] = None,

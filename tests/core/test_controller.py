@@ -326,3 +326,16 @@ def test_an_instance_that_comes_up_again_replaces_the_old_one() -> None:
     for i in range(20):
         around.arrive(request(f"r{i}", arrival=float(i)))
     assert around.load("e1") == larger.window
+
+
+def test_what_waits_inside_an_engine_counts_as_queued() -> None:
+    """A packer that chooses among many would else let the gateway accept without end."""
+    around = world("headway", "e2")  # a window of 1
+    around.core.max_queued = 5
+    for i in range(6):
+        assert around.core.admit(request(f"r{i}", model="m1"), 0.0) is None
+        around.arrive(request(f"r{i}", model="m1", arrival=float(i)))
+    assert around.load("e2") == 6
+    refused = around.core.admit(request("r6", model="m1"), 6.0)
+    assert refused is not None
+    assert refused.reason == "queue_full"

@@ -31,7 +31,7 @@ from headway.types import OBJECTIVES, Command, Instance, Plan, Reject, Request, 
 class Controller:
     """Holds every accepted request until it ends, and says when it goes where.
 
-    max_queued bounds the requests that are ours to order; beyond it `admit` refuses.
+    max_queued bounds the requests that wait, outside or inside engines; beyond it `admit` refuses.
     """
 
     planner: Planner
@@ -48,12 +48,18 @@ class Controller:
         """Requests accepted and not inside an engine."""
         return self._queued
 
+    @property
+    def _waiting(self) -> int:
+        """Requests that wait, also inside engines whose packers choose among more than fit."""
+        inside = sum(instance.window for instance in self.cluster.instances.values())
+        return max(self._queued, len(self.requests) - inside)
+
     def admit(self, request: Request, now: float, storing: int = 0) -> Reject | None:
         """Tell, before anything is stored, whether the queue has room for this request.
 
         storing: requests that were admitted and have not arrived yet, because they are being stored.
         """
-        if self._queued + storing < self.max_queued:
+        if self._waiting + storing < self.max_queued:
             return None
         return Reject(request.id, "queue_full", retry_after=self._until_room(now))
 

@@ -75,7 +75,7 @@ class KeepOptions(NamedTuple):
 
     sure: a request is kept while it has time for this many times its expected answer.
     doubt: deviations below the expected answer at which its deadline counts as lost.
-    grow: share of the expected growth of answers that admission leaves KV for.
+    grow: share of the expected growth of answers that admission leaves KV for, of those with a deadline.
     fill: share of the tightest tpot that the iterations of kept answers may take.
     rest: the same with best effort and lost requests.
     patience: seconds after which a request that waits is served before all others, one at a time.

@@ -16,7 +16,7 @@ from headway.core.engine_spec import PackerParams
 from headway.forecast.latency.online import seconds_of
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import CompiledStep, Rows, allocate, largest_chunk, missing_of
-from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, Pace, blocks_of
+from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, Pace, reserved_of
 from headway.types import Floats, Ints
 
 
@@ -124,7 +124,7 @@ def _chosen(
     blocks, stuck = 0.0, False
     for i in range(n):
         row, level = outlook.rows[i], outlook.level[i]
-        need = blocks_of(jobs, row, params.keep.grow, kv.size)
+        need = reserved_of(params.keep, jobs, row, kv.size)
         running = jobs["running"][row]
         runs = level <= HOPE
         if level > WAITS and running:

@@ -99,6 +99,16 @@ def blocks_of(jobs: Rows, row: int, grow: float, block: int) -> float:
 
 
 @compiled
+def reserved_of(keep: KeepOptions, jobs: Rows, row: int, block: int) -> float:
+    """Return the KV blocks that admission counts for a row.
+
+    An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it.
+    """
+    catches_up = jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf
+    return blocks_of(jobs, row, 0.0 if catches_up else keep.grow, block)
+
+
+@compiled
 def outlook_of(
     keep: KeepOptions, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
 ) -> tuple[int, float]:

@@ -29,6 +29,7 @@ from headway.pack.promises.outlook import (
     blocks_of,
     prompt_seconds,
     rent,
+    reserved_of,
 )
 from headway.types import Floats
 
@@ -86,7 +87,7 @@ def _free_shares(params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudge
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] == ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
-            blocks += blocks_of(jobs, row, params.keep.grow, kv.size)
+            blocks += reserved_of(params.keep, jobs, row, kv.size)
             slots += 1
     return np.array([0.0, 1.0 - blocks / kv.total, 1.0 - slots / params.max_running])
 
@@ -157,7 +158,7 @@ def _admit(
             row = outlook.rows[i]
             if outlook.level[i] != level or jobs["running"][row]:
                 continue
-            more = _with(inside, jobs, row, blocks_of(jobs, row, params.keep.grow, kv.size), theta, pace)
+            more = _with(inside, jobs, row, reserved_of(params.keep, jobs, row, kv.size), theta, pace)
             seconds = more.rents + seconds_of(theta, more.answers, more.context, 0.0, 0.0)
             paced = not params.keep.paces or seconds <= params.keep.fill * more.tpot
             room = more.blocks <= kv.total and more.answers <= params.max_running
@@ -188,7 +189,7 @@ def _in_progress(
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] == ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
-            blocks += blocks_of(jobs, row, params.keep.grow, kv.size)
+            blocks += reserved_of(params.keep, jobs, row, kv.size)
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2
             rents += rent(jobs, row, theta, pace)

@@ -1,0 +1,92 @@
+"""`headway bench default`: grounds, cells, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headway.bench.simulate import default, default_plots
+from headway.bench.simulate.default import BOUND, DEFAULT, OTHERS, Cell, Figures, compute, rows_of
+from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground, capacity
+from headway.recipes.baselines import BASELINES
+from headway.recipes.registry import RECIPES
+
+SMALL = replace(next(ground for ground in GROUNDS if ground.name == "tiny-kv"), requests=60)
+
+
+@pytest.mark.parametrize("ground", GROUNDS, ids=lambda ground: ground.name)
+def test_every_ground_has_promises_that_fit_its_engine(ground: Ground) -> None:
+    spec, load = ground.instance(), ground.workload(1.0, 0)
+    assert load.promised.mean() > 0.5
+    assert (load.prompt + load.output).max() <= spec.instance.limit
+    assert len(load) == pytest.approx(capacity(ground) * ground.seconds(1.0), rel=0.35)
+    again, other = ground.workload(1.0, 0), ground.workload(1.0, 1)
+    np.testing.assert_array_equal(load.arrival, again.arrival)
+    assert len(other) != len(load) or (other.arrival != load.arrival).any()
+
+
+def test_there_are_all_cells() -> None:
+    cells = default.all_cells(7)
+    assert len({ground.name for ground in GROUNDS}) >= 12
+    assert {(cell.ground, cell.load) for cell in cells} == {(g, load) for g in GROUNDS for load in LOADS}
+    assert {cell.seed for cell in cells} == {7, 8, 9}
+    assert len(set(cells)) == len(cells)
+    assert set(RECIPES) - {DEFAULT} <= set(OTHERS)
+    assert {"srtf", "sjf", "sarathi"} <= set(OTHERS) & set(BASELINES)
+
+
+def test_no_recipe_passes_the_bound_and_the_same_cell_gives_the_same() -> None:
+    seen = {system: compute(Cell(SMALL, 2.0, 0, system)) for system in (BOUND, DEFAULT, "slack", "bros")}
+    assert all(seen[BOUND].kept >= one.kept for one in seen.values())
+    assert seen[DEFAULT] == compute(Cell(SMALL, 2.0, 0, DEFAULT))
+    assert seen[DEFAULT].kept > seen["slack"].kept
+    assert seen[DEFAULT].promised == seen[BOUND].promised > 0
+
+
+def test_wrong_forecasts_change_the_outcome() -> None:
+    right = compute(Cell(SMALL, 1.3, 0, DEFAULT, length_error=1.0))
+    wrong = compute(Cell(SMALL, 1.3, 0, DEFAULT, length_error=3.0))
+    assert right != wrong
+    tight = next(ground for ground in GROUNDS if ground.name == "tight-tpot")
+    learned = [compute(Cell(tight, 1.3, 0, DEFAULT, latency_error=error)) for error in (0.8, 1.0, 1.2)]
+    assert learned[0].kept < learned[1].kept, "an engine that is thought faster than it is gets too much"
+    assert learned[2] != learned[1]
+
+
+def cells(*kept: tuple[str, float, float]) -> dict[Cell, Figures]:
+    return {Cell(SMALL, 1.3, 0, name): Figures(on_time, 100, be) for name, on_time, be in kept}
+
+
+def test_summary_counts_the_cells_where_another_recipe_is_better() -> None:
+    rows = rows_of(cells((BOUND, 95, 0), (DEFAULT, 70, 9.0), ("bros", 76, 9.9), ("srtf", 60, 50.0)))
+    summed = {row.id: row.ours for row in rows if row.setting == "all"}
+    assert (summed["cells"], summed["cells.behind"], summed["margin.least"]) == (1, 1, -6)
+    assert summed["cells.less_best_effort"] == 1, "9.0 < 95 % of 9.9"
+    assert summed["share_of_bound.least"] == pytest.approx(100 * 70 / 95)
+    close = rows_of(cells((BOUND, 95, 0), (DEFAULT, 75, 9.5), ("bros", 76, 9.9), ("srtf", 60, 50.0)))
+    summed = {row.id: row.ours for row in close if row.setting == "all"}
+    assert (summed["cells.behind"], summed["cells.less_best_effort"]) == (0, 0)
+
+
+def test_report_and_plots(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ground = replace(SMALL, name="bursty")
+    few = [Cell(ground, 1.3, 0, system) for system in (BOUND, DEFAULT, "slack")]
+    few += [replace(cell, length_error=f) for cell in few[1:] for f in (1.0, 2.0)]
+    few += [replace(cell, latency_error=0.8) for cell in few[1:3]]
+    monkeypatch.setattr(default, "quick_cells", lambda seed: few)
+    default.main(quick=True, as_json=True, seed=0, out=tmp_path)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["bench"], result["host"]) == ("default", "sim")
+    settings = {row["setting"] for row in result["rows"] if row["id"] == "attainment.promised"}
+    assert settings == {
+        "bursty, 1.3x", "bursty, 1.3x, lengths off by 1x", "bursty, 1.3x, lengths off by 2x",
+        "bursty, 1.3x, latency learned x0.8",
+    }  # fmt: skip
+    assert {"matrix.png", "errors.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+    assert default_plots.errors([]) is None
