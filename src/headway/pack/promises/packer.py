@@ -12,9 +12,8 @@ No paper has this policy; it takes from several. In each iteration:
    then best effort and lost requests, the shortest of the lost first, within a tighter bound.
 
 Lost requests are served late, not refused: whenever nothing kept needs the engine, and after `patience` one
-at a time before all others, so that nothing waits for ever. KV is never copied and never lent: evicting what
-was not promised or is lost, and admitting by expected KV, did as well as swapping on every ground of
-`headway bench default`.
+at a time before all others, so that nothing waits for ever. KV is never copied and never lent; what is lost
+or was promised nothing is evicted and computed again (docs/decisions.md).
 """
 
 from __future__ import annotations
