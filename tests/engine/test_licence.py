@@ -58,6 +58,19 @@ def test_same_steps(recipe: str, host: str, case: Case) -> None:
     assert tally.identical == tally.steps >= max(task.output for task in case.tasks)
 
 
+def test_stock_order_returns_by_arrival_when_ranks_from_outside_have_gone() -> None:
+    """The rank of r1 goes while it runs behind r2, which came later (vtc: by rank, then arrival)."""
+    urgent, late = -math.inf, 2.0
+    brief = (0.0, 1, 1)
+    sizes = [brief, (0.0, 97, 1), (1.375, 1, 4), brief, brief, brief, (0.0, 256, 28)]
+    tasks = tuple(
+        Task(at, prompt, output, Slo(), 0, urgency=late if prompt == 97 else urgent)
+        for at, prompt, output in sizes
+    )
+    case = Case(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
+    assert compare(case, "vtc", HOOK).difference is None
+
+
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
 def test_bigger_workloads_too(recipe: str, host: str) -> None:
     tally = compare(draw(np.random.default_rng(11)), recipe, host)

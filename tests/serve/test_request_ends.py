@@ -79,7 +79,7 @@ def crowd(gateway: Gateway, pool: ThreadPoolExecutor, size: int, name: str) -> l
 
 
 def test_what_does_not_fit_inside_waits(serve: Serve, fake: Fake) -> None:
-    with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
+    with serve(recipe="slack", engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
         window = gateway.controller.cluster.instances["e0"].window
         asked = crowd(gateway, pool, 8, "crowd")
         until(lambda: fake.last()["open"] == window)
@@ -89,7 +89,7 @@ def test_what_does_not_fit_inside_waits(serve: Serve, fake: Fake) -> None:
 
 
 def test_the_urgent_overtake_those_who_wait(serve: Serve, fake: Fake) -> None:
-    with serve(engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
+    with serve(recipe="slack", engine={"max_running": 1}) as gateway, ThreadPoolExecutor(8) as pool:
         window = gateway.controller.cluster.instances["e0"].window
         easy = crowd(gateway, pool, 6, "easy")
         until(lambda: fake.last()["open"] == window)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
+from headway.recipes import default
 from headway.recipes.baselines import ROUTERS
 from headway.recipes.registry import RECIPES, find
 from headway.sim import run as loop
@@ -99,6 +100,7 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Loop", Watched)
+        patch.setattr(default, "_AHEAD", 2)  # else 40 requests fit inside
         Simulation(find(recipe), nodes, workload, fast=False).run()
     assert checked or span > 1, "nobody ever waited"
 

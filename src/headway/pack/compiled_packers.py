@@ -5,12 +5,10 @@ from __future__ import annotations
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
 from headway.memory.budget import KvBudget
-from headway.pack import kernels
 from headway.pack.kernels import PROMISES, CompiledStep, Rows
-from headway.pack.promises import packer as promises
+from headway.pack.kernels import pack as pack_by_rank
+from headway.pack.promises.packer import pack as pack_promises
 from headway.types import Floats, Ints
-
-_by_rank, _by_outlook = kernels.pack, promises.pack
 
 
 @compiled
@@ -19,5 +17,5 @@ def pack(
 ) -> CompiledStep:
     """Return the step of one of the packers; rows: all of the engine's, in any order."""
     if params.kind == PROMISES:
-        return _by_outlook(params, jobs, rows, kv_budget, now, theta)
-    return _by_rank(params, jobs, rows, kv_budget, now, theta)
+        return pack_promises(params, jobs, rows, kv_budget, now, theta)
+    return pack_by_rank(params, jobs, rows, kv_budget, now, theta)

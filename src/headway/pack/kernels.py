@@ -52,6 +52,12 @@ def exclusive_of(jobs: Rows, row: int) -> int:
 
 
 @compiled
+def promised(jobs: Rows, row: int) -> bool:
+    """Tell whether a row was promised anything."""
+    return bool(min(jobs["ttft"][row], jobs["tpot"][row], jobs["e2e"][row]) < np.inf)
+
+
+@compiled
 def due_of(jobs: Rows, row: int) -> float:
     """Return the instant at which a row owes its next visible token, inf = never.
 

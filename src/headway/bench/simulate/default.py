@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,6 +20,7 @@ import numpy as np
 from rich.progress import Progress
 
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+from headway.bench.simulate import slo_violations
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground
 from headway.ports import Lengths
 from headway.recipes.registry import find
@@ -150,9 +151,9 @@ def compute(cell: Cell) -> Figures:
 
 def on_time(workload: Workload, outcome: Outcome) -> Bools:
     """Tell which requests met every target that they have."""
-    tpot = (outcome.end - outcome.first) / np.maximum(workload.output - 1, 1)
-    met = (outcome.first - workload.arrival <= workload.ttft) & (tpot <= workload.tpot)
-    return np.asarray(met & (outcome.end - workload.arrival <= workload.e2e))
+    columns = slo_violations.seen(workload, outcome)
+    met = [column <= getattr(workload, name) for name, column in columns.items()]
+    return np.asarray(np.all(met, axis=0))
 
 
 def _lengths(cell: Cell, workload: Workload) -> Lengths:
@@ -171,23 +172,21 @@ def rows_of(found: dict[Cell, Figures]) -> list[Row]:
     rows: list[Row] = []
     for setting in settings:
         cells = [cell for cell in found if cell.setting == setting]
-        most = _sum(found, cells, BOUND)
-        for system in dict.fromkeys(cell.system for cell in cells):
-            rows += _rows(system, setting, _sum(found, cells, system), most)
+        sums = {
+            system: _sum([found[cell] for cell in cells if cell.system == system])
+            for system in dict.fromkeys(cell.system for cell in cells)
+        }
+        for system, seen in sums.items():
+            rows += _rows(system, setting, seen, sums.get(BOUND))
     return rows + _summary(rows)
 
 
-def _sum(found: dict[Cell, Figures], cells: Iterable[Cell], system: str) -> Figures | None:
-    """Return a system's figures over all seeds of a setting."""
-    some = [found[cell] for cell in cells if cell.system == system]
-    if not some:
-        return None
-    be = float(np.mean([one.be_tokens for one in some]))
-    return Figures(sum(one.kept for one in some), sum(one.promised for one in some), be)
+def _sum(seeds: Sequence[Figures]) -> Figures:
+    be = float(np.mean([one.be_tokens for one in seeds]))
+    return Figures(sum(one.kept for one in seeds), sum(one.promised for one in seeds), be)
 
 
-def _rows(system: str, setting: str, seen: Figures | None, most: Figures | None) -> list[Row]:
-    assert seen is not None
+def _rows(system: str, setting: str, seen: Figures, most: Figures | None) -> list[Row]:
     rows = [Row("attainment.promised", system, setting, 100 * seen.kept / seen.promised, "%")]
     if system == BOUND:
         return rows
@@ -233,7 +232,7 @@ def _best_other(at: dict[tuple[str, str, str], float], setting: str) -> tuple[fl
 
 
 def _grid(rows: Sequence[Row]) -> Grid:
-    """Return the matrix: attainment by setting and system, best-effort tokens of the default in brackets."""
+    """Return the matrix, attainment by setting and system, and below it the sums."""
     kept = [row for row in rows if row.id == "attainment.promised"]
     systems = list(dict.fromkeys(row.system for row in kept))
     at = {(row.setting, row.system): show(row.ours) for row in kept}

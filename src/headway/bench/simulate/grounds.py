@@ -6,11 +6,12 @@ prompts, long answers, little KV, tight pace, weighted classes. Lengths are the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from headway.bench.papers.trial import with_slo
 from headway.forecast.latency import profiles
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
@@ -20,7 +21,7 @@ from headway.sim.instance import InstanceSpec
 from headway.sim.run import Simulation
 from headway.sim.workload.arrivals import diurnal, gamma
 from headway.sim.workload.traffic import TrafficClass, Workload, make
-from headway.types import Batch, Floats, Instance, Slo
+from headway.types import Floats, Instance, Slo
 
 LOADS = (0.7, 1.0, 1.3, 2.0)
 _BURST = 400  # requests at once that measure a ground's capacity
@@ -33,7 +34,7 @@ class Ground:
     """One engine under one kind of traffic.
 
     profile: name of the latency profile.
-    classes: of traffic; `slo_scale` is not used.
+    classes: of traffic.
     max_running, budget, longest: batch limit, tokens of an iteration, tokens of a request.
     kv_tokens: tokens of KV; None = the profile's.
     burstiness: shape of the gamma-distributed gaps, 1 = Poisson.
@@ -95,17 +96,7 @@ class Ground:
     def _requests(self, at: Floats, rng: np.random.Generator) -> Workload:
         whole = make(self.classes, at, rng)
         kept = whole.take(np.flatnonzero(whole.prompt + whole.output <= self.longest))
-        return _with_idle_slo(kept, self.instance(), self.idle_scale) if self.idle_scale else kept
-
-
-def _with_idle_slo(workload: Workload, spec: InstanceSpec, scale: float) -> Workload:
-    """Return the workload with e2e targets of `scale` x the seconds on an idle engine (EcoServe 4.1)."""
-    alone = [
-        spec.latency.seconds(Batch(0, 0, p, p * p // 2)) + o * spec.latency.seconds(Batch(1, p + o // 2, 0))
-        for p, o in zip(workload.prompt.tolist(), workload.output.tolist(), strict=True)
-    ]
-    never = np.full(len(workload), np.inf)
-    return replace(workload, ttft=never, tpot=never, e2e=scale * np.array(alone))
+        return with_slo(kept, self.instance(), self.idle_scale) if self.idle_scale else kept
 
 
 @cache

@@ -101,11 +101,13 @@ def measure(
     for _ in range(queued + instances * (_RUNNING + 2)):
         core.note(Arrived(crowd.request()), 0.0)
     gc.enable()
-    grown = (_resident() - before) / (queued + instances * (_RUNNING + 2))
+    grown = (_resident() - before) / crowd.count
     now, rng = crowd.count / 1000, np.random.default_rng(seed + 1)
     for i in range(instances):
         spec = Instance(f"e{i}", "m", _RUNNING, 1 << 20, 16, 4096)
         inside += _sent(core.on(InstanceUp(spec), now))
+    while core.queued < queued:  # a packer that chooses among many takes more inside than its batch limit
+        inside += _sent(core.on(Arrived(crowd.request()), now))
     arrivals, ends = np.zeros(events + _WARM_UP), np.zeros(events + _WARM_UP)
     for i in range(events + _WARM_UP):
         if i == _WARM_UP:

@@ -131,7 +131,9 @@ def _predicted(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
     """Return tasks whose answers are predicted too long or too short, as predictors do."""
     factors = np.exp(_NOISE * np.random.default_rng(seed).standard_normal(len(tasks)))
     lefts = (float(np.ceil(task.output * factor)) for task, factor in zip(tasks, factors, strict=True))
-    return tuple(replace(task, tokens_left=left) for task, left in zip(tasks, lefts, strict=True))
+    return tuple(
+        replace(task, tokens_left=left, spread=_NOISE) for task, left in zip(tasks, lefts, strict=True)
+    )
 
 
 def _ranked(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:

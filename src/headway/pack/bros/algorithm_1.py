@@ -23,7 +23,7 @@ from headway.pack.bros.batch import (
     take,
     with_row,
 )
-from headway.pack.kernels import due_of, exclusive_of, missing_of
+from headway.pack.kernels import due_of, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
@@ -36,10 +36,10 @@ _LOST = 1e9  # seconds
 @compiled
 def algorithm_1(t: StepLimits, jobs: Rows, rows: Ints, moves: Ints, now: float, theta: Floats) -> Batch:
     """Return the batch of the next iteration. rows: all that may run; moves: `TwoEndedBudget`'s, or empty."""
-    promised = np.zeros(rows.size, np.bool_)
+    slo = np.zeros(rows.size, np.bool_)
     for i in range(rows.size):
-        promised[i] = real_time(jobs, rows[i])
-    real, other = rows[promised], rows[~promised]
+        slo[i] = promised(jobs, rows[i])
+    real, other = rows[slo], rows[~slo]
     urgent, left = polled(jobs, real, now, 2 * t.batch_limit, t.lost_last)
     batch = _empty(t, jobs, rows, other)
     _pack_real_time(t, jobs, batch, urgent, left, theta)
@@ -52,12 +52,6 @@ def algorithm_1(t: StepLimits, jobs: Rows, rows: Ints, moves: Ints, now: float, 
         _pack_best_effort(t, jobs, batch, by_swap_cost(jobs, inside, inside.size), moves, theta)
     make_room(jobs, batch, other)
     return batch
-
-
-@compiled
-def real_time(jobs: Rows, row: int) -> bool:
-    """Tell whether a row was promised anything; then it is real-time to its end."""
-    return bool(min(jobs["ttft"][row], jobs["tpot"][row], jobs["e2e"][row]) < np.inf)
 
 
 @compiled
@@ -115,13 +109,13 @@ def _empty(t: StepLimits, jobs: Rows, rows: Ints, other: Ints) -> Batch:
     sums, room = all_sums[0], all_room[0]
     sums["bound"], sums["budget"] = np.inf, t.budget
     room["empty"], room["free_slots"] = t.free, t.slots - np.count_nonzero(jobs["running"] & jobs["live"])
-    promised = 0
+    held = 0
     for row in range(jobs.size):  # those that control holds too
-        if jobs["live"][row] and real_time(jobs, row):
-            promised += exclusive_of(jobs, row)
-    room["crowded"] = promised > t.crowded * t.total
+        if jobs["live"][row] and promised(jobs, row):
+            held += exclusive_of(jobs, row)
+    room["crowded"] = held > t.crowded * t.total
     room["available"] = (
-        t.total - promised if t.shared else t.free + (jobs["blocks"] - jobs["shared"])[other].sum()
+        t.total - held if t.shared else t.free + (jobs["blocks"] - jobs["shared"])[other].sum()
     )
     return Batch(
         np.empty(t.batch_limit, np.int64), np.empty(t.batch_limit, np.int64), np.empty(t.batch_limit),

@@ -13,7 +13,7 @@ import numpy as np
 from headway.compiled import compiled
 from headway.core.engine_spec import KeepOptions
 from headway.forecast.latency.online import prefill_of, seconds_of
-from headway.pack.kernels import Rows, exclusive_of, missing_of
+from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
 # Levels, most urgent first: an answer in progress or a prompt that can be on time; one that is on time only
@@ -25,13 +25,12 @@ _CONTEXT = 512.0  # tokens of an answer's context while the engine is empty
 class Pace(NamedTuple):
     """The answers in progress that were promised something, and what an iteration of them takes.
 
-    decodes, context: how many, and their cached tokens.
+    decodes: how many.
     token: seconds of an iteration of them alone.
     base: seconds of an empty iteration.
     """
 
     decodes: int
-    context: float
     token: float
     base: float
 
@@ -50,12 +49,6 @@ class Outlook(NamedTuple):
 
 
 @compiled
-def promised(jobs: Rows, row: int) -> bool:
-    """Tell whether a row was promised anything."""
-    return bool(min(jobs["ttft"][row], jobs["tpot"][row], jobs["e2e"][row]) < np.inf)
-
-
-@compiled
 def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
     """Return the pace of the answers in progress among `rows`."""
     decodes, context = 0, 0.0
@@ -64,7 +57,7 @@ def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
             decodes += missing_of(jobs, row) == 1
             context += jobs["computed"][row]
     token = seconds_of(theta, max(decodes, 1), max(context, _CONTEXT), 0.0, 0.0)
-    return Pace(decodes, context, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0))
+    return Pace(decodes, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0))
 
 
 @compiled

@@ -37,6 +37,23 @@ _LEAST_SHARE = 0.1  # of the time that prompts get beside answers, at least
 _RESOURCES = 3  # time, KV, slots
 
 
+class InProgress(NamedTuple):
+    """The kept requests in progress, and those admitted so far.
+
+    blocks: KV that they will hold, as admission counts it.
+    answers: how many.
+    context: cached tokens halfway through what is left of their answers.
+    rents: seconds of prompts per iteration.
+    tpot: the tightest, inf = none.
+    """
+
+    blocks: float
+    answers: int
+    context: float
+    rents: float
+    tpot: float
+
+
 @compiled
 def select(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
@@ -46,9 +63,10 @@ def select(
 
     tpot: the tightest of the kept answers, inf = none.
     """
+    inside = _in_progress(params, jobs, outlook, kv, theta, pace, tpot)
     if params.keep.selects:
-        _keep_most(params, jobs, outlook, kv, now, theta, pace, tpot)
-    _admit(params, jobs, outlook, kv, now, theta, pace, tpot)
+        _keep_most(params, jobs, outlook, kv, now, theta, pace, inside)
+    _admit(params, jobs, outlook, kv, now, theta, pace, inside)
 
 
 # ---- the largest set of requests that can be on time
@@ -57,11 +75,11 @@ def select(
 @compiled
 def _keep_most(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    tpot: float,
+    inside: InProgress,
 ) -> None:  # fmt: skip
     n = outlook.rows.size
-    free = _free_shares(params, jobs, outlook, kv)
-    share = max(1.0 - pace.token / tpot, _LEAST_SHARE) if pace.decodes else 1.0
+    free = np.array([0.0, 1.0 - inside.blocks / kv.total, 1.0 - inside.answers / params.max_running])
+    share = max(1.0 - pace.token / inside.tpot, _LEAST_SHARE) if pace.decodes else 1.0
     largest, serial, heap, size = np.empty((3, n)), -jobs["serial"][outlook.rows], np.empty(n, np.int64), 0
     need, kept = np.zeros((n, 2, _RESOURCES)), np.zeros((2, _RESOURCES))
     for i in range(n):
@@ -78,18 +96,6 @@ def _keep_most(
             worst, size = heap[0], pop(largest, serial, heap, size)
             outlook.level[worst] = LOST
             kept -= need[worst]
-
-
-@compiled
-def _free_shares(params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget) -> Floats:
-    """Return the shares of time, KV and slots that the kept requests in progress leave."""
-    blocks, slots = 0.0, 0
-    for i in range(outlook.rows.size):
-        row = outlook.rows[i]
-        if outlook.level[i] == ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
-            blocks += reserved_of(params.keep, jobs, row, kv.size)
-            slots += 1
-    return np.array([0.0, 1.0 - blocks / kv.total, 1.0 - slots / params.max_running])
 
 
 @compiled
@@ -126,33 +132,16 @@ def _wait(kept: Floats, own: Floats, free: Floats) -> float:
 # ---- admission
 
 
-class InProgress(NamedTuple):
-    """The kept requests in progress, and those admitted so far.
-
-    blocks: KV that they will hold, as admission counts it.
-    answers: how many.
-    context: cached tokens halfway through what is left of their answers.
-    rents: seconds of prompts per iteration.
-    tpot: the tightest, inf = none.
-    """
-
-    blocks: float
-    answers: int
-    context: float
-    rents: float
-    tpot: float
-
-
 @compiled
 def _admit(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    tpot: float,
+    inside: InProgress,
 ) -> None:  # fmt: skip
     """Admit kept prompts as long as answers in progress keep their pace and KV; the doubtful after them.
 
     A prompt that finds no KV lets smaller ones pass; one that finds no time does not.
     """
-    inside, full = _in_progress(params, jobs, outlook, kv, theta, pace, tpot), False
+    full = False
     for level in (PROMPT, HOPE):
         for i in range(outlook.rows.size):
             row = outlook.rows[i]

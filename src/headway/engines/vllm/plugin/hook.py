@@ -32,7 +32,7 @@ from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
 from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
-from headway.engines.vllm.plugin.view import View
+from headway.engines.vllm.plugin.view import View, sort_by_arrival
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.memory.budget import KvBudget
@@ -252,14 +252,15 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
     def _hold(self) -> None:
         """Keep the packer from requests that control holds back or that stock would skip."""
         jobs = self.jobs
-        self._own_order = self._is_own_order()
+        before, self._own_order = self._own_order, self._is_own_order()
+        if self._own_order and not before:
+            sort_by_arrival(self, jobs)
         if self._own_order:
             return
         for request in self._blocked.requests():
             row = jobs.row_of[request.request_id]
             jobs.held[row], jobs.output_tokens[row] = True, request.num_output_tokens
-        for id in self.held:
-            jobs.held[jobs.row_of[id]] = True
+        jobs.held[[jobs.row_of[id] for id in self.held]] = True
 
     def _leave_ended(self) -> None:
         now, self._ended, ended = self.clock(), [], self._ended

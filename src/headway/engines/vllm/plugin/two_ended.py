@@ -22,7 +22,7 @@ from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation, block_table, checkpoint
 from headway.memory.two_ended.allocation import TwoEndedBudget
 from headway.memory.two_ended.block_table import BEST_EFFORT, LOAD, MOVE, REAL_TIME, SAVE
-from headway.pack.bros.algorithm_1 import real_time
+from headway.pack.kernels import promised
 from headway.types import Ints, Step
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -110,7 +110,7 @@ class TwoEndedKv:
             self.kv.kind[row] = 0
         fresh = np.flatnonzero(jobs.live & (self.serial != jobs.serial))
         for row in fresh[np.argsort(jobs.serial[fresh])]:
-            allocation.add_row(self.kv, row, REAL_TIME if real_time(jobs.data, row) else BEST_EFFORT)
+            allocation.add_row(self.kv, row, REAL_TIME if promised(jobs.data, row) else BEST_EFFORT)
             self.running[row], self.serial[row] = False, jobs.serial[row]
         kv = self.kv
         jobs.computed[:], jobs.running[:] = kv.num_tokens + kv.swapped_tokens, self.running

@@ -9,8 +9,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
 from vllm.v1.request import RequestStatus
+
+from headway.types import Jobs
+
+
+def sort_by_arrival(scheduler: Any, jobs: Jobs) -> None:
+    """Give stock its own order back after steps that ranks from outside or control have ordered."""
+    if scheduler.policy is not SchedulingPolicy.FCFS:
+        return
+
+    def order(request: Any) -> tuple[float, int]:
+        row = jobs.row_of[request.request_id]
+        return float(jobs.arrival[row]), int(jobs.serial[row])
+
+    scheduler.running.sort(key=order)
+    scheduler.waiting = FCFSRequestQueue(sorted(scheduler.waiting, key=order))
 
 
 class View:
