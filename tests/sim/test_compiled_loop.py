@@ -13,7 +13,8 @@ from headway.core.ranks import ATTAINABLE, DUE
 from headway.forecast.latency import profiles
 from headway.plan.ordered import Ordered
 from headway.recipes.registry import RECIPES
-from headway.sim import compiled_loop
+from headway.sim import compiled_state
+from headway.sim.forecasts import Noisy
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
@@ -64,6 +65,21 @@ def test_same_outcome(
     same(Simulation(RECIPES[recipe], [one], workload).run(), readable)
 
 
+@pytest.mark.parametrize("recipe", ["headway", "slack"])
+@given(st.floats(0.0, 12.0), st.floats(0.0, 1.0), st.integers(0, 99))
+@settings(max_examples=15)
+def test_same_outcome_with_given_lengths_and_an_early_end(
+    recipe: str, until: float, sigma: float, seed: int
+) -> None:
+    workload, one = traffic(12.0, 80, seed), instance_spec("opt-13b-a100", 8, 200, 256)
+    lengths = Noisy.spreading(workload, sigma, np.random.default_rng(seed))
+    compiled = Simulation(RECIPES[recipe], [one], workload, lengths, until=until)
+    assert compiled_state.initial_state(RECIPES[recipe], one, workload, lengths) is not None
+    readable = replace(compiled, fast=False).run()
+    same(compiled.run(), readable)
+    assert np.isnan(readable.end).any() or until > 6
+
+
 @pytest.mark.parametrize("kind", [DUE, ATTAINABLE])
 def test_same_outcome_with_ranks_that_travel(kind: int) -> None:
     """The planner orders by deadline, the packer by priority: only the rank makes the engine do as told."""
@@ -81,7 +97,7 @@ def test_the_common_recipes_are_compiled(recipe: str) -> None:
     workload = traffic(5.0, 20, 0)
     simulation = Simulation(RECIPES[recipe], [instance_spec("opt-13b-a100", 8, 400, 256)], workload)
     assert (
-        compiled_loop.initial_state(RECIPES[recipe], simulation.instances[0], workload, simulation.lengths)
+        compiled_state.initial_state(RECIPES[recipe], simulation.instances[0], workload, simulation.lengths)
         is not None
     )
 

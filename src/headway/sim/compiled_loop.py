@@ -7,130 +7,38 @@ anew, as heaps instead of tables. `tests/sim/test_compiled_loop.py` requires the
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import PackerParams
-from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, LATE, ON_TIME, PRIORITY, due_at, first_keys, level_of
+from headway.core.ranks import ARRIVAL, ATTAINABLE, LATE, ON_TIME, level_of
 from headway.core.sorting import before, pop, push
 from headway.engines.simulated import kernels as engine
-from headway.engines.simulated.kernels import Limits, Usage
 from headway.forecast.latency.laws import law_seconds
-from headway.forecast.latency.online import OnlineLatency, learn, shape
-from headway.forecast.latency.profiles import SHORTEST, FixedLatency
-from headway.forecast.lengths.task import TELLING, TaskLengths
+from headway.forecast.latency.online import learn, shape
+from headway.forecast.latency.profiles import SHORTEST
+from headway.forecast.lengths.task import TELLING
 from headway.memory.budget import KvBudget
 from headway.pack.compiled_packers import pack
-from headway.pack.kernels import SLACK, Rows
-from headway.plan.ordered import Ordered
-from headway.plan.sent import kv_room
-from headway.recipes.recipe import Recipe
-from headway.sim.instance import InstanceSpec
-from headway.sim.outcome import Outcome
-from headway.sim.workload.traffic import Workload
-from headway.types import Floats, Ints, Jobs
-
-_HEAPS = 3  # one per level of `core/ranks.py`; only `ATTAINABLE` uses more than the first
-# Kinds of rank and `displaces` of the planners that this loop knows.
-_PLANNERS = {(ARRIVAL, False), (PRIORITY, True), (DUE, True), (ATTAINABLE, True)}
-
-RequestColumns = np.dtype(
-    [
-        ("max_tokens", int), ("task", int),  # what the output length is forecast from
-        ("blocks", int),  # KV blocks of prompt and forecast output
-    ]
-)  # fmt: skip
-Progress = np.dtype(
-    [
-        ("arrived", int), ("serial", int),  # requests that have arrived, and been sent
-        ("inside", int), ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
-        ("running", int),  # rows that the iteration in progress computes, 0 = the engine is idle
-        ("iteration_end", float),
-        ("iterations", int), ("preempted", int), ("paused", int), ("busy", float),  # as in `Outcome`
-    ]
-)  # fmt: skip
-
-
-class PlannerParams(NamedTuple):
-    """The planner, and the fields of the instance that `plan/dispatch.py` reads.
-
-    kind: its rank, one of ARRIVAL, PRIORITY, DUE, ATTAINABLE.
-    ranked: requests take the first number of their rank into the engine, as `Send.rank`.
-    room: KV blocks that requests inside the engine may be expected to take together.
-    """
-
-    kind: int
-    ranked: bool
-    window: int
-    room: int
-    blocks: int
-    block_size: int
-
-
-class RunState(NamedTuple):
-    """The state of a run. Row i of `jobs` and `requests` is request i; no row is moved or used again.
-
-    progress: one row of `Progress`.
-    requests: `RequestColumns`.
-    keys: the planner's rank of each, most significant first, shape (2, requests); order: their numbers.
-    output: output tokens, by request.
-    heaps: waiting requests, one heap per row; heap_sizes: their lengths.
-    inside: requests that were sent and have not ended for the planner; place: a request's index in it.
-    rows: the requests that the engine has.
-    iteration: rows and tokens of the iteration in progress.
-    lengths: the last output lengths by task; learned: how many there have been.
-    theta, cov, cap, forget, surprise: the packer's `OnlineLatency`.
-    law, law_kind: the instance's latency model.
-    usage: the engine's KV account.
-    first, end: as in `Outcome`.
-    prior: forecast output tokens of a task without any answer.
-    error: `InstanceSpec.latency_error`.
-    packer: the packer's `params`.
-    """
-
-    progress: Rows
-    jobs: Rows
-    requests: Rows
-    keys: Floats
-    order: Ints
-    output: Ints
-    heaps: Ints
-    heap_sizes: Ints
-    inside: Ints
-    place: Ints
-    rows: Ints
-    iteration: Ints
-    lengths: Ints
-    learned: Ints
-    theta: Floats
-    cov: Floats
-    cap: Floats
-    law: Floats
-    usage: Usage
-    first: Floats
-    end: Floats
-    law_kind: int
-    prior: int
-    packer: PackerParams
-    planner: PlannerParams
-    limits: Limits
-    forget: float
-    surprise: float
-    error: float
+from headway.pack.kernels import SLACK
+from headway.sim.compiled_state import RunState
+from headway.types import Floats, Ints
 
 
 @compiled
-def advance(run: RunState, stop: int) -> None:
-    """Run until `stop` requests have arrived; to the end of everything when that is all of them."""
+def advance(run: RunState, stop: int, until: float) -> None:
+    """Run until `stop` requests have arrived; to the end of everything when that is all of them.
+
+    until: instant at which the run ends in any case.
+    """
     progress = run.progress[0]
     size = run.output.size
-    while progress["arrived"] < stop or (stop == size and progress["running"]):
+    while progress["now"] < until and (progress["arrived"] < stop or (stop == size and progress["running"])):
         i = progress["arrived"]
         if progress["running"] and (i == size or progress["iteration_end"] <= run.jobs["arrival"][i]):
-            _end_iteration(run, progress["iteration_end"])
+            progress["now"] = progress["iteration_end"]
+            _end_iteration(run, progress["now"])
         else:
+            progress["now"] = run.jobs["arrival"][i]
             _arrive(run, i)
 
 
@@ -219,6 +127,8 @@ def _drop_ended(run: RunState) -> None:
 @compiled
 def _forecast(run: RunState, i: int) -> float:
     """Return the mean of the task's last answers, none longer than the request allows."""
+    if run.given.size:
+        return float(run.given[0, i])
     task, most = run.requests["task"][i], run.requests["max_tokens"][i]
     known = min(run.learned[task], run.lengths.shape[1])
     if known == 0:
@@ -232,6 +142,8 @@ def _forecast(run: RunState, i: int) -> float:
 @compiled
 def _spread(run: RunState, i: int) -> float:
     """Return `Forecast.spread` of the same answers."""
+    if run.given.size:
+        return float(run.given[1, i])
     task, most = run.requests["task"][i], run.requests["max_tokens"][i]
     known = max(min(run.learned[task], run.lengths.shape[1]), 1)
     squares = 0
@@ -275,7 +187,7 @@ def _head(run: RunState, now: float) -> int:
     if run.planner.kind == ATTAINABLE:  # a late request goes behind those that can still meet their SLO
         while run.heap_sizes[ON_TIME] and run.keys[0, run.heaps[ON_TIME, 0]] < now:
             _add(run, LATE, _take_first(run, ON_TIME))
-    for heap in range(_HEAPS):
+    for heap in range(run.heap_sizes.size):
         if run.heap_sizes[heap]:
             return heap
     return -1
@@ -338,63 +250,3 @@ def _take_first(run: RunState, heap: int) -> int:
     first = int(run.heaps[heap, 0])
     run.heap_sizes[heap] = pop(run.keys, run.order, run.heaps[heap], run.heap_sizes[heap])
     return first
-
-
-def initial_state(
-    recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: TaskLengths
-) -> RunState | None:
-    """Return the start of a compiled run; None when a part of it is known to Python only."""
-    instance, planner, latency = spec.instance, recipe.planner(), OnlineLatency()
-    params = recipe.packer(spec.engine_spec(latency)).params
-    if not isinstance(planner, Ordered) or (planner.kind, planner.displaces) not in _PLANNERS or planner.key:
-        return None
-    known = workload.models == (instance.model,) and not lengths.taught
-    if params is None or not isinstance(spec.latency, FixedLatency) or not known:
-        return None
-    n, tasks = len(workload), len(workload.tiers)
-    blocks, size = instance.blocks_total, instance.block_size
-    return RunState(
-        progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload),
-        keys=_keys(workload, planner.kind), order=np.arange(n),
-        output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
-        heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
-        rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
-        lengths=np.zeros((tasks, lengths.window), np.int64), learned=np.zeros(tasks, np.int64),
-        theta=latency.theta, cov=latency.cov, cap=latency.cap, law=spec.latency.compiled_law[1],
-        usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),
-        law_kind=spec.latency.compiled_law[0], prior=lengths.prior, packer=params,
-        planner=PlannerParams(
-            planner.kind, planner.ranked, instance.window + (planner.ahead or 0),
-            kv_room(instance, planner.ahead), blocks, size,
-        ),
-        limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
-        forget=latency.forget, surprise=latency.surprise, error=spec.latency_error,
-    )  # fmt: skip
-
-
-def outcome(state: RunState) -> Outcome:
-    """Return what became of the requests of a run that has ended."""
-    progress = state.progress[0]
-    return Outcome(
-        state.first, state.end, np.where(state.jobs["serial"] > 0, 0, -1), state.jobs["evictions"].copy(),
-        int(progress["iterations"]), float(progress["busy"]), int(progress["preempted"]),
-        int(progress["paused"]),
-    )  # fmt: skip
-
-
-def _jobs(workload: Workload) -> Rows:
-    jobs = np.zeros(len(workload), Jobs.DTYPE)
-    for name in ("arrival", "prompt", "priority", "ttft", "tpot", "e2e"):
-        jobs[name] = getattr(workload, name)
-    return jobs
-
-
-def _requests(workload: Workload) -> Rows:
-    requests = np.zeros(len(workload), RequestColumns)
-    requests["max_tokens"], requests["task"] = workload.max_tokens, workload.tier
-    return requests
-
-
-def _keys(workload: Workload, kind: int) -> Floats:
-    due = due_at(workload.arrival, workload.ttft, workload.e2e)
-    return np.array([first_keys(kind, workload.arrival, workload.priority, due), workload.arrival])

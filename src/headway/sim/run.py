@@ -17,7 +17,7 @@ from headway.forecast.lengths.padding import QUANTILE, Padded
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.recipes.recipe import Recipe
-from headway.sim import compiled_loop
+from headway.sim import compiled_loop, compiled_state
 from headway.sim.forecasts import Oracle
 from headway.sim.instance import InstanceSpec, Load, SimulatedInstance, check, check_fleet
 from headway.sim.loop import CHUNK, Loop
@@ -93,20 +93,19 @@ class Simulation:
     def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when a part of this run cannot be compiled."""
         plain = len(self.instances) == 1 and not self.failures and self.plan_seconds is no_time
-        plain = plain and math.isinf(self.until)
         one = self.instances[0]
         plain = plain and self.recipe.planner().pull and not one.others and not one.delays
-        if not plain or type(self.lengths) is not TaskLengths:
+        if not plain:
             return None
-        state = compiled_loop.initial_state(self.recipe, self.instances[0], self.workload, self.lengths)
+        state = compiled_state.initial_state(self.recipe, self.instances[0], self.workload, self.lengths)
         if state is None:
             return None
         size = len(self.workload)
         for stop in range(min(CHUNK, size), size + CHUNK, CHUNK):
-            compiled_loop.advance(state, min(stop, size))
+            compiled_loop.advance(state, min(stop, size), self.until)
             if progress is not None:
                 progress(min(stop, size))
-        return compiled_loop.outcome(state)
+        return compiled_state.outcome(state)
 
     def _check_failures(self) -> None:
         known = {spec.instance.id for spec in self.instances}

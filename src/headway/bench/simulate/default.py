@@ -142,11 +142,20 @@ def compute(cell: Cell) -> Figures:
     if cell.system == BOUND:
         return Figures(bound(workload, cell.ground.instance()), promised, 0.0)
     spec = replace(cell.ground.instance(), latency_error=cell.latency_error)
-    outcome = Simulation(find(cell.system), [spec], workload, _lengths(cell, workload)).run()
-    kept = int(np.count_nonzero(on_time(workload, outcome) & workload.promised))
     seconds = cell.ground.seconds(cell.load)
+    until = max(seconds, last_due(workload))
+    outcome = Simulation(find(cell.system), [spec], workload, _lengths(cell, workload), until=until).run()
+    kept = int(np.count_nonzero(on_time(workload, outcome) & workload.promised))
     complete = ~workload.promised & (outcome.end <= seconds)
     return Figures(kept, promised, float(workload.output[complete].sum()) / seconds)
+
+
+def last_due(workload: Workload) -> float:
+    """Return the instant after which no promise can be kept any more: what has not ended by then is late."""
+    later = workload.output - 1
+    decoding = np.where(later > 0, workload.tpot, 0.0) * np.maximum(later, 1)
+    due = workload.arrival + np.minimum(workload.e2e, workload.ttft + decoding)
+    return float(np.max(due, where=workload.promised, initial=0.0))
 
 
 def on_time(workload: Workload, outcome: Outcome) -> Bools:
