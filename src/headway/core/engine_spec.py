@@ -73,24 +73,33 @@ class KvUse:
 class KeepOptions(NamedTuple):
     """The numbers of the default recipe's policy (`pack/promises`).
 
-    sure: a request is kept while it has time for this many times its expected answer.
+    sure: a prompt is kept while it has time for this many times its expected answer.
     doubt: deviations below the expected answer at which its deadline counts as lost.
     grow: share of the expected growth of answers that admission leaves KV for, of those with a deadline.
+    hold: a prompt waits while answers in progress need the pace, if its latest start is further away than
+        this share of its deadline; inf = never.
+    started: share of its size at which an answer in progress counts when the largest is given up; 0 = none of
+        them is.
     fill: share of the tightest tpot that the iterations of kept answers may take.
     rest: the same with best effort and lost requests.
     patience: seconds after which a request that waits is served before all others, one at a time.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
     paces: admits no more answers than keep the tightest tpot; False admits as KV and slots allow.
+    advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
+        computes them by their latest start.
     """
 
     sure: float = 1.5
     doubt: float = 2.0
-    grow: float = 0.2
+    grow: float = 0.5
+    hold: float = 0.3
+    started: float = 0.5
     fill: float = 0.95
     rest: float = 0.85
     patience: float = 600.0
     selects: bool = True
     paces: bool = True
+    advances: bool = True
 
 
 class PackerParams(NamedTuple):

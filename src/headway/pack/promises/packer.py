@@ -59,7 +59,7 @@ class Promises(Packer):
     spec: EngineSpec
     keep: KeepOptions = field(default_factory=KeepOptions)
     min_chunk: int = 64
-    max_step: float = 0.5
+    max_step: float = 0.2
 
     @property
     def params(self) -> PackerParams:

@@ -35,6 +35,7 @@ from headway.types import Floats
 
 _LEAST_SHARE = 0.1  # of the time that prompts get beside answers, at least
 _RESOURCES = 3  # time, KV, slots
+_SORTED = 64  # prompts that are ordered anew; the next iterations compute no more than those
 
 
 class InProgress(NamedTuple):
@@ -59,14 +60,16 @@ def select(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
     tpot: float,
 ) -> None:  # fmt: skip
-    """Change the level of prompts that are given up (LOST) or have no room yet (WAITS), in place.
+    """Change the level of prompts that are given up (LOST) or have no room yet (WAITS), and order the others.
 
-    tpot: the tightest of the kept answers, inf = none.
+    tpot: the tightest of the kept answers, inf = none. All changes are in place.
     """
-    inside = _in_progress(params, jobs, outlook, kv, theta, pace, tpot)
+    share = max(1.0 - pace.token / tpot, _LEAST_SHARE) if pace.decodes else 1.0
     if params.keep.selects:
-        _keep_most(params, jobs, outlook, kv, now, theta, pace, inside)
-    _admit(params, jobs, outlook, kv, now, theta, pace, inside)
+        _keep_most(params, jobs, outlook, kv, now, theta, pace, share)
+    _admit(params, jobs, outlook, kv, now, theta, pace, tpot)
+    if params.keep.advances:
+        _advance_short(jobs, outlook, now, theta, pace, share)
 
 
 # ---- the largest set of requests that can be on time
@@ -75,24 +78,30 @@ def select(
 @compiled
 def _keep_most(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    inside: InProgress,
+    share: float,
 ) -> None:  # fmt: skip
-    n = outlook.rows.size
-    free = np.array([0.0, 1.0 - inside.blocks / kv.total, 1.0 - inside.answers / params.max_running])
-    share = max(1.0 - pace.token / inside.tpot, _LEAST_SHARE) if pace.decodes else 1.0
+    """Give up the largest requests until all that are kept can start in time; share: of the time for prompts.
+
+    An answer in progress may be given up, too, unless it has a tpot: what it holds counts as much as what
+    others need.
+    """
+    n, started = outlook.rows.size, params.keep.started
     largest, serial, heap, size = np.empty((3, n)), -jobs["serial"][outlook.rows], np.empty(n, np.int64), 0
     need, kept = np.zeros((n, 2, _RESOURCES)), np.zeros((2, _RESOURCES))
     for i in range(n):
-        if outlook.level[i] != PROMPT:
+        row, prompt = outlook.rows[i], outlook.level[i] == PROMPT
+        if not prompt and outlook.level[i] != ANSWER:
             continue
-        row = outlook.rows[i]
-        _demand(params, jobs, row, kv, theta, pace, share, need[i])
+        _demand(params, jobs, row, kv, theta, pace, share, prompt, need[i])
         kept += need[i]
-        if not jobs["running"][row]:
-            largest[0, i], largest[1, i] = -jobs["urgency"][row], -need[i, 0].max()
+        if prompt or (jobs["tpot"][row] == np.inf and started > 0.0):
+            largest[0, i] = -jobs["urgency"][row]
+            largest[1, i] = -need[i, 0].max() * (1.0 if prompt else started)
             largest[2, i] = -jobs["priority"][row]
             size = push(largest, serial, heap, size, i)
-        while size and outlook.level[i] == PROMPT and now + _wait(kept, need[i], free) > outlook.start[i]:
+        if not prompt or outlook.start[i] < now:
+            continue  # it has begun: to give up others would not help it
+        while size and outlook.level[i] == PROMPT and now + _wait(kept, need[i]) > outlook.start[i]:
             worst, size = heap[0], pop(largest, serial, heap, size)
             outlook.level[worst] = LOST
             kept -= need[worst]
@@ -101,32 +110,60 @@ def _keep_most(
 @compiled
 def _demand(
     params: PackerParams, jobs: Rows, row: int, kv: KvBudget, theta: Floats, pace: Pace, share: float,
-    need: Floats,
+    prompt: bool, need: Floats,
 ) -> None:  # fmt: skip
     """Set what a row needs of each resource: need[0] in seconds of all of it, need[1] as a share."""
-    prompt = prompt_seconds(jobs, row, theta, pace)
-    need[0, 0] = (prompt - pace.base) / share + pace.base
-    if jobs["running"][row]:
-        return
-    life = need[0, 0] + jobs["tokens_left"][row] * pace.token
-    need[1, 1] = blocks_of(jobs, row, 0.5, kv.size) / kv.total
+    if prompt:
+        need[0, 0] = (prompt_seconds(jobs, row, theta, pace) - pace.base) / share + pace.base
+        need[1, 1] = blocks_of(jobs, row, 0.5, kv.size) / kv.total
+    else:
+        need[1, 1] = reserved_of(params.keep, jobs, row, kv.size) / kv.total
     need[1, 2] = 1.0 / params.max_running
-    need[0, 1:] = life * need[1, 1:]
+    need[0, 1:] = (need[0, 0] + jobs["tokens_left"][row] * pace.token) * need[1, 1:]
 
 
 @compiled
-def _wait(kept: Floats, own: Floats, free: Floats) -> float:
+def _wait(kept: Floats, own: Floats) -> float:
     """Return the seconds until the last of the kept can start.
 
-    kept: what all of them need, it included; own: what it needs itself; free: shares that are free now.
-    Prompts are computed one after another. KV and slots that are free are there at once; beyond them a
-    request waits until the share that it lacks has been released, at the rate at which those ahead end.
+    kept: what all of them need, it included; own: what it needs itself. Prompts are computed one after
+    another. As long as the shares of KV and slots fit together they are there at once; beyond that a request
+    waits until the share that it lacks has been released, at the rate at which those ahead end.
     """
     wait = kept[0, 0] - own[0, 0]
     for k in range(1, _RESOURCES):
-        if kept[1, k] > free[k]:
-            wait = max(wait, kept[0, k] * (1.0 - max(free[k], 0.0) / kept[1, k]))
+        if kept[1, k] > 1.0:
+            wait = max(wait, kept[0, k] * (1.0 - 1.0 / kept[1, k]))
     return float(wait)
+
+
+@compiled
+def _advance_short(
+    jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace, share: float
+) -> None:  # fmt: skip
+    """Move short prompts before longer ones that have the time to wait for them.
+
+    By latest start alone every prompt would be computed at the last moment, and one that arrives meanwhile
+    could be on time only if another is given up.
+    """
+    place, size, slack = np.empty(_SORTED, np.int64), np.empty(_SORTED), np.empty(_SORTED)
+    count, wait = 0, 0.0
+    for i in range(outlook.rows.size):
+        if outlook.level[i] == PROMPT and count < _SORTED:
+            place[count], slack[count] = i, outlook.start[i] - now - wait
+            prompt = prompt_seconds(jobs, outlook.rows[i], theta, pace)
+            size[count] = (prompt - pace.base) / share + pace.base
+            wait, count = wait + size[count], count + 1
+    order = np.arange(count)
+    for k in range(1, count):
+        while k > 0 and size[order[k]] < size[order[k - 1]] and slack[order[k - 1]] >= size[order[k]]:
+            one, other = order[k], order[k - 1]
+            slack[other] -= size[one]
+            slack[one] += size[other]
+            order[k - 1], order[k], k = one, other, k - 1
+    rows, start = outlook.rows[place[:count]], outlook.start[place[:count]]
+    for k in range(count):
+        outlook.rows[place[k]], outlook.start[place[k]] = rows[order[k]], start[order[k]]
 
 
 # ---- admission
@@ -135,13 +172,15 @@ def _wait(kept: Floats, own: Floats, free: Floats) -> float:
 @compiled
 def _admit(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    inside: InProgress,
+    tpot: float,
 ) -> None:  # fmt: skip
     """Admit kept prompts as long as answers in progress keep their pace and KV; the doubtful after them.
 
-    A prompt that finds no KV lets smaller ones pass; one that finds no time does not.
+    A prompt that finds no KV lets smaller ones pass; one that finds no time does not. One with time to spare
+    waits while answers need the pace to meet their deadline.
     """
-    full = False
+    inside, full = _in_progress(params, jobs, outlook, kv, theta, pace, tpot), False
+    needed, hold = _pace_needed(params.keep, jobs, outlook, now), params.keep.hold
     for level in (PROMPT, HOPE):
         for i in range(outlook.rows.size):
             row = outlook.rows[i]
@@ -155,8 +194,22 @@ def _admit(
                 outlook.level[i] = LOST
             elif inside.answers and (full or not (paced and room)):
                 outlook.level[i], full = WAITS, full or not paced
+            elif inside.answers and seconds > needed and outlook.start[i] - now > hold * jobs["e2e"][row]:
+                outlook.level[i] = WAITS
             else:
                 inside = more
+
+
+@compiled
+def _pace_needed(keep: KeepOptions, jobs: Rows, outlook: Outlook, now: float) -> float:
+    """Return the seconds per token that the tightest answer in progress with a deadline needs, inf = none."""
+    needed = np.inf
+    for i in range(outlook.rows.size):
+        row = outlook.rows[i]
+        if outlook.level[i] == ANSWER and jobs["e2e"][row] < np.inf:
+            left = jobs["arrival"][row] + jobs["e2e"][row] - now
+            needed = min(needed, left / (keep.sure * jobs["tokens_left"][row]))
+    return needed
 
 
 @compiled
