@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headway.bench.simulate import default, default_plots
-from headway.bench.simulate.default import BOUND, DEFAULT, OTHERS, Cell, Figures, compute, rows_of
+from headway.bench.simulate.default import ABLATIONS, BOUND, DEFAULT, OTHERS, Cell, Figures, compute, rows_of
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground, capacity
 from headway.recipes.baselines import BASELINES
 from headway.recipes.registry import RECIPES
@@ -70,6 +70,16 @@ def test_summary_counts_the_cells_where_another_recipe_is_better() -> None:
     close = rows_of(cells((BOUND, 95, 0), (DEFAULT, 75, 9.5), ("bros", 76, 9.9), ("srtf", 60, 50.0)))
     summed = {row.id: row.ours for row in close if row.setting == "all"}
     assert (summed["cells.behind"], summed["cells.less_best_effort"]) == (0, 0)
+
+
+def test_ablations_are_told_by_what_changes_and_are_not_another_recipe() -> None:
+    name = "headway without pace"
+    rows = rows_of(cells((BOUND, 95, 0), (DEFAULT, 70, 9.0), (name, 90, 9.0), ("slack", 60, 1.0)))
+    seen = {(row.id, row.system): (row.setting, row.ours) for row in rows}
+    assert seen["ablation.mean", name] == ("all", 20)
+    assert seen["ablation.least", name] == ("tiny-kv, 1.3x", 20)
+    assert seen["margin.least", DEFAULT] == ("all", 10)
+    assert len({compute(Cell(SMALL, 2.0, 0, one)) for one in ABLATIONS}) > 1
 
 
 def test_report_and_plots(

@@ -7,6 +7,7 @@ when forecasts of lengths or of latency are wrong.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,10 @@ from rich.progress import Progress
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.bench.simulate import slo_violations
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground
+from headway.core.engine_spec import KeepOptions
+from headway.pack.promises.packer import Promises
 from headway.ports import Lengths
+from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
 from headway.sim.bound import bound
 from headway.sim.forecasts import Noisy
@@ -32,6 +36,14 @@ from headway.sim.workload.traffic import Workload
 from headway.types import Bools
 
 DEFAULT, BOUND = "headway", "bound"
+ABLATIONS = {
+    "headway without selection": KeepOptions(selects=False),
+    "headway without pace": KeepOptions(paces=False),
+    "headway without hold": KeepOptions(hold=math.inf),
+    "headway without giving up answers": KeepOptions(started=0.0),
+    "headway without short prompts first": KeepOptions(advances=False),
+    "headway without room to grow": KeepOptions(grow=0.0),
+}
 OTHERS = (
     "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",
     "vllm-v0",
@@ -49,7 +61,7 @@ _QUICK_OTHERS, _QUICK_REQUESTS = ("slack", "bros", "srtf"), 600
 class Cell:
     """One simulation.
 
-    system: a recipe, or "bound".
+    system: a recipe, one of `ABLATIONS`, or "bound".
     length_error: forecasts are off by this factor (one standard deviation, and say so); 0 = the ground's.
     latency_error: `InstanceSpec.latency_error`.
     """
@@ -83,6 +95,11 @@ class Figures:
     promised: int
     be_tokens: float
 
+    @property
+    def attainment(self) -> float:
+        """Return the share of the promised requests that were on time, in percent."""
+        return 100 * self.kept / self.promised
+
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     """Run all cells on all cores; `quick`: 1.3x only, one seed, four recipes, fewer requests."""
@@ -105,7 +122,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
 
 def all_cells(seed: int) -> list[Cell]:
     """Return every ground, load and recipe for three seeds, and the cells of the two curves."""
-    systems = (BOUND, DEFAULT, *OTHERS)
+    systems = (BOUND, DEFAULT, *OTHERS, *ABLATIONS)
     cells = [Cell(*key) for key in product(GROUNDS, LOADS, range(seed, seed + 3), systems)]
     wrong = [ground for ground in GROUNDS if ground.name in _WRONG]
     for ground, recipe, at in product(wrong, _WRONG_RECIPES, range(seed, seed + 3)):
@@ -144,10 +161,17 @@ def compute(cell: Cell) -> Figures:
     spec = replace(cell.ground.instance(), latency_error=cell.latency_error)
     seconds = cell.ground.seconds(cell.load)
     until = max(seconds, last_due(workload))
-    outcome = Simulation(find(cell.system), [spec], workload, _lengths(cell, workload), until=until).run()
+    lengths, recipe = _lengths(cell, workload), _recipe(cell.system)
+    outcome = Simulation(recipe, [spec], workload, lengths, until=until).run()
     kept = int(np.count_nonzero(on_time(workload, outcome) & workload.promised))
     complete = ~workload.promised & (outcome.end <= seconds)
     return Figures(kept, promised, float(workload.output[complete].sum()) / seconds)
+
+
+def _recipe(system: str) -> Recipe:
+    if system not in ABLATIONS:
+        return find(system)
+    return replace(find(DEFAULT), packer=lambda spec: Promises(spec, ABLATIONS[system]))
 
 
 def last_due(workload: Workload) -> float:
@@ -179,6 +203,7 @@ def rows_of(found: dict[Cell, Figures]) -> list[Row]:
     """Return a row per system, setting and figure, and those that sum up the default recipe."""
     settings = dict.fromkeys(cell.setting for cell in found)
     rows: list[Row] = []
+    changes: dict[str, dict[str, float]] = {}  # points by ablation and setting
     for setting in settings:
         cells = [cell for cell in found if cell.setting == setting]
         sums = {
@@ -186,8 +211,23 @@ def rows_of(found: dict[Cell, Figures]) -> list[Row]:
             for system in dict.fromkeys(cell.system for cell in cells)
         }
         for system, seen in sums.items():
-            rows += _rows(system, setting, seen, sums.get(BOUND))
-    return rows + _summary(rows)
+            if system in ABLATIONS:
+                changes.setdefault(system, {})[setting] = seen.attainment - sums[DEFAULT].attainment
+            else:
+                rows += _rows(system, setting, seen, sums.get(BOUND))
+    return rows + _summary(rows) + _ablation_rows(changes)
+
+
+def _ablation_rows(changes: dict[str, dict[str, float]]) -> list[Row]:
+    """Return what the default recipe changes by without each of its parts, on average and where most."""
+    rows = []
+    for system, points in changes.items():
+        least = min(points, key=points.__getitem__)
+        rows += [
+            Row("ablation.mean", system, "all", float(np.mean(list(points.values()))), "points"),
+            Row("ablation.least", system, least, points[least], "points"),
+        ]
+    return rows
 
 
 def _sum(seeds: Sequence[Figures]) -> Figures:
@@ -196,7 +236,7 @@ def _sum(seeds: Sequence[Figures]) -> Figures:
 
 
 def _rows(system: str, setting: str, seen: Figures, most: Figures | None) -> list[Row]:
-    rows = [Row("attainment.promised", system, setting, 100 * seen.kept / seen.promised, "%")]
+    rows = [Row("attainment.promised", system, setting, seen.attainment, "%")]
     if system == BOUND:
         return rows
     if most is not None:
@@ -249,13 +289,19 @@ def _grid(rows: Sequence[Row]) -> Grid:
         [name, *(at.get((name, system), "") for system in systems)]
         for name in dict.fromkeys(r.setting for r in kept)
     ]
-    sums = [[row.id, show(row.ours), row.unit] for row in rows if row.setting == "all"]
-    padded = [[*line, *[""] * (len(systems) - 2)] for line in sums]
-    return Grid(["promises kept, %", *systems], [lines, padded])
+    sums = [[row.id, show(row.ours), row.unit] for row in _summed(rows)]
+    removed = [row for row in rows if row.system in ABLATIONS]
+    parts = [[f"{row.system}, {row.setting}", show(row.ours), row.unit] for row in removed]
+    padded = [[[*line, *[""] * (len(systems) - 2)] for line in block] for block in (sums, parts)]
+    return Grid(["promises kept, %", *systems], [lines, *padded])
+
+
+def _summed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.setting == "all" and row.system == DEFAULT]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    seen = {row.id: row.ours for row in rows if row.setting == "all"}
+    seen = {row.id: row.ours for row in _summed(rows)}
     return [
         f"headway is more than {_CLOSE:g} point below the best other recipe in {seen['cells.behind']:g} of "
         f"{seen['cells']:g} cells (least margin {show(seen['margin.least'])} points), and has less than "

@@ -17,7 +17,8 @@ from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
 # Levels, most urgent first: an answer in progress or a prompt that can be on time; one that is on time only
-# if its answer is short; a prompt that can, but has no room yet; best effort; one that cannot be on time.
+# if its answer is short; a prompt that can, but has no room yet; best effort, and answers of which only the
+# first token was promised; one that cannot be on time.
 ANSWER, PROMPT, HOPE, WAITS, OTHER, LOST = range(6)
 _CONTEXT = 512.0  # tokens of an answer's context while the engine is empty
 
@@ -106,9 +107,11 @@ def outlook_of(
     keep: KeepOptions, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
 ) -> tuple[int, float]:
     """Return the level of a row and its latest start, -inf where that does not matter."""
-    if not promised(jobs, row):
+    made = jobs["output_tokens"][row]
+    decided = made and min(jobs["tpot"][row], jobs["e2e"][row]) == np.inf  # only its first token was promised
+    if decided or not promised(jobs, row):
         return OTHER, -np.inf
-    made, prompt = jobs["output_tokens"][row], prompt_seconds(jobs, row, theta, pace)
+    prompt = prompt_seconds(jobs, row, theta, pace)
     first_due = jobs["arrival"][row] + jobs["ttft"][row]
     lost = jobs["first"][row] > first_due if made else first_due - prompt < now
     end, answer = jobs["arrival"][row] + jobs["e2e"][row] - prompt, jobs["tokens_left"][row] * pace.token

@@ -114,7 +114,7 @@ def _ranked(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Floats
 
 @compiled
 def _serve_eldest(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints, start: Floats, now: float) -> None:
-    """Keep the eldest of the requests that have waited longer than `patience`, whatever it was promised."""
+    """Put the eldest of those that have waited longer than `patience` first, whatever it was promised."""
     eldest = -1
     for i in range(rows.size):
         waited = level[i] >= OTHER and now - jobs["arrival"][rows[i]] > keep.patience
@@ -122,7 +122,7 @@ def _serve_eldest(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints, start:
             eldest = i
     if eldest >= 0:
         decodes = jobs["running"][rows[eldest]] and missing_of(jobs, rows[eldest]) == 1
-        level[eldest], start[eldest] = ANSWER if decodes else PROMPT, np.inf
+        level[eldest], start[eldest] = ANSWER if decodes else PROMPT, -np.inf
 
 
 @compiled

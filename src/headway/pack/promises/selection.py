@@ -94,7 +94,8 @@ def _keep_most(
             continue
         _demand(params, jobs, row, kv, theta, pace, share, prompt, need[i])
         kept += need[i]
-        if prompt or (jobs["tpot"][row] == np.inf and started > 0.0):
+        loses = prompt or (jobs["tpot"][row] == np.inf and started > 0.0)
+        if loses and outlook.start[i] > -np.inf:  # else it is the eldest
             largest[0, i] = -jobs["urgency"][row]
             largest[1, i] = -need[i, 0].max() * (1.0 if prompt else started)
             largest[2, i] = -jobs["priority"][row]
