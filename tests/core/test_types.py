@@ -239,6 +239,9 @@ def test_mean_and_spread_are_those_of_the_samples() -> None:
     forecast = Forecast(np.array([2.0, 4.0, 6.0]))
     assert forecast.mean == 4.0
     assert forecast.std == pytest.approx(math.sqrt(8 / 3))
+    assert forecast.spread == pytest.approx(math.sqrt(8 / 3) / 4)
+    assert Forecast(np.array([7.0, 7.0])).spread == 0.0
+    assert Forecast(np.array([7.0, 7.0]), guess=True).spread == 1.0, "too few to tell"
 
 
 def test_the_dispatch_window_is_the_batch_and_the_lead() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from headway.config import Key, Tier
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
+from headway.forecast.lengths.task import TELLING
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway
 
@@ -50,6 +51,15 @@ def test_every_request_has_its_facts(ask: Any, gateway: Gateway) -> None:
     assert told.tpot == told.e2e == float("inf")
     assert told.arrival > 1.7e9
     assert 0 < told.tokens_left <= 8, "the forecast knows max_tokens"
+
+
+def test_the_spread_of_a_forecast_is_told_once_there_are_answers(serve: Serve, fake: Fake) -> None:
+    told = []
+    with serve() as gateway:
+        for _ in range(TELLING + 1):
+            assert gateway.post(gateway.chat()).status_code == 200
+            told.append(metadata(fake.last()["body"]).spread)
+    assert told == [1.0] * TELLING + [0.0], "all answers had the same length"
 
 
 @pytest.mark.parametrize(

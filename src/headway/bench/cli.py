@@ -230,6 +230,14 @@ def default(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Ou
 
 
 @bench_app.command()
+def beside(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """Run interactive bursts beside a batch with a completion deadline (SIMULATED)."""
+    from headway.bench.simulate.beside import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
 def papers(
     name: Annotated[str, typer.Argument(help="The paper: bros or ecoserve.")],
     quick: Quick = False,

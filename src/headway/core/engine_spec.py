@@ -76,8 +76,8 @@ class KeepOptions(NamedTuple):
     sure: a prompt is kept while it has time for this many times its expected answer.
     doubt: deviations below the expected answer at which its deadline counts as lost.
     grow: share of the expected growth of answers that admission leaves KV for, of those with a deadline.
-    hold: a prompt waits while answers in progress need the pace, if its latest start is further away than
-        this share of its deadline; inf = never.
+    easy: seconds to its latest start from which on a request with a deadline yields to all others that were
+        promised anything; inf = never.
     started: share of its size at which an answer in progress counts when the largest is given up; 0 = none of
         them is.
     fill: share of the tightest tpot that the iterations of kept answers may take.
@@ -92,7 +92,7 @@ class KeepOptions(NamedTuple):
     sure: float = 1.5
     doubt: float = 2.0
     grow: float = 0.5
-    hold: float = 0.3
+    easy: float = 30.0
     started: float = 0.5
     fill: float = 0.95
     rest: float = 0.85

@@ -17,9 +17,10 @@ from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
 # Levels, most urgent first: an answer in progress or a prompt that can be on time; one that is on time only
-# if its answer is short; a prompt that can, but has no room yet; best effort, and answers of which only the
-# first token was promised; one that cannot be on time.
-ANSWER, PROMPT, HOPE, WAITS, OTHER, LOST = range(6)
+# if its answer is short; a prompt that can, but has no room yet; one whose deadline is so far away that it
+# yields to all of those; best effort, and answers of which only the first token was promised; one that cannot
+# be on time.
+ANSWER, PROMPT, HOPE, WAITS, EASY, OTHER, LOST = range(7)
 _CONTEXT = 512.0  # tokens of an answer's context while the engine is empty
 
 
@@ -124,6 +125,8 @@ def outlook_of(
         lost, start = lost or catch_up < now, min(start, catch_up)
     if lost:
         return LOST, -np.inf
+    if jobs["tpot"][row] == np.inf and start - now > keep.easy:
+        return EASY, start
     if made and missing_of(jobs, row) == 1:
         return ANSWER, start
     return PROMPT if start >= now or jobs["running"][row] else HOPE, start

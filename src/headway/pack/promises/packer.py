@@ -3,13 +3,14 @@
 No paper has this policy; it takes from several. In each iteration:
 
 1. Outlook (`outlook.py`): by the learned latency and its length forecast each request is kept, doubtful
-   (on time only if its answer is short), best effort, or lost: it cannot be on time any more. SLO-aware
-   scheduling (4.2) forecasts so; it never gives up a request.
-2. Selection (`selection.py`): under overload the largest set of waiting requests that can still be on time
-   (Moore and Hodgson 1968) over time, KV and slots; a kept prompt is admitted when its answer leaves those in
-   progress their tpot, the seconds of the prompts that follow included, and their KV room to grow.
+   (on time only if its answer is short), easy (its deadline is far away), best effort, or lost: it cannot be
+   on time any more. SLO-aware scheduling (4.2) forecasts so; it never gives up a request.
+2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
+   Hodgson 1968) over time, KV and slots; a kept prompt is admitted when its answer leaves those in progress
+   their tpot, the seconds of the prompts that follow included, and their KV room to grow.
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks that those can wait for (slack, BROS 4.2),
-   then best effort and lost requests, the shortest of the lost first, within a tighter bound.
+   the shortest first where the others have the time; then, within a tighter bound, easy requests, best effort
+   and the lost, the shortest of those first.
 
 Lost requests are served late, not refused: whenever nothing kept needs the engine, and after `patience` one
 at a time before all others, so that nothing waits for ever. KV is never copied and never lent; what is lost
@@ -31,6 +32,7 @@ from headway.pack.kernels import CompiledStep, Rows, missing_of
 from headway.pack.promises.iteration import compose, seconds_allowed
 from headway.pack.promises.outlook import (
     ANSWER,
+    EASY,
     HOPE,
     LOST,
     OTHER,
@@ -106,6 +108,8 @@ def _ranked(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Floats
         keys[0, i], keys[1, i], keys[2, i] = jobs["urgency"][rows[i]], level[i], start[i]
         if level[i] == HOPE:
             keys[2, i] = size_of(jobs, rows[i], theta, pace)
+        elif level[i] == EASY and jobs["running"][rows[i]]:
+            keys[2, i] = -np.inf
         elif level[i] >= OTHER:
             keys[2, i] = not jobs["running"][rows[i]]
     order = ordered(keys, jobs["serial"][rows])

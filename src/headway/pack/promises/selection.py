@@ -181,7 +181,6 @@ def _admit(
     waits while answers need the pace to meet their deadline.
     """
     inside, full = _in_progress(params, jobs, outlook, kv, theta, pace, tpot), False
-    needed, hold = _pace_needed(params.keep, jobs, outlook, now), params.keep.hold
     for level in (PROMPT, HOPE):
         for i in range(outlook.rows.size):
             row = outlook.rows[i]
@@ -195,22 +194,8 @@ def _admit(
                 outlook.level[i] = LOST
             elif inside.answers and (full or not (paced and room)):
                 outlook.level[i], full = WAITS, full or not paced
-            elif inside.answers and seconds > needed and outlook.start[i] - now > hold * jobs["e2e"][row]:
-                outlook.level[i] = WAITS
             else:
                 inside = more
-
-
-@compiled
-def _pace_needed(keep: KeepOptions, jobs: Rows, outlook: Outlook, now: float) -> float:
-    """Return the seconds per token that the tightest answer in progress with a deadline needs, inf = none."""
-    needed = np.inf
-    for i in range(outlook.rows.size):
-        row = outlook.rows[i]
-        if outlook.level[i] == ANSWER and jobs["e2e"][row] < np.inf:
-            left = jobs["arrival"][row] + jobs["e2e"][row] - now
-            needed = min(needed, left / (keep.sure * jobs["tokens_left"][row]))
-    return needed
 
 
 @compiled

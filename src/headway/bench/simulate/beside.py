@@ -1,0 +1,151 @@
+"""`headway bench beside`: interactive bursts beside a batch with a completion deadline, SIMULATED.
+
+The shape of a published trial of a batch gateway (llm-d/llm-d-batch-gateway, issue 491): interactive traffic
+that alternates between bursts and idle time, and a batch that should be complete by a deadline. There the
+ttft p99 of interactive requests rose to 7 to 11 times that without the batch. Here a batch of 30 jobs of 100
+requests takes about three quarters of what the interactive traffic leaves of the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.bench.simulate import slo_violations
+from headway.bench.simulate.default import on_time
+from headway.bench.simulate.grounds import Ground, capacity
+from headway.recipes.registry import find
+from headway.sim.outcome import Outcome
+from headway.sim.run import Simulation
+from headway.sim.workload.arrivals import poisson
+from headway.sim.workload.traffic import TrafficClass, Workload, concat, make
+from headway.types import Floats, Slo
+
+SYSTEMS = ("vllm", "vllm-priority", "slack", "headway")
+ALONE, BESIDE = "interactive alone", "beside the batch"
+_INTERACTIVE = TrafficClass("interactive", 1.0, Slo(ttft=1.0, tpot=0.1), 0, "sharegpt")
+GROUND = Ground("beside", "opt-13b-a100", (_INTERACTIVE,))
+_BURST, _IDLE = 0.6, 0.04  # arrivals as a share of the engine's capacity; the trial's ratio of 15 to 1
+_PHASE = 45.0  # seconds of a burst, and of the idle time after it
+_JOBS, _JOB = 30, 100
+_USED = 0.75  # of what the interactive traffic leaves of the engine, by the batch until its deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What interactive requests and the batch got: ttft p99 in s, shares in percent.
+
+    in_time: of the batch's requests, complete by the deadline; None without a batch.
+    """
+
+    ttft_p99: float
+    attainment: float
+    in_time: float | None
+
+
+def deadline(share: float = 1.0) -> float:
+    """Return the seconds that the batch has: what is left of the engine does it in `_USED` of them."""
+    left = 1.0 - (_BURST + _IDLE) / 2
+    return share * _JOBS * _JOB / (capacity(GROUND) * left * _USED)
+
+
+def interactive(seconds: float, rng: np.random.Generator) -> Workload:
+    """Return bursts and idle time by turns, beginning with a burst."""
+    rates = [capacity(GROUND) * (_IDLE if k % 2 else _BURST) for k in range(int(np.ceil(seconds / _PHASE)))]
+    times = [k * _PHASE + poisson(rate, _PHASE, rng) for k, rate in enumerate(rates)]
+    return _fitting(make((_INTERACTIVE,), np.concatenate(times), rng))
+
+
+def batch(seconds: float, count: int, rng: np.random.Generator) -> Workload:
+    """Return the batch's requests, all at 0, due after `seconds`."""
+    return _fitting(
+        make((TrafficClass("batch", 1.0, Slo(e2e=seconds), 10, "sharegpt"),), np.zeros(count), rng)
+    )
+
+
+def _fitting(workload: Workload) -> Workload:
+    return workload.take(np.flatnonzero(workload.prompt + workload.output <= GROUND.longest))
+
+
+def measure(system: str, workload: Workload) -> Figures:
+    """Simulate one system."""
+    outcome = Simulation(find(system), [GROUND.instance()], workload).run()
+    return figures(workload, outcome)
+
+
+def figures(workload: Workload, outcome: Outcome) -> Figures:
+    """Return the figures of a run; the class "batch" is the batch."""
+    seen = slo_violations.seen(workload, outcome)
+    met = on_time(workload, outcome)
+    mine = np.array([workload.tiers[tier] == "interactive" for tier in workload.tier])
+    in_time = 100 * float(met[~mine].mean()) if not mine.all() else None
+    return Figures(float(np.quantile(seen["ttft"][mine], 0.99)), 100 * float(met[mine].mean()), in_time)
+
+
+def rows_of(found: dict[tuple[str, str], Figures]) -> list[Row]:
+    """Return the figures by system and setting; the ratio is to the same system without the batch."""
+    rows = []
+    for (system, setting), seen in found.items():
+        rows += [
+            Row("ttft.p99", system, setting, 1000 * seen.ttft_p99, "ms"),
+            Row("attainment.interactive", system, setting, seen.attainment, "%"),
+        ]
+        if seen.in_time is not None:
+            alone = found[system, ALONE]
+            rows += [
+                Row("ttft.p99_ratio", system, setting, seen.ttft_p99 / alone.ttft_p99, "x"),
+                Row("batch.in_time", system, setting, seen.in_time, "%"),
+            ]
+    return rows
+
+
+def compute(systems: Sequence[str], share: float, seed: int) -> tuple[list[Row], Floats]:
+    """Run all systems with and without the batch; share: of the whole batch."""
+    rng, seconds = np.random.default_rng(seed), deadline(share)
+    alone = interactive(seconds, rng)
+    both = concat(alone, batch(seconds, int(share * _JOBS * _JOB), rng)).sorted()
+    found = {}
+    for system in systems:
+        found[system, ALONE] = measure(system, alone)
+        found[system, BESIDE] = measure(system, both)
+    return rows_of(found), np.array([seconds, len(alone), len(both) - len(alone)])
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Simulate and print; `quick`: a quarter of the batch and of its time."""
+    began = time.perf_counter()
+    rows, (seconds, alone, requests) = compute(SYSTEMS, 0.25 if quick else 1.0, seed)
+    workload = (
+        f"{SIMULATED}: {GROUND.profile}, {alone:.0f} interactive requests in {_PHASE:g} s bursts at "
+        f"{_BURST:g} x capacity and as long at {_IDLE:g} x; a batch of {requests:.0f} requests, due after "
+        f"{seconds:.0f} s."
+    )
+    report = Report(
+        "beside", "sim", f"Interactive bursts beside a batch with a deadline ({SIMULATED})", rows,
+        time.perf_counter() - began, About(workload, seed), row_grid(rows),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"beside": plot(rows)})
+
+
+def plot(rows: Sequence[Row]) -> bytes:
+    """Return a PNG: ttft p99 with and without the batch, and the batch in time, by system."""
+    from headway.bench.output.plots import png, sheet
+
+    at = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows}
+    systems = list(dict.fromkeys(row.system for row in rows))
+    figure, (left, right) = sheet(1, 2, 9, 4)
+    place = np.arange(len(systems))
+    for offset, setting in ((-0.2, ALONE), (0.2, BESIDE)):
+        left.bar(place + offset, [at["ttft.p99", s, setting] for s in systems], 0.4, label=setting)
+    left.set(ylabel="ttft p99, ms (log)", yscale="log")
+    left.legend()
+    right.bar(place, [at["batch.in_time", s, BESIDE] for s in systems], 0.4)
+    right.set(ylabel="batch in time, %", ylim=(0, 105))
+    for axes in (left, right):
+        axes.set_xticks(place, systems)
+    return png(figure)
