@@ -30,7 +30,7 @@ def test_every_ground_has_promises_that_fit_its_engine(ground: Ground) -> None:
 
 
 def test_there_are_all_cells() -> None:
-    cells = default.all_cells(7)
+    cells = default.all_cells((7, 8, 9))
     assert len({ground.name for ground in GROUNDS}) >= 12
     assert {(cell.ground, cell.load) for cell in cells} == {(g, load) for g in GROUNDS for load in LOADS}
     assert {cell.seed for cell in cells} == {7, 8, 9}

@@ -222,11 +222,17 @@ def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: 
 
 
 @bench_app.command()
-def default(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+def default(
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell, from --seed on.")] = 3,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
     """Compare the default recipe with all others on 15 grounds (SIMULATED), and with an upper bound."""
     from headway.bench.simulate.default import main
 
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
+    main(seeds=seeds, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
 @bench_app.command()
