@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
 from headway.bench.simulate import slo_violations
-from headway.bench.simulate.default import on_time
 from headway.bench.simulate.grounds import Ground, capacity
 from headway.recipes.registry import find
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
 from headway.sim.workload.arrivals import poisson
-from headway.sim.workload.traffic import TrafficClass, Workload, concat, make
-from headway.types import Floats, Slo
+from headway.sim.workload.traffic import TrafficClass, Workload, concat
+from headway.types import Slo
 
 SYSTEMS = ("vllm", "vllm-priority", "slack", "headway")
 ALONE, BESIDE = "interactive alone", "beside the batch"
@@ -58,18 +57,13 @@ def interactive(seconds: float, rng: np.random.Generator) -> Workload:
     """Return bursts and idle time by turns, beginning with a burst."""
     rates = [capacity(GROUND) * (_IDLE if k % 2 else _BURST) for k in range(int(np.ceil(seconds / _PHASE)))]
     times = [k * _PHASE + poisson(rate, _PHASE, rng) for k, rate in enumerate(rates)]
-    return _fitting(make((_INTERACTIVE,), np.concatenate(times), rng))
+    return GROUND.requests_at(np.concatenate(times), rng)
 
 
 def batch(seconds: float, count: int, rng: np.random.Generator) -> Workload:
     """Return the batch's requests, all at 0, due after `seconds`."""
-    return _fitting(
-        make((TrafficClass("batch", 1.0, Slo(e2e=seconds), 10, "sharegpt"),), np.zeros(count), rng)
-    )
-
-
-def _fitting(workload: Workload) -> Workload:
-    return workload.take(np.flatnonzero(workload.prompt + workload.output <= GROUND.longest))
+    one = TrafficClass("batch", 1.0, Slo(e2e=seconds), 10, "sharegpt")
+    return replace(GROUND, classes=(one,)).requests_at(np.zeros(count), rng)
 
 
 def measure(system: str, workload: Workload) -> Figures:
@@ -81,7 +75,7 @@ def measure(system: str, workload: Workload) -> Figures:
 def figures(workload: Workload, outcome: Outcome) -> Figures:
     """Return the figures of a run; the class "batch" is the batch."""
     seen = slo_violations.seen(workload, outcome)
-    met = on_time(workload, outcome)
+    met = slo_violations.met(workload, outcome)
     mine = np.array([workload.tiers[tier] == "interactive" for tier in workload.tier])
     in_time = 100 * float(met[~mine].mean()) if not mine.all() else None
     return Figures(float(np.quantile(seen["ttft"][mine], 0.99)), 100 * float(met[mine].mean()), in_time)
@@ -104,8 +98,8 @@ def rows_of(found: dict[tuple[str, str], Figures]) -> list[Row]:
     return rows
 
 
-def compute(systems: Sequence[str], share: float, seed: int) -> tuple[list[Row], Floats]:
-    """Run all systems with and without the batch; share: of the whole batch."""
+def compute(systems: Sequence[str], share: float, seed: int) -> tuple[list[Row], str]:
+    """Run all systems with and without the batch; share: of the whole batch. Return figures and workload."""
     rng, seconds = np.random.default_rng(seed), deadline(share)
     alone = interactive(seconds, rng)
     both = concat(alone, batch(seconds, int(share * _JOBS * _JOB), rng)).sorted()
@@ -113,18 +107,18 @@ def compute(systems: Sequence[str], share: float, seed: int) -> tuple[list[Row],
     for system in systems:
         found[system, ALONE] = measure(system, alone)
         found[system, BESIDE] = measure(system, both)
-    return rows_of(found), np.array([seconds, len(alone), len(both) - len(alone)])
+    workload = (
+        f"{SIMULATED}: {GROUND.profile}, {len(alone)} interactive requests in {_PHASE:g} s bursts at "
+        f"{_BURST:g} x capacity and as long at {_IDLE:g} x; a batch of {len(both) - len(alone)} requests, "
+        f"due after {seconds:.0f} s."
+    )
+    return rows_of(found), workload
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     """Simulate and print; `quick`: a quarter of the batch and of its time."""
     began = time.perf_counter()
-    rows, (seconds, alone, requests) = compute(SYSTEMS, 0.25 if quick else 1.0, seed)
-    workload = (
-        f"{SIMULATED}: {GROUND.profile}, {alone:.0f} interactive requests in {_PHASE:g} s bursts at "
-        f"{_BURST:g} x capacity and as long at {_IDLE:g} x; a batch of {requests:.0f} requests, due after "
-        f"{seconds:.0f} s."
-    )
+    rows, workload = compute(SYSTEMS, 0.25 if quick else 1.0, seed)
     report = Report(
         "beside", "sim", f"Interactive bursts beside a batch with a deadline ({SIMULATED})", rows,
         time.perf_counter() - began, About(workload, seed), row_grid(rows),

@@ -30,10 +30,8 @@ from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
 from headway.sim.bound import bound
 from headway.sim.forecasts import Noisy
-from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
 from headway.sim.workload.traffic import Workload
-from headway.types import Bools
 
 DEFAULT, BOUND = "headway", "bound"
 ABLATIONS = {
@@ -163,7 +161,7 @@ def compute(cell: Cell) -> Figures:
     until = max(seconds, last_due(workload))
     lengths, recipe = _lengths(cell, workload), _recipe(cell.system)
     outcome = Simulation(recipe, [spec], workload, lengths, until=until).run()
-    kept = int(np.count_nonzero(on_time(workload, outcome) & workload.promised))
+    kept = int(np.count_nonzero(slo_violations.met(workload, outcome) & workload.promised))
     complete = ~workload.promised & (outcome.end <= seconds)
     return Figures(kept, promised, float(workload.output[complete].sum()) / seconds)
 
@@ -180,13 +178,6 @@ def last_due(workload: Workload) -> float:
     decoding = np.where(later > 0, workload.tpot, 0.0) * np.maximum(later, 1)
     due = workload.arrival + np.minimum(workload.e2e, workload.ttft + decoding)
     return float(np.max(due, where=workload.promised, initial=0.0))
-
-
-def on_time(workload: Workload, outcome: Outcome) -> Bools:
-    """Tell which requests met every target that they have."""
-    columns = slo_violations.seen(workload, outcome)
-    met = [column <= getattr(workload, name) for name, column in columns.items()]
-    return np.asarray(np.all(met, axis=0))
 
 
 def _lengths(cell: Cell, workload: Workload) -> Lengths:

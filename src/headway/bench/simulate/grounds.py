@@ -76,7 +76,7 @@ class Ground:
         rate = load * capacity(self)
         seconds = self.seconds(load)
         rng = np.random.default_rng(seed)
-        return self._requests(self._arrivals(rate, seconds, rng), rng)
+        return self.requests_at(self._arrivals(rate, seconds, rng), rng)
 
     def lengths(self, workload: Workload, seed: int) -> Lengths:
         """Return the forecasts of answers that every recipe gets."""
@@ -93,7 +93,8 @@ class Ground:
             return diurnal(rate, self.swing, seconds / 2, seconds, rng)
         return gamma(rate, self.burstiness, seconds, rng)
 
-    def _requests(self, at: Floats, rng: np.random.Generator) -> Workload:
+    def requests_at(self, at: Floats, rng: np.random.Generator) -> Workload:
+        """Return requests that arrive at these seconds, none too long for the engine."""
         whole = make(self.classes, at, rng)
         kept = whole.take(np.flatnonzero(whole.prompt + whole.output <= self.longest))
         return with_slo(kept, self.instance(), self.idle_scale) if self.idle_scale else kept
@@ -106,7 +107,7 @@ def capacity(ground: Ground) -> float:
     The first and the last tenth of the completions are left out: the batch fills and empties then.
     """
     rng = np.random.default_rng(0)
-    workload = ground._requests(np.zeros(_BURST), rng)
+    workload = ground.requests_at(np.zeros(_BURST), rng)
     end = np.sort(Simulation(find("vllm"), [ground.instance()], workload).run().end)
     low, high = int(0.1 * end.size), int(0.9 * end.size)
     return float((high - low) / (end[high] - end[low]))

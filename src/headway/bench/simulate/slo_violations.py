@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 from headway.sim.record.run_folder import Run
 from headway.sim.run import Outcome
 from headway.sim.workload.traffic import Workload
-from headway.types import Floats, Ints
+from headway.types import Bools, Floats, Ints
 
 PROMISES = ("ttft", "tpot", "e2e")
 _NEAR = 3  # request ids that are suggested
@@ -49,6 +49,12 @@ def seen(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
     columns = {"ttft": outcome.first - workload.arrival, "tpot": tpot, "e2e": outcome.end - workload.arrival}
     never = np.isnan(outcome.end)
     return {name: np.where(never | np.isnan(column), np.inf, column) for name, column in columns.items()}
+
+
+def met(workload: Workload, outcome: Outcome) -> Bools:
+    """Tell which requests met every target that they have."""
+    within = [column <= getattr(workload, name) for name, column in seen(workload, outcome).items()]
+    return np.asarray(np.all(within, axis=0))
 
 
 def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:

@@ -82,8 +82,7 @@ def _keep_most(
 ) -> None:  # fmt: skip
     """Give up the largest requests until all that are kept can start in time; share: of the time for prompts.
 
-    An answer in progress may be given up, too, unless it has a tpot: what it holds counts as much as what
-    others need.
+    An answer in progress may be given up, too, unless it has a tpot; it counts with a part of its size.
     """
     n, started = outlook.rows.size, params.keep.started
     largest, serial, heap, size = np.empty((3, n)), -jobs["serial"][outlook.rows], np.empty(n, np.int64), 0
@@ -115,12 +114,18 @@ def _demand(
 ) -> None:  # fmt: skip
     """Set what a row needs of each resource: need[0] in seconds of all of it, need[1] as a share."""
     if prompt:
-        need[0, 0] = (prompt_seconds(jobs, row, theta, pace) - pace.base) / share + pace.base
+        need[0, 0] = _seconds_beside(jobs, row, theta, pace, share)
         need[1, 1] = blocks_of(jobs, row, 0.5, kv.size) / kv.total
     else:
         need[1, 1] = reserved_of(params.keep, jobs, row, kv.size) / kv.total
     need[1, 2] = 1.0 / params.max_running
     need[0, 1:] = (need[0, 0] + jobs["tokens_left"][row] * pace.token) * need[1, 1:]
+
+
+@compiled
+def _seconds_beside(jobs: Rows, row: int, theta: Floats, pace: Pace, share: float) -> float:
+    """Return the seconds of a row's prompt when answers leave it this share of the time."""
+    return float((prompt_seconds(jobs, row, theta, pace) - pace.base) / share + pace.base)
 
 
 @compiled
@@ -139,9 +144,7 @@ def _wait(kept: Floats, own: Floats) -> float:
 
 
 @compiled
-def _advance_short(
-    jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace, share: float
-) -> None:  # fmt: skip
+def _advance_short(jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace, share: float) -> None:
     """Move short prompts before longer ones that have the time to wait for them.
 
     By latest start alone every prompt would be computed at the last moment, and one that arrives meanwhile
@@ -152,8 +155,7 @@ def _advance_short(
     for i in range(outlook.rows.size):
         if outlook.level[i] == PROMPT and count < _SORTED:
             place[count], slack[count] = i, outlook.start[i] - now - wait
-            prompt = prompt_seconds(jobs, outlook.rows[i], theta, pace)
-            size[count] = (prompt - pace.base) / share + pace.base
+            size[count] = _seconds_beside(jobs, outlook.rows[i], theta, pace, share)
             wait, count = wait + size[count], count + 1
     order = np.arange(count)
     for k in range(1, count):
@@ -177,8 +179,7 @@ def _admit(
 ) -> None:  # fmt: skip
     """Admit kept prompts as long as answers in progress keep their pace and KV; the doubtful after them.
 
-    A prompt that finds no KV lets smaller ones pass; one that finds no time does not. One with time to spare
-    waits while answers need the pace to meet their deadline.
+    A prompt that finds no KV lets smaller ones pass; one that finds no time does not.
     """
     inside, full = _in_progress(params, jobs, outlook, kv, theta, pace, tpot), False
     for level in (PROMPT, HOPE):
