@@ -105,7 +105,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
         self._prefix_cache = PrefixCache(self)
-        self._own_order = False  # stock decides by itself, within the recipe's batch limit
+        self._own_order = self._in_order = False  # stock decides by itself, within the recipe's batch limit
         self._own_step = Step(_ints(()), max_running=running)
         self._followed: list[Any] = []  # the running requests at the last decision, and their rows
         self._rows = _ints(())
@@ -252,11 +252,11 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
     def _hold(self) -> None:
         """Keep the packer from requests that control holds back or that stock would skip."""
         jobs = self.jobs
-        before, self._own_order = self._own_order, self._is_own_order()
-        if self._own_order and not before:
-            sort_by_arrival(self, jobs)
+        self._own_order = self._is_own_order()
         if self._own_order:
+            self._in_order = self._in_order or sort_by_arrival(self, jobs)
             return
+        self._in_order = False
         for request in self._blocked.requests():
             row = jobs.row_of[request.request_id]
             jobs.held[row], jobs.output_tokens[row] = True, request.num_output_tokens

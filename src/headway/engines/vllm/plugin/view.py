@@ -15,10 +15,14 @@ from vllm.v1.request import RequestStatus
 from headway.types import Jobs
 
 
-def sort_by_arrival(scheduler: Any, jobs: Jobs) -> None:
-    """Give stock its own order back after steps that ranks from outside or control have ordered."""
+def sort_by_arrival(scheduler: Any, jobs: Jobs) -> bool:
+    """Give stock its own order back after steps that ranks from outside or control have ordered.
+
+    Returns False while a request waits that came before a running one: once stock admits it, it stands
+    behind that one, and the order must be given again.
+    """
     if scheduler.policy is not SchedulingPolicy.FCFS:
-        return
+        return True
 
     def order(request: Any) -> tuple[float, int]:
         row = jobs.row_of[request.request_id]
@@ -26,6 +30,9 @@ def sort_by_arrival(scheduler: Any, jobs: Jobs) -> None:
 
     scheduler.running.sort(key=order)
     scheduler.waiting = FCFSRequestQueue(sorted(scheduler.waiting, key=order))
+    if not (scheduler.running and scheduler.waiting):
+        return True
+    return order(scheduler.running[-1]) < order(scheduler.waiting[0])
 
 
 class View:
