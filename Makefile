@@ -1,4 +1,4 @@
-# `make serve`, `make test`, `make test-fast`: each installs what it needs into .venv first.
+# `make serve`, `make test`, `make test-fast`, `make explore`: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: install serve test test-fast lint bench clean
+.PHONY: install serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -30,6 +30,11 @@ test: install
 # Decisions only: no engine, no server. Compiled code is cached, so the first run takes minutes longer.
 test-fast: install
 	$(BIN)/pytest -m "not (engine or server or slow)" $(addprefix --ignore=,$(SLOW_FOLDERS)) $(ARGS)
+
+# Property tests on examples that no run before has drawn; what fails becomes a test of its own.
+explore: install
+	$(BIN)/headway model fetch
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 
 lint: install
 	$(BIN)/ruff check src tests tools
