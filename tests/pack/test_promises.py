@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.core.engine_spec import EngineSpec
@@ -62,6 +62,9 @@ def run(
 @given(
     others=asks, twin=ask, late=st.booleans(), max_running=running, urgency=st.sampled_from([-1.0, 0.0, 3.0]),
     host=st.sampled_from([None, 400]),
+)  # fmt: skip
+@example(
+    others=[(1, 3, 0, 0), (1, 9, 0, 1)], twin=(1, 3, 4, 1), late=False, max_running=1, urgency=-1.0, host=None
 )  # fmt: skip
 @settings(max_examples=15, deadline=None)
 def test_the_more_urgent_of_two_that_are_alike_never_starts_later(

@@ -179,24 +179,38 @@ def _admit(
 ) -> None:  # fmt: skip
     """Admit kept prompts as long as answers in progress keep their pace and KV; the doubtful after them.
 
-    A prompt that finds no KV lets smaller ones pass; one that finds no time does not.
+    A prompt that finds no KV lets smaller ones pass; one that finds no time does not. It takes what requests
+    of a later rank from outside hold.
     """
-    inside, full = _in_progress(params, jobs, outlook, kv, theta, pace, tpot), False
-    for level in (PROMPT, HOPE):
-        for i in range(outlook.rows.size):
-            row = outlook.rows[i]
-            if outlook.level[i] != level or jobs["running"][row]:
-                continue
-            more = _with(inside, jobs, row, reserved_of(params.keep, jobs, row, kv.size), theta, pace)
-            seconds = more.rents + seconds_of(theta, more.answers, more.context, 0.0, 0.0)
-            paced = not params.keep.paces or seconds <= params.keep.fill * more.tpot
-            room = more.blocks <= kv.total and more.answers <= params.max_running
-            if level == HOPE and not (paced and _may(params.keep, jobs, row, now, theta, pace, seconds)):
-                outlook.level[i] = LOST
-            elif inside.answers and (full or not (paced and room)):
-                outlook.level[i], full = WAITS, full or not paced
-            else:
-                inside = more
+    inside, full, begin = InProgress(0.0, 0, 0.0, 0.0, tpot), False, 0
+    while begin < outlook.rows.size:
+        end = _same_rank(jobs, outlook, begin)
+        inside = _in_progress(params, jobs, outlook, kv, theta, pace, inside, begin, end)
+        for level in (PROMPT, HOPE):
+            for i in range(begin, end):
+                row = outlook.rows[i]
+                if outlook.level[i] != level or jobs["running"][row]:
+                    continue
+                more = _with(inside, jobs, row, reserved_of(params.keep, jobs, row, kv.size), theta, pace)
+                seconds = more.rents + seconds_of(theta, more.answers, more.context, 0.0, 0.0)
+                paced = not params.keep.paces or seconds <= params.keep.fill * more.tpot
+                room = more.blocks <= kv.total and more.answers <= params.max_running
+                if level == HOPE and not (paced and _may(params.keep, jobs, row, now, theta, pace, seconds)):
+                    outlook.level[i] = LOST
+                elif inside.answers and (full or not (paced and room)):
+                    outlook.level[i], full = WAITS, full or not paced
+                else:
+                    inside = more
+        begin = end
+
+
+@compiled
+def _same_rank(jobs: Rows, outlook: Outlook, begin: int) -> int:
+    """Return the end of the rows that have the same rank from outside as the one at `begin`."""
+    rank, end = jobs["urgency"][outlook.rows[begin]], begin + 1
+    while end < outlook.rows.size and jobs["urgency"][outlook.rows[end]] == rank:
+        end += 1
+    return end
 
 
 @compiled
@@ -211,18 +225,19 @@ def _with(inside: InProgress, jobs: Rows, row: int, blocks: float, theta: Floats
 
 @compiled
 def _in_progress(
-    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace, tpot: float
-) -> InProgress:
-    """Return the kept requests that hold a slot."""
-    blocks, answers, context, rents = 0.0, 0, 0.0, 0.0
-    for i in range(outlook.rows.size):
+    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace,
+    inside: InProgress, begin: int, end: int,
+) -> InProgress:  # fmt: skip
+    """Return the requests in progress with those of these rows that are kept and hold a slot."""
+    blocks, answers, context, rents = inside.blocks, inside.answers, inside.context, inside.rents
+    for i in range(begin, end):
         row = outlook.rows[i]
         if outlook.level[i] == ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
             blocks += reserved_of(params.keep, jobs, row, kv.size)
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2
             rents += rent(jobs, row, theta, pace)
-    return InProgress(blocks, answers, context, rents, tpot)
+    return InProgress(blocks, answers, context, rents, inside.tpot)
 
 
 @compiled
