@@ -51,7 +51,7 @@ class Overdue(NamedTuple):
     inside: instance -> those inside it; only the engine knows how far it is with them.
     """
 
-    rejects: list[Command]
+    rejects: list[Reject]
     inside: dict[str, list[str]]
 
 
@@ -119,7 +119,7 @@ class Controller:
         The host asks their engines how far they are and calls `refuse`; what an engine does not know is named
         again a second later. Rejections make room: the host lets the planner run when they are carried out.
         """
-        backlog, rejects, inside = self.cluster.backlog, list[Command](), dict[str, list[str]]()
+        backlog, rejects, inside = self.cluster.backlog, list[Reject](), dict[str, list[str]]()
         names = {self.cluster.code(name): name for name in self.cluster.instances}
         for id in self._drops.due(now):
             row, request = backlog.row_of[id], self.requests[id]
@@ -137,13 +137,13 @@ class Controller:
                     inside.setdefault(name, []).append(id)
         return Overdue(rejects, inside)
 
-    def refuse(self, instance: str, progress: Mapping[str, Progress], now: float) -> list[Command]:
+    def refuse(self, instance: str, progress: Mapping[str, Progress], now: float) -> list[Reject]:
         """Refuse the requests inside an instance that cannot be on time any more and have no token yet.
 
         progress: of those that `overdue` named, as far as the engine knows them. now: an instant at or before
         that of the progress, so that nothing is refused that the engine has begun meanwhile.
         """
-        rejects, inside = list[Command](), self.cluster.inside(instance)
+        rejects, inside = list[Reject](), self.cluster.inside(instance)
         for id, done in progress.items():
             if id not in self._drops or self.cluster.backlog.row_of[id] not in inside:
                 continue  # it has ended, or is elsewhere by now

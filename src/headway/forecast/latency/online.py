@@ -16,6 +16,7 @@ from headway.types import Batch, Floats, Ints, Jobs
 _SCALE = np.array([1.0, 16.0, 16_000.0, 512.0, 512.0 * 512.0])
 # Before anything is measured: a small model on a CPU. Wrong elsewhere for the first tens of steps only.
 _PRIOR = np.array([0.010, 0.5e-3, 1.4e-6, 0.29e-3, 1.1e-7])
+THETA_SIZE = _PRIOR.size
 _SHORTEST = 1e-4  # seconds
 _TELLING = 32  # iterations from which on the fit says more about the engine than the prior does
 
