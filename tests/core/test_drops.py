@@ -1,4 +1,4 @@
-"""Requests of classes that drop: refused before their first token once they cannot be on time; no others are."""
+"""Requests of classes that drop: refused before their first token once they cannot be on time, only they."""
 
 from __future__ import annotations
 
