@@ -154,7 +154,9 @@ class ControlMixin:
         if not message.get("jobs", True):
             return []
         names = self.jobs.names(self.jobs.rows())
-        wanted = self._engine_ids(message["ids"]) if "ids" in message else names
+        if message["op"] != "state" or "ids" not in message:
+            return names
+        wanted = self._engine_ids(message["ids"])
         return [name for name in names if name in wanted]
 
     def _job(self, name: str) -> dict[str, Any]:
