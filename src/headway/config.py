@@ -128,12 +128,16 @@ class Predictor:
 
 @dataclass(frozen=True, config=_STRICT)
 class Tier:
-    """A class of requests that clients can name instead of spelling out SLOs; milliseconds."""
+    """A class of requests that clients can name instead of spelling out SLOs; milliseconds.
+
+    drop: a request that cannot be on time any more is refused (429) before its first token, not served late.
+    """
 
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
     e2e_ms: Positive | None = None
     priority: int = 0
+    drop: bool = False
 
     @property
     def slo(self) -> Slo:
@@ -213,6 +217,13 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
         raise _explain(error, where) from None  # pydantic's own words quote the input, API keys too
     if not config.engines:
         raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
+    for name, tier in config.classes.items():
+        if tier.drop and tier.ttft_ms is None and tier.e2e_ms is None:
+            raise ConfigError(
+                f"classes.{name} in {where} has drop = true, but nothing to be too late for.",
+                "Give it ttft_ms or e2e_ms (a request's own SLO goes before them), or leave drop out.",
+                param=f"classes.{name}.drop",
+            )
     return config
 
 

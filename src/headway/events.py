@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.types import Instance, Request
+from headway.types import Floats, Instance, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,33 @@ class Warmed:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """What an engine has learned about itself by now.
+
+    theta: of its latency (`forecast/latency/online.py`).
+    cached: tokens of the longest prefix that it found in its cache lately.
+    """
+
+    instance: str
+    theta: Floats
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed and nothing else."""
 
 
-Event = Arrived | Started | Finished | Failed | Returned | InstanceUp | InstanceDown | Swapped | Warmed | Tick
+Event = (
+    Arrived
+    | Started
+    | Finished
+    | Failed
+    | Returned
+    | InstanceUp
+    | InstanceDown
+    | Swapped
+    | Warmed
+    | Learned
+    | Tick
+)

@@ -75,6 +75,7 @@ class Request:
     task: names the length statistics that apply.
     tier: the class that reports use.
     stage: the application run that it serves, if any.
+    drop: refuse it as soon as it cannot be on time any more; otherwise it is served late.
     """
 
     id: str
@@ -89,6 +90,7 @@ class Request:
     task: str = "default"
     tier: str = "default"
     stage: Stage | None = None
+    drop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,15 +280,43 @@ class Warm:
 
 
 @dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A promise that cannot be kept.
+
+    target: the SLO that is missed.
+    needed: seconds from the arrival that it would take, at least.
+    promised: seconds, the SLO.
+    """
+
+    target: Literal["ttft", "e2e"]
+    needed: float
+    promised: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reject:
-    """Refuse a request, at arrival or while it is queued: 429 with Retry-After when set, else 503."""
+    """Refuse a request (429): at arrival, while it is queued, or inside an engine before its first token.
+
+    reason: "queue_full", "saturated" or "infeasible".
+    retry_after: seconds after which to try again, None = the same request would be refused again.
+    shortfall: of an infeasible one.
+    """
 
     id: str
     reason: str
     retry_after: float | None = None
+    shortfall: Shortfall | None = None
 
 
 Command = Send | Rerank | Swap | Warm | Reject
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an engine is with a request that it holds, in tokens: computed, and out."""
+
+    computed: int
+    output_tokens: int
 
 
 # ---- the two decision languages

@@ -80,6 +80,7 @@ ttft_ms = 300
 tpot_ms = 50.5
 e2e_ms = 4000
 priority = -3
+drop = true
 
 [[keys]]
 key = "{SECRET}"
@@ -119,7 +120,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     )  # fmt: skip
     assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
-    assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3)
+    assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True)
     assert config.keys == (Key(SECRET, "alice"),)
 
 
@@ -140,6 +141,20 @@ def test_classes_are_added_to_the_built_in_ones_and_replace_them_by_name() -> No
     classes = parse({"classes": {"gold": {"ttft_ms": 300}, "chat": {"ttft_ms": 500}}}).classes
     assert set(classes) == {"default", "chat", "batch", "gold"}
     assert classes["chat"] == Tier(ttft_ms=500.0)
+
+
+@pytest.mark.parametrize("slo", [{}, {"tpot_ms": 50}])
+def test_a_class_that_drops_needs_something_to_be_too_late_for(slo: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"classes\.gold .* drop = true, but nothing") as caught:
+        parse({"classes": {"gold": {"drop": True} | slo}})
+    assert caught.value.hint.startswith("Give it ttft_ms or e2e_ms")
+    assert caught.value.param == "classes.gold.drop"
+
+
+@pytest.mark.parametrize("slo", [{"ttft_ms": 300}, {"e2e_ms": 9000}])
+def test_a_class_that_drops(slo: dict[str, float]) -> None:
+    assert parse({"classes": {"gold": {"drop": True} | slo}}).classes["gold"].drop
+    assert not parse({"classes": {"gold": slo}}).classes["gold"].drop
 
 
 def test_a_class_has_its_slo_in_seconds() -> None:

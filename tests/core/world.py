@@ -22,7 +22,7 @@ from headway.events import (
 )
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.registry import find
-from headway.types import Command, Instance, Reject, Request, Send, Slo
+from headway.types import Command, Instance, Progress, Reject, Request, Send, Slo
 from tests.core.tables import Bits
 
 MODELS = ("m0", "m1")
@@ -43,6 +43,8 @@ class World:
     """queued: requests in the queue, in order of arrival. inside: request -> its instance. requests: both.
 
     watch is told what each single event led to (one act may be several events).
+    drops: every other request is one that is dropped when it is late.
+    started: requests inside that have a token. refused: those dropped, with what they were told and when.
     """
 
     core: Controller
@@ -54,6 +56,9 @@ class World:
     rejected: dict[str, Request] = field(default_factory=dict)
     watch: Callable[[list[Send]], None] = lambda sends: None
     serial: int = 0
+    drops: bool = False
+    started: set[str] = field(default_factory=set)
+    refused: dict[str, tuple[Request, Reject, float]] = field(default_factory=dict)
 
     def tell(self, event: Event) -> list[Command]:
         """Give the core an event and check its commands."""
@@ -71,6 +76,24 @@ class World:
         self.watch([command for command in commands if isinstance(command, Send)])
         return commands
 
+    def check(self, computed: int = 0) -> None:
+        """Do what a host does at `Controller.next_check`; engines have computed so much of every prompt."""
+        overdue = self.core.overdue(self.now)
+        for reject in overdue.rejects:
+            self._refuse(reject, self.queued.pop(reject.id))
+        for name, ids in overdue.inside.items():
+            assert all(self.inside[id] == name for id in ids)
+            progress = {id: Progress(computed, int(id in self.started)) for id in ids}
+            for reject in self.core.refuse(name, progress, self.now):
+                assert reject.id not in self.started, "it has a token"
+                del self.inside[reject.id]
+                self._refuse(reject, self.requests[reject.id])
+
+    def _refuse(self, reject: Reject, request: Request) -> None:
+        assert request.drop
+        self.refused[reject.id] = self.requests.pop(reject.id), reject, self.now
+        self.tell(Failed(reject.id, "refused"))  # the request's own task ends, too
+
     def arrive(self, request: Request) -> list[Command]:
         self.requests[request.id] = self.queued[request.id] = request
         return self.tell(Arrived(request))
@@ -80,10 +103,12 @@ class World:
         self.requests.pop(id)
         self.queued.pop(id, None)
         self.inside.pop(id, None)
+        self.started.discard(id)
         return self.tell(event)
 
     def give_back(self, id: str) -> list[Command]:
         self.inside.pop(id)
+        self.started.discard(id)
         self.queued[id] = self.requests[id]
         return self.tell(Returned(id))
 
@@ -127,6 +152,9 @@ class World:
         if kind == 6:
             return self.give_back(id)
         self.tell(Started(id))
+        if self.drops and bits.take(2):  # it goes on
+            self.started.add(id)
+            return []
         return self.end(id, Finished(id, 1 + bits.take(40)))
 
     def _request(self, bits: Bits) -> Request:
@@ -136,4 +164,5 @@ class World:
         return Request(
             f"r{self.serial}", MODELS[bits.take(2)], 1 + bits.take(500), 1 + bits.take(200), self.now - late,
             slo, bits.take(3) - 1, task=f"t{bits.take(2)}",
+            drop=self.drops and self.serial % 2 == 0,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from headway.config import Broker, Config, Engine, Server, Sqlite, write
+from headway.config import Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import free_port
 
 START_S = 1200.0  # loading and compiling a model
@@ -46,6 +46,7 @@ class Headway:
             recipe=self.recipe,
             server=Server(port=self.port),
             engines=(Engine(max_running=self.max_running, start_timeout_s=START_S),),
+            classes={"strict": Tier(ttft_ms=1.0, drop=True)},
             broker=Broker(lease_seconds=5, sqlite=Sqlite(str(self.queue))),
         )
         (self.folder / "headway.toml").write_text(write(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -90,6 +91,21 @@ def test_metrics_join_both_sides(headway: Headway) -> None:
     assert 'headway_slo_attainment{class="default",model="smollm2"}' in page
     assert "vllm:num_preemptions_total{" in page
     assert 'instance="e0"' in page.split("vllm:num_preemptions_total{")[1].split("}")[0]
+
+
+def test_what_no_engine_could_do_on_time_is_refused_where_the_class_asks_for_it(
+    headway: Headway, client: openai.OpenAI
+) -> None:
+    """By the latency that the real engine has learned and told."""
+    ask = {"model": "smollm2", "messages": QUESTION, "max_tokens": 48, "extra_body": {"ignore_eos": True}}
+    client.chat.completions.create(**ask)
+    control = f"{headway.url}/headway/control/e0"
+    assert httpx.post(control, json={"op": "state"}, timeout=ANSWER_S).json()["latency"]["theta"]
+    time.sleep(2.5)  # the gateway asks for it every second
+    with pytest.raises(openai.RateLimitError, match=r"would take .* 0\.001 s were promised") as caught:
+        client.chat.completions.create(**ask, service_tier="strict")
+    assert caught.value.response.headers["x-headway-dropped-reason"] == "infeasible"
+    assert "retry-after" not in caught.value.response.headers, "it was refused at the door"
 
 
 def test_control_reaches_the_running_scheduler(headway: Headway) -> None:

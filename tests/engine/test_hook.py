@@ -157,6 +157,32 @@ def test_all_samples_of_a_request_get_its_rank(make: Make) -> None:
     assert control(engine, op="state", jobs=False)["jobs"] == []
 
 
+def test_state_says_how_far_the_requests_asked_for_are(make: Make) -> None:
+    """The newest numbers: the packer's table learns of an iteration only before the next one."""
+    engine = make("slack", budget=64)
+    for id, prompt in (("a", 40), ("b", 100), ("c", 10)):
+        engine.add(f"0_{id}", prompt, 10, metadata=request_metadata(id))
+    engine.step()
+    jobs = control(engine, op="state", ids=["a", "b", "stranger"])["jobs"]
+    found = {job["id"]: (job["computed"], job["output_tokens"]) for job in jobs}
+    assert found.keys() == {"a", "b"}
+    assert found["a"] == (40, 1)
+    assert found["b"][0] < 100
+    assert found["b"][1] == 0
+
+
+def test_state_says_what_was_learned_once_there_is_something(make: Make) -> None:
+    engine = make("slack")
+    engine.add("a", 20, 80, metadata=request_metadata("a"))
+    engine.step()
+    assert control(engine, op="state")["latency"] is None
+    for _ in range(60):
+        engine.step()
+    learned = control(engine, op="state")["latency"]
+    assert learned["theta"] == engine.scheduler.latency.theta.tolist()
+    assert learned["cached"] >= 0
+
+
 def test_control_pauses_keeping_kv_and_resumes(make: Make) -> None:
     engine = make("slack")
     engine.add("a", 20, 10, metadata=request_metadata("a"))

@@ -7,9 +7,12 @@ and, fed the same events, get the same commands.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headway.core.cluster import Cluster
+from headway.core.drops import Drops, Needs
 from headway.events import (
     Arrived,
     Event,
@@ -17,6 +20,7 @@ from headway.events import (
     Finished,
     InstanceDown,
     InstanceUp,
+    Learned,
     Returned,
     Started,
     Swapped,
@@ -24,7 +28,31 @@ from headway.events import (
 )
 from headway.plan.dispatch import swaps, warms
 from headway.ports import Lengths, Planner
-from headway.types import OBJECTIVES, Command, Instance, Plan, Reject, Request, Rerank, Send, Swap
+from headway.types import (
+    OBJECTIVES,
+    Command,
+    Instance,
+    Plan,
+    Progress,
+    Reject,
+    Request,
+    Rerank,
+    Send,
+    Swap,
+)
+
+_AGAIN = 1.0  # seconds after which an engine is asked again about a request, unless it answers
+
+
+class Overdue(NamedTuple):
+    """Requests whose last start has passed.
+
+    rejects: those that were queued.
+    inside: instance -> those inside it; only the engine knows how far it is with them.
+    """
+
+    rejects: list[Reject]
+    inside: dict[str, list[str]]
 
 
 @dataclass(slots=True)
@@ -42,6 +70,7 @@ class Controller:
     _queued: int = 0
     _serial: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    _drops: Drops = field(default_factory=Drops)
 
     @property
     def queued(self) -> int:
@@ -60,8 +89,97 @@ class Controller:
         storing: requests that were admitted and have not arrived yet, because they are being stored.
         """
         if self._waiting + storing < self.max_queued:
-            return None
+            return self.infeasible(request, now)
         return Reject(request.id, "queue_full", retry_after=self._until_room(now))
+
+    # ---- requests that are refused rather than served late (`Request.drop`)
+
+    def infeasible(self, request: Request, now: float) -> Reject | None:
+        """Refuse a request, at arrival, that not even an idle engine could serve on time.
+
+        Nothing is refused before the engines of its model have learned their latency (`Learned`).
+        """
+        if not request.drop:
+            return None
+        needs = self._needs(request, self._serving(request.model))
+        if needs.last_start(request) >= now:
+            return None
+        if Needs().last_start(request) >= now and self._drops.try_anyway(request, now):
+            return None
+        return Reject(request.id, "infeasible", shortfall=needs.shortfall(request, now))
+
+    @property
+    def next_check(self) -> float:
+        """The instant at which the host calls `overdue`, inf = not as things are; it changes with events."""
+        return self._drops.next_check
+
+    def overdue(self, now: float) -> Overdue:
+        """Refuse the queued requests that cannot be on time any more, and name those inside engines.
+
+        The host asks their engines how far they are and calls `refuse`; what an engine does not know is named
+        again a second later. Rejections make room: the host lets the planner run when they are carried out.
+        """
+        backlog, rejects, inside = self.cluster.backlog, list[Reject](), dict[str, list[str]]()
+        names = {self.cluster.code(name): name for name in self.cluster.instances}
+        for id in self._drops.due(now):
+            row, request = backlog.row_of[id], self.requests[id]
+            sent = bool(backlog.sent[row])
+            name = names.get(int(backlog.instance[row])) if sent else None
+            needs = self._needs(request, [name or ""] if sent else self._serving(request.model))
+            last = needs.last_start(request)
+            if last >= now:  # it was sent, or the engines are faster than they were
+                self._drops.watch(id, last)
+            elif not sent:
+                rejects.append(self._refuse(request, needs, now))
+            else:
+                self._drops.watch(id, now + _AGAIN)
+                if name is not None:
+                    inside.setdefault(name, []).append(id)
+        return Overdue(rejects, inside)
+
+    def refuse(self, instance: str, progress: Mapping[str, Progress], now: float) -> list[Reject]:
+        """Refuse the requests inside an instance that cannot be on time any more and have no token yet.
+
+        progress: of those that `overdue` named, as far as the engine knows them. now: an instant at or before
+        that of the progress, so that nothing is refused that the engine has begun meanwhile.
+        """
+        rejects, inside = list[Reject](), self.cluster.inside(instance)
+        for id, done in progress.items():
+            if id not in self._drops or self.cluster.backlog.row_of[id] not in inside:
+                continue  # it has ended, or is elsewhere by now
+            if done.output_tokens:
+                self._drops.discard(id)
+                continue
+            request = self.requests[id]
+            needs = self._needs(request, [instance], done.computed)
+            last = needs.last_start(request)
+            if last >= now:
+                self._drops.watch(id, last)
+            else:
+                rejects.append(self._refuse(request, needs, now))
+        return rejects
+
+    def _serving(self, model: str) -> list[str]:
+        return [instance.id for instance in self.cluster.instances.values() if instance.model == model]
+
+    def _needs(self, request: Request, instances: Sequence[str], computed: int | None = None) -> Needs:
+        return self._drops.needs(request, self.lengths.forecast(request), instances, computed)
+
+    def _watch(self, request: Request) -> None:
+        """Look at a queued request again when it must have started."""
+        if request.drop:
+            last = self._needs(request, self._serving(request.model)).last_start(request)
+            self._drops.watch(request.id, last)
+
+    def _refuse(self, request: Request, needs: Needs, now: float) -> Reject:
+        """Refuse a request, wherever it is: it ends here, and its length teaches nothing."""
+        self.cluster.version += 1
+        self.planner.on(Failed(request.id, "infeasible"), self.cluster, now)
+        retry = self._seconds_of_ends(max(self._queued, 1), now)
+        self._drop(request.id)
+        return Reject(request.id, "infeasible", retry, needs.shortfall(request, now))
+
+    # ---- events and plans
 
     def on(self, event: Event, now: float) -> list[Command]:
         """Take note of an event and return what to do. Events about ended requests change nothing."""
@@ -76,9 +194,13 @@ class Controller:
         match event:
             case Arrived(request):
                 self._add(request)
-            case Returned(id):
-                if not self._take_back(id):
+            case Returned(id, output_tokens):
+                if not self._take_back(id, output_tokens):
                     return False
+            case Started(id):
+                self._drops.discard(id)
+            case Learned():
+                self._drops.learn(event)
             case InstanceUp(instance) | Swapped(instance):
                 self._takes_work(instance)
             case Warmed(instance):
@@ -91,7 +213,7 @@ class Controller:
                 self._end(id, output_tokens, now)
             case Failed(id):
                 self._end(id, 0, now)
-        return not isinstance(event, Started)  # a first token frees nothing
+        return not isinstance(event, Started | Learned)  # a first token frees nothing
 
     def decide(self, now: float) -> list[Command]:
         """Plan until nothing is left to do: one send can change what belongs inside another instance."""
@@ -170,6 +292,7 @@ class Controller:
 
     def _forget(self, id: str) -> None:
         self.cluster.fleet_version += 1
+        self._drops.forget(id)
         for table in (self.cluster.instances, self.cluster.loading, self.cluster.warming):
             table.pop(id, None)
 
@@ -191,6 +314,7 @@ class Controller:
         )
         self._serial += 1
         self._queued += 1
+        self._watch(request)
 
     def _end(self, id: str, output_tokens: int, now: float) -> None:
         request = self._drop(id)
@@ -201,18 +325,23 @@ class Controller:
     def _drop(self, id: str) -> Request | None:
         request = self.requests.pop(id, None)
         if request is not None:
+            self._drops.discard(id)
             row = self.cluster.backlog.row_of[id]
             self._queued -= not self.cluster.backlog.sent[row]
             self.cluster.remove(id)
         return request
 
-    def _take_back(self, id: str) -> bool:
+    def _take_back(self, id: str, output_tokens: int) -> bool:
         """Queue a request again that was inside an engine; tell whether it was."""
         row = self.cluster.backlog.row_of.get(id)
         if row is None or not self.cluster.backlog.sent[row]:
             return False
         self.cluster.unsend(row)
         self._queued += 1
+        if output_tokens:
+            self._drops.discard(id)
+        else:
+            self._watch(self.requests[id])
         return True
 
     def _begin_swap(self, swap: Swap) -> None:
@@ -228,11 +357,15 @@ class Controller:
         return Reject(id, "saturated", retry_after=self._until_room(now))
 
     def _until_room(self, now: float) -> float:
-        """Return seconds until about one queued request has left, from the recent rate of endings."""
+        """Return seconds until about one queued request has left."""
+        return self._seconds_of_ends(self._queued - self.max_queued + 1, now)
+
+    def _seconds_of_ends(self, count: int, now: float) -> float:
+        """Return seconds until that many requests have ended, from the recent rate; 1 to 60."""
         if len(self._ends) < 2:
             return 1.0
         latency = (now - self._ends[0]) / len(self._ends)
-        return min(max(latency * (self._queued - self.max_queued + 1), 1.0), 60.0)
+        return min(max(latency * count, 1.0), 60.0)
 
 
 def _can_load(instance: Instance | None, model: str) -> bool:

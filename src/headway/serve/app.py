@@ -227,7 +227,8 @@ def _background(app: FastAPI, state: AppState) -> None:
 def _response(id: str, status: str, arrival: float, reason: str | None = None) -> dict[str, Any]:
     if reason == "cancelled":
         status, reason = "cancelled", None
-    error = {"code": "server_error", "message": reason} if reason else None
+    code = "rate_limit_exceeded" if reason and reason.startswith("dropped:") else "server_error"
+    error = {"code": code, "message": reason} if reason else None
     return {"id": id, "object": "response", "status": status, "created_at": int(arrival), "background": True,
             "error": error}  # fmt: skip
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from headway.core.controller import Controller
+from headway.core.drops import prepare
 from headway.engines.vllm.process.client import VllmEngine
-from headway.errors import EngineError, RequestError
+from headway.errors import EngineError
 from headway.events import Arrived, Event, Returned, Tick
 from headway.serve import tasks
 from headway.serve.metrics import Metrics
+from headway.serve.overdue import OverdueWatch
 from headway.serve.planning import planning_for
+from headway.serve.refusals import refusal
 from headway.serve.requests import InFlightRequest
 from headway.types import Command, Reject, Rerank, Send, Swap, Warm
 
@@ -30,26 +33,34 @@ class Dispatcher:
     """Connects the controller to the engines and to the requests in flight.
 
     engines: makes the engines, given the listener for their `InstanceUp` and `InstanceDown`.
+    drops: some class drops requests, so the controller is told what the engines learn.
     """
 
     def __init__(
-        self, controller: Controller, metrics: Metrics, engines: Callable[[Listener], dict[str, VllmEngine]]
-    ) -> None:
+        self, controller: Controller, metrics: Metrics,
+        engines: Callable[[Listener], dict[str, VllmEngine]], *, drops: bool = False,
+    ) -> None:  # fmt: skip
         self.controller = controller
         self.engines: Mapping[str, VllmEngine] = engines(self.dispatch)
         self.in_flight: dict[str, InFlightRequest] = {}
         self._metrics = metrics
         self._planning = planning_for(controller, self.execute)
+        self._overdue = OverdueWatch(controller, self.engines, self.execute)
+        self._drops = drops
         self._ranks = {id: RankUpdates(engine) for id, engine in self.engines.items()}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the engines and the planner until the block ends."""
+        if self._drops:
+            await asyncio.to_thread(prepare)
         try:
             for engine in self.engines.values():
                 await engine.start()
             updates = (ranks.run() for ranks in self._ranks.values())
-            async with tasks.running(self._tick(), self._planning.run(), *updates):
+            learning = [self._overdue.follow_latency(self.dispatch)] if self._drops else []
+            loops = self._tick(), self._planning.run(), *self._overdue.loops(), *learning, *updates
+            async with tasks.running(*loops):
                 yield
         finally:
             await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
@@ -59,6 +70,7 @@ class Dispatcher:
     def dispatch(self, event: Event) -> None:
         """Tell the controller an event; its commands are executed now, or when a slow planner has planned."""
         self._planning.note(event)
+        self._overdue.arm()
 
     def add(self, in_flight: InFlightRequest) -> None:
         """Queue a request that was stored."""
@@ -87,7 +99,7 @@ class Dispatcher:
 
     # ---- commands
 
-    def execute(self, commands: list[Command]) -> None:
+    def execute(self, commands: Sequence[Command]) -> None:
         """Carry out commands in their order."""
         for command in commands:
             match command:
@@ -116,11 +128,10 @@ class Dispatcher:
         self._ranks[rerank.instance].put(rerank.ranks)
 
     def _reject(self, reject: Reject) -> None:
-        """Refuse a request that was accepted and is still queued."""
+        """Refuse a request that was accepted and has no token yet."""
         self._metrics.dropped(reject.reason)
-        in_flight = self.in_flight.get(reject.id)
-        if in_flight is not None and not in_flight.engine_future.done():
-            in_flight.engine_future.set_exception(refusal("All engines of this model are saturated.", reject))
+        if reject.id in self.in_flight:
+            self.in_flight[reject.id].refuse(refusal(reject))
 
 
 class RankUpdates:
@@ -146,12 +157,3 @@ class RankUpdates:
                 await self._engine.rerank(ranks)
             except EngineError as error:
                 log.error("engine %s keeps its old ranks: %s", self._engine.id, error)
-
-
-def refusal(what: str, reject: Reject) -> RequestError:
-    """Return the 429 that says why, and when to try again."""
-    seconds = f"{reject.retry_after or 1:.0f}"
-    return RequestError(
-        what, f"Try again in {seconds} s.", code=reject.reason, status=429, kind="rate_limit_error",
-        headers={"retry-after": seconds, "x-headway-dropped-reason": reject.reason},
-    )  # fmt: skip

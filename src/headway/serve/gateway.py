@@ -58,7 +58,10 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         _opened(config.broker) as broker,
     ):
         controller = Controller(recipe.planner(), lengths.lengths, config.server.max_queued)
-        dispatcher = Dispatcher(controller, metrics, lambda tell: _engines(config, log_dir, tell))
+        drops = any(tier.drop for tier in config.classes.values())
+        dispatcher = Dispatcher(
+            controller, metrics, lambda tell: _engines(config, log_dir, tell), drops=drops
+        )
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, background, models, config.broker.lease_seconds)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
@@ -25,7 +25,7 @@ from headway.ports import Planner
 from headway.types import Command, Plan, Rerank
 
 log = logging.getLogger("headway.serve")
-Execute = Callable[[list[Command]], None]
+Execute = Callable[[Sequence[Command]], None]
 
 
 class Planning(Protocol):

@@ -171,6 +171,7 @@ def interpret(
         task=headers.get("x-headway-task", name)[:128],
         tier=name,
         stage=_stage(headers),
+        drop=tier.drop,
     )
     background, stream = bool(body.background), bool(body.stream)
     if background and stream:

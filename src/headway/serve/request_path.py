@@ -13,9 +13,11 @@ from headway.config import Server
 from headway.engines.vllm.process.client import EngineGone, VllmEngine
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.events import Failed, Finished, Started
-from headway.serve.dispatcher import Dispatcher, refusal
+from headway.serve import tasks
+from headway.serve.dispatcher import Dispatcher
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
+from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest
 from headway.types import Request
@@ -34,12 +36,17 @@ class RequestPath:
     # ---- in
 
     def check_capacity(self, request: Request) -> None:
-        """Refuse a request for which the queue has no room, before it is stored: 429 with Retry-After."""
+        """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.
+
+        Only the latter is a promise that was not kept.
+        """
         reject = self._dispatcher.controller.admit(request, time.time(), self._storing)
         if reject is None:
             return
         self._metrics.dropped(reject.reason)
-        raise refusal(f"The queue is full ({self._limits.max_queued} requests wait).", reject)
+        if reject.reason == "infeasible":
+            self._metrics.failed(request, "refused")
+        raise refusal(reject)
 
     async def accept(self, parsed: ParsedRequest) -> InFlightRequest:
         """Store a request durably and queue it. From here on it is owed an end."""
@@ -76,22 +83,43 @@ class RequestPath:
         """Wait for an engine and return its response, begun.
 
         An engine that dies before its response begins costs an attempt and the request queues again, up to
-        server.max_attempts; then EngineGone.
+        server.max_attempts; then EngineGone. RequestError when it is refused before its first token.
         """
         while True:
             engine = await in_flight.engine_future
             try:
-                response = await self._open_on(engine, in_flight)
+                response = await self._open_unless_refused(engine, in_flight)
             except EngineGone:
                 if not await engine.lives():
                     engine.lost()
-                if await self._count_attempt(in_flight) >= self._limits.max_attempts:
+                attempts = await self._count_attempt(in_flight)
+                in_flight.raise_if_refused()
+                if attempts >= self._limits.max_attempts:
                     raise
                 self._dispatcher.requeue(in_flight)
             else:
                 in_flight.first_token = time.time()
                 self._dispatcher.dispatch(Started(in_flight.id))
                 return response
+
+    async def _open_unless_refused(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
+        """Open the response; a refusal in the meantime closes the connection, so that the engine aborts."""
+        in_flight.raise_if_refused()
+        if not in_flight.request.drop:
+            return await self._open_on(engine, in_flight)
+        in_flight.opening = asyncio.create_task(self._open_on(engine, in_flight))
+        try:
+            response = await in_flight.opening
+        except asyncio.CancelledError:
+            await tasks.cancel(in_flight.opening)
+            in_flight.raise_if_refused()
+            raise
+        finally:
+            in_flight.opening = None
+        if in_flight.refusal is not None:  # while the first token was on its way
+            await response.close()
+            raise in_flight.refusal
+        return response
 
     async def _open_on(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
         forecast = self._lengths.lengths.forecast(in_flight.request)

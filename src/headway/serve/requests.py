@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from headway.broker.port import Job
 from headway.engines.vllm.process.client import EngineGone, VllmEngine
+from headway.errors import RequestError
 from headway.serve.request_parsing import PATHS, Kind, ParsedRequest
 from headway.types import Request
 
@@ -37,6 +38,8 @@ class InFlightRequest:
     upstream: the body for the engine, without metadata.
     background: its client polls for the response instead of holding a connection.
     engine_future: resolved with the engine by `Send`, failed with RequestError by `Reject`.
+    opening: the task that waits for the engine's first token, of a request that may be refused meanwhile.
+    refusal: what its client is told instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine.
     attempts: engines that died over it since it was accepted or recovered.
     first_token: instant of the first token, None before it.
@@ -48,6 +51,8 @@ class InFlightRequest:
     upstream: dict[str, Any]
     background: bool = False
     engine_future: asyncio.Future[VllmEngine] = field(default_factory=_new_future)
+    opening: asyncio.Task[EngineResponse] | None = None
+    refusal: RequestError | None = None
     rank: float = 0.0
     attempts: int = 0
     first_token: float | None = None
@@ -75,6 +80,19 @@ class InFlightRequest:
         return Job(
             request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background
         )
+
+    def refuse(self, error: RequestError) -> None:
+        """Answer with this error; an engine that works on the request aborts it."""
+        self.refusal = error
+        if not self.engine_future.done():
+            self.engine_future.set_exception(error)
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def raise_if_refused(self) -> None:
+        """Raise the refusal, if there is one."""
+        if self.refusal is not None:
+            raise self.refusal
 
     def await_engine_again(self) -> None:
         """Replace the engine future: the engine that it named has died."""

@@ -7,7 +7,7 @@ keeps the models loaded before as far as they fit, the least recently used going
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from headway.ports import LatencyModel, Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.event_queue import Timer
 from headway.sim.workload.traffic import Workload
-from headway.types import Instance, Loadable, Request
+from headway.types import Instance, Loadable, Progress, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,7 @@ class SimulatedInstance:
     running: the iteration in progress, None = the engine is idle.
     submissions: requests that were sent and not admitted yet.
     interruption_s: seconds that interruptions have added to the iteration in progress.
+    asked: requests of which the controller wants to know how far they are when this iteration ends.
     leaving: the model that it will load as soon as this iteration ends.
     timers: the loop's, for the ends of an iteration, a load and a warm-up.
     """
@@ -182,6 +183,7 @@ class SimulatedInstance:
         self.submissions: list[Submission] = []
         self.running: Ran | None = None
         self.interruption_s = 0.0
+        self.asked: list[str] = []
 
     def takes(self, model: str) -> bool:
         """Tell whether a request of this model may be submitted now."""
@@ -235,6 +237,26 @@ class SimulatedInstance:
         """Set the urgency of requests that are inside or submitted; ids of others are ignored."""
         self.engine.rerank(ranks)
         self.submissions = [replace(s, rank=ranks.get(s.request.id, s.rank)) for s in self.submissions]
+
+    def progress(self, ids: Iterable[str]) -> dict[str, Progress]:
+        """Return how far the requests are that are inside or submitted; others lack."""
+        jobs, found = self.engine.jobs, dict[str, Progress]()
+        waiting = {submission.request.id: submission.preempted for submission in self.submissions}
+        for id in ids:
+            if id in jobs:
+                row = jobs.row_of[id]
+                found[id] = Progress(int(jobs.computed[row]), int(jobs.output_tokens[row]))
+            elif id in waiting:
+                before = waiting[id]
+                found[id] = Progress(0, before.output_tokens if before is not None else 0)
+        return found
+
+    def drop(self, id: str) -> None:
+        """Abort a request between two iterations."""
+        if id in self.engine.jobs:
+            self.engine.drop(id)
+        else:
+            self.submissions = [other for other in self.submissions if other.request.id != id]
 
     def take_all(self, *, keep: bool) -> dict[str, Preempted]:
         """Empty the engine.

@@ -21,6 +21,7 @@ from headway.events import (
     Finished,
     InstanceDown,
     InstanceUp,
+    Learned,
     Returned,
     Swapped,
     Tick,
@@ -31,9 +32,10 @@ from headway.sim.instance import Preempted, SimulatedInstance, Submission
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
 from headway.sim.workload.traffic import Workload
-from headway.types import Command, Reject, Rerank, Send, Swap, Warm
+from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
 
 CHUNK = 2048  # arrivals between two reports of progress
+_POLL = 1.0  # seconds between two looks at what engines have learned, as in the gateway
 _PATIENCE = 3600  # ticks without any event after which the queued requests are given up
 
 
@@ -61,6 +63,8 @@ class Loop:
         self._planned: list[Command] | None = None  # what the planner, which is still running, will command
         self._replan = False  # something has happened since the planner began
         self._running = 0  # iterations in progress
+        self._check_at = math.inf  # when the controller is asked next for what is overdue
+        self._polled = -math.inf  # when it was last told what the engines have learned
         for failure in failures:
             self._future.at(failure.at, partial(self._fail, self.instances[failure.instance]))
             if math.isfinite(failure.seconds):
@@ -85,7 +89,7 @@ class Loop:
             else:
                 assert i < size, "requests are in progress and no event is scheduled"
                 now = arrival
-                self._notify(Arrived(self.workload.request(i)), now)
+                self._arrive(self.workload.request(i), now)
                 i += 1
                 if progress is not None and i % CHUNK == 0:
                     progress(i)
@@ -104,6 +108,7 @@ class Loop:
         while self._inbox:
             if self.controller.note(self._inbox.popleft(), now):
                 self._decide(now)
+        self._set_check()
 
     def _decide(self, now: float) -> None:
         """Start the planner unless it is running; its commands are executed when its time is over."""
@@ -134,7 +139,7 @@ class Loop:
         if replan:
             self._decide(now)
 
-    def _execute(self, commands: list[Command], now: float) -> None:
+    def _execute(self, commands: Sequence[Command], now: float) -> None:
         for command in commands:
             match command:
                 case Send(id, name, rank):
@@ -147,9 +152,10 @@ class Loop:
                     self._swap(self.instances[name], model, now)
                 case Warm(name, model):
                     self._warm(self.instances[name], model, now)
-                case Reject(id):
+                case Reject(id, reason):
                     self._preempted.pop(id, None)
-                    self.outcome.shed += 1
+                    self.outcome.infeasible += reason == "infeasible"
+                    self.outcome.shed += reason != "infeasible"
 
     def _wait(self, now: float, idle: int, *, last: bool) -> None:
         """Let a tick pass: no event is near, so only time can change what the planner commands."""
@@ -176,6 +182,8 @@ class Loop:
         self._after(instance.spec.request_overhead, now, partial(self._submit, id, instance, rank))
 
     def _submit(self, id: str, instance: SimulatedInstance, rank: float, now: float) -> None:
+        if id not in self.controller.requests:
+            return  # it was refused on its way
         request, row = self.controller.requests[id], self.workload.row_of(id)
         output = int(self.workload.output[row])
         if not instance.takes(request.model):  # it failed or began to swap while the planner was running
@@ -233,11 +241,14 @@ class Loop:
         done = instance.engine.complete(instance.running, now)
         instance.running = None
         self._running -= 1
+        refused = self._answer(instance, now)
         # An engine does not wait for the gateway: what takes the freed room comes one iteration later.
         if instance.busy and not instance.leaving:
             self._begin(instance, now)
         for id, first, evictions in zip(done.ids, done.first.tolist(), done.evictions.tolist(), strict=True):
             self._end_request(id, first, evictions, instance.spec.token_overhead, now)
+        if refused:
+            self._decide(now)
         if instance.leaving:
             self._unload(instance, now)
 
@@ -247,6 +258,64 @@ class Loop:
         self.outcome.first[row], self.outcome.end[row] = first + overhead, now + overhead
         self.outcome.evictions[row] = evictions
         self._after(overhead, now, partial(self._notify, Finished(id, int(self.workload.output[row]))))
+
+    # ---- requests that are refused rather than served late
+
+    def _arrive(self, request: Request, now: float) -> None:
+        if request.drop:
+            self._poll(now)
+            reject = self.controller.infeasible(request, now)
+            if reject is not None:
+                self._execute([reject], now)
+                return
+        self._notify(Arrived(request), now)
+
+    def _poll(self, now: float) -> None:
+        """Tell the controller what the engines have learned, at most once in a while."""
+        if now < self._polled + _POLL:
+            return
+        self._polled = now
+        for name in self.controller.cluster.instances:
+            learned = self.instances[name].learned
+            if learned.telling:
+                self.controller.note(Learned(name, learned.theta.copy()), now)
+
+    def _set_check(self) -> None:
+        """Let time stop where the controller wants to look at what is overdue."""
+        check = self.controller.next_check
+        if check < self._check_at:
+            self._check_at = check
+            self._future.at(check, self._check)
+
+    def _check(self, now: float) -> None:
+        """Refuse what cannot be on time any more: inside engines, when their iterations end."""
+        self._check_at = math.inf
+        self._poll(now)
+        overdue = self.controller.overdue(now)
+        self._execute(overdue.rejects, now)
+        refused = bool(overdue.rejects)
+        for name, ids in overdue.inside.items():
+            instance = self.instances[name]
+            instance.asked += ids
+            if instance.running is None:
+                refused |= self._answer(instance, now)
+        if refused:
+            self._decide(now)
+        self._set_check()
+
+    def _answer(self, instance: SimulatedInstance, now: float) -> bool:
+        """Tell the controller how far an instance is with what it was asked; tell whether any was refused."""
+        if not instance.asked:
+            return False
+        ids, instance.asked = instance.asked, []
+        rejects = self.controller.refuse(instance.id, instance.progress(ids), now)
+        for reject in rejects:
+            instance.drop(reject.id)
+            if self.observer is not None:
+                self.observer.returned(self.workload.row_of(reject.id), now)
+        self._execute(rejects, now)
+        self._set_check()
+        return bool(rejects)
 
     # ---- models and failures
 

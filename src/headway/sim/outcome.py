@@ -37,6 +37,7 @@ class Outcome:
     preempted: requests that lost their KV because memory was short.
     paused: requests that kept their KV and computed nothing, summed over iterations.
     shed: requests that the planner refused after they had arrived.
+    infeasible: requests of classes that drop which were refused because they could not be on time.
     failed: requests that were too long for the instance they were sent to.
     swaps: models loaded in place of others.
     planning: virtual seconds that the planner took.
@@ -54,6 +55,7 @@ class Outcome:
     failed: int = 0
     swaps: int = 0
     planning: float = 0.0
+    infeasible: int = 0
 
     @classmethod
     def of(cls, size: int) -> Outcome:

@@ -90,6 +90,7 @@ class FakeEngine:
     counters: counters of the control route
     open, most_open: open responses, now and at most
     asked, aborted: requests received, and aborted by the client
+    tokens_of: 1 for each open request of Headway that has begun its answer, 0 for the others
     """
 
     tokens: int = 16
@@ -107,6 +108,7 @@ class FakeEngine:
     most_open: int = 0
     asked: int = 0
     aborted: int = 0
+    tokens_of: dict[str, int] = field(default_factory=dict)
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     released: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
@@ -141,11 +143,17 @@ class FakeEngine:
             await _json(send, 400, {"error": f"unknown op {message.get('op')!r} ({NAME})"})
             return
         state = {
-            "recipe": NAME, "running": self.open, "waiting": 0, "counters": self.counters, "jobs": [],
-            "log": [],
+            "recipe": NAME, "running": self.open, "waiting": 0, "counters": self.counters,
+            "jobs": self._jobs(message), "log": [], "latency": None,
             "blocks_free": _BLOCKS, "blocks_total": _BLOCKS, "block_size": _BLOCK,
         }  # fmt: skip
         await _json(send, 200, state)
+
+    def _jobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the open requests that the message names; those without `ids` are not listed."""
+        wanted = message.get("ids", ())
+        tokens = {id: count for id, count in self.tokens_of.items() if id in wanted}
+        return [{"id": id, "computed": 0, "output_tokens": count} for id, count in tokens.items()]
 
     # ---- generation
 
@@ -156,6 +164,8 @@ class FakeEngine:
         self.on_request(self.last)
         self.asked += 1
         ask = self._ask(scope["path"].endswith("chat/completions"), body)
+        id = str((body.get("vllm_xargs") or {}).get("headway_id", self.asked))
+        self.tokens_of[id] = 0
         gone = asyncio.ensure_future(receive())  # the only place where uvicorn reports a client that left
         self.open += 1
         self.most_open = max(self.most_open, self.open)
@@ -168,9 +178,11 @@ class FakeEngine:
                 await _either(self.reached.wait(), gone)
             await _rest(self.wait, gone)
             if not gone.done():
+                self.tokens_of[id] = 1
                 await self._answer(ask, gone, send)
         finally:
             self.open -= 1
+            self.tokens_of.pop(id, None)
             self.aborted += gone.done()
             gone.cancel()
 

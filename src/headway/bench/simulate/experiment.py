@@ -212,7 +212,8 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
 def _events(outcome: Outcome) -> str:
     """Describe what a table of latencies does not show: refusals, model swaps, planner time."""
     parts = {
-        "requests shed": outcome.shed, "requests failed": outcome.failed, "model swaps": outcome.swaps,
+        "requests shed": outcome.shed, "requests infeasible": outcome.infeasible,
+        "requests failed": outcome.failed, "model swaps": outcome.swaps,
         "s of planning": round(outcome.planning, 3),
     }  # fmt: skip
     return "".join(f", {count:g} {what}" for what, count in parts.items() if count)
@@ -229,10 +230,10 @@ def records(workload: Workload, outcome: Outcome) -> list[Record]:
 
 
 def _record(tier: str, at: float, first: float, end: float, prompt: int, output: int, slo: Slo) -> Record:
-    """Return one request's record; without an end it was shed by the planner or fits no instance."""
+    """Return one request's record; without an end it was refused or fits no instance."""
     if math.isfinite(end):
         return Record(tier, at, at, first, end, prompt, output, _NO_GAPS, 200, None, slo)
-    return Record(tier, at, at, None, None, prompt, 0, _NO_GAPS, 429, "dropped: shed or too long", slo)
+    return Record(tier, at, at, None, None, prompt, 0, _NO_GAPS, 429, "dropped: refused or too long", slo)
 
 
 def _slos(workload: Workload) -> list[Slo]:

@@ -110,6 +110,12 @@ class SimulatedEngine:
         self.target[row] = output
         return row
 
+    def drop(self, id: str) -> None:
+        """Abort a request between two iterations, and free its KV."""
+        row = self.jobs.row_of[id]
+        kernels.release(self.jobs.data, self.usage, row)
+        self.jobs.remove(id)
+
     def rerank(self, ranks: Mapping[str, float]) -> None:
         """Set `Jobs.urgency` of requests by id; those that are not inside have ended."""
         row_of = self.jobs.row_of

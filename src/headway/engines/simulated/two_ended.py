@@ -132,6 +132,15 @@ class TwoEndedEngine(HostPoolEngine):
         allocation.add_row(self.kv, row, REAL_TIME if promised else BEST_EFFORT)
         return row
 
+    def drop(self, id: str) -> None:
+        row = self.jobs.row_of[id]
+        super().drop(id)
+        self._free_slots(row)
+
+    def _free_slots(self, row: int) -> None:
+        checkpoint.free_row(self.kv, row)
+        self.kv.kind[row] = 0
+
     def schedule(self, now: float) -> Ran:
         """Decide on one iteration and account its KV: real-time rows first, then best-effort rows."""
         jobs, kv, dropped = self.jobs, self.kv, int(self.kv.state[0]["dropped_tokens"])
@@ -147,8 +156,7 @@ class TwoEndedEngine(HostPoolEngine):
         jobs = self.jobs
         rows = kernels.complete(jobs.data, self.usage, self.target, ran.rows, ran.tokens, now)
         for row in rows:
-            checkpoint.free_row(self.kv, row)
-            self.kv.kind[row] = 0
+            self._free_slots(row)
         done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
         for name in done.ids:
             jobs.remove(name)

@@ -16,7 +16,9 @@ from headway.types import Batch, Floats, Ints, Jobs
 _SCALE = np.array([1.0, 16.0, 16_000.0, 512.0, 512.0 * 512.0])
 # Before anything is measured: a small model on a CPU. Wrong elsewhere for the first tens of steps only.
 _PRIOR = np.array([0.010, 0.5e-3, 1.4e-6, 0.29e-3, 1.1e-7])
+THETA_SIZE = _PRIOR.size
 _SHORTEST = 1e-4  # seconds
+_TELLING = 32  # iterations from which on the fit says more about the engine than the prior does
 
 
 class OnlineLatency:
@@ -26,6 +28,7 @@ class OnlineLatency:
     surprise: a step that took far longer than forecast, because another process had the core, moves the fit
         no more than this many times its forecast.
     theta: the five scaled coefficients, which compiled loops read in place.
+    steps: iterations that it was taught by `learn`.
     """
 
     def __init__(self, forget: float = 0.998, surprise: float = 2.0) -> None:
@@ -33,6 +36,12 @@ class OnlineLatency:
         self.theta: Floats = _PRIOR * _SCALE
         self.cov: Floats = np.diag(np.square(self.theta) * 4e3)
         self.cap: Floats = np.diag(self.cov).copy()
+        self.steps = 0
+
+    @property
+    def telling(self) -> bool:
+        """Tell whether enough was measured to judge requests by."""
+        return self.steps >= _TELLING
 
     def seconds(self, batch: Batch) -> float:
         """Return the forecast duration of one iteration of this shape, at least 0.1 ms."""
@@ -49,6 +58,7 @@ class OnlineLatency:
         """Move the fit towards one measured iteration."""
         shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
         learn(self.theta, self.cov, self.cap, *shape, seconds, self.forget, self.surprise)
+        self.steps += 1
 
 
 def batch_of(jobs: Jobs, rows: Ints, tokens: Ints) -> Batch:

@@ -13,10 +13,11 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
+from headway.core.feasibility import Pace
 from headway.forecast.latency.online import seconds_of
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import CompiledStep, Rows, allocate, largest_chunk, missing_of
-from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, Pace, reserved_of
+from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, reserved_of
 from headway.types import Floats, Ints
 
 

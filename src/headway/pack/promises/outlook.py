@@ -12,7 +12,8 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.core.engine_spec import KeepOptions
-from headway.forecast.latency.online import prefill_of, seconds_of
+from headway.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
+from headway.forecast.latency.online import prefill_of
 from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
@@ -21,20 +22,6 @@ from headway.types import Floats, Ints
 # yields to all of those; best effort, and answers of which only the first token was promised; one that cannot
 # be on time.
 ANSWER, PROMPT, HOPE, WAITS, EASY, OTHER, LOST = range(7)
-_CONTEXT = 512.0  # tokens of an answer's context while the engine is empty
-
-
-class Pace(NamedTuple):
-    """The answers in progress that were promised something, and what an iteration of them takes.
-
-    decodes: how many.
-    token: seconds of an iteration of them alone.
-    base: seconds of an empty iteration.
-    """
-
-    decodes: int
-    token: float
-    base: float
 
 
 class Outlook(NamedTuple):
@@ -58,15 +45,13 @@ def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
         if jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row):
             decodes += missing_of(jobs, row) == 1
             context += jobs["computed"][row]
-    token = seconds_of(theta, max(decodes, 1), max(context, _CONTEXT), 0.0, 0.0)
-    return Pace(decodes, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0))
+    return pace_at(theta, decodes, context)
 
 
 @compiled
 def prompt_seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
     """Return the seconds until the next token of a row that has the engine for itself."""
-    want = missing_of(jobs, row)
-    return prefill_of(theta, want) if want > 1 else pace.base
+    return next_token_seconds(theta, missing_of(jobs, row), pace.base)
 
 
 @compiled
@@ -114,10 +99,11 @@ def outlook_of(
         return OTHER, -np.inf
     prompt = prompt_seconds(jobs, row, theta, pace)
     first_due = jobs["arrival"][row] + jobs["ttft"][row]
-    lost = jobs["first"][row] > first_due if made else first_due - prompt < now
     end, answer = jobs["arrival"][row] + jobs["e2e"][row] - prompt, jobs["tokens_left"][row] * pace.token
-    least = max(1.0 - keep.doubt * jobs["spread"][row], 0.0)
-    lost |= end - least * answer < now
+    least = least_answer(keep.doubt, jobs["spread"][row], answer)
+    to_come = np.inf if made else jobs["ttft"][row]
+    lost = last_start(jobs["arrival"][row], to_come, jobs["e2e"][row], prompt, least) < now
+    lost |= made > 0 and jobs["first"][row] > first_due
     start = min(end - keep.sure * answer, first_due - prompt if made == 0 else np.inf)
     if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
         due = jobs["first"][row] + made * jobs["tpot"][row] - prompt

@@ -25,6 +25,7 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.core.engine_spec import EngineSpec, KeepOptions, PackerParams
+from headway.core.feasibility import Pace
 from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
@@ -38,7 +39,6 @@ from headway.pack.promises.outlook import (
     OTHER,
     PROMPT,
     Outlook,
-    Pace,
     outlook_of,
     pace_of,
     size_of,

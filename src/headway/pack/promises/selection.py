@@ -14,6 +14,7 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.core.engine_spec import KeepOptions, PackerParams
+from headway.core.feasibility import Pace
 from headway.core.sorting import pop, push
 from headway.forecast.latency.online import seconds_of
 from headway.memory.budget import KvBudget
@@ -25,7 +26,6 @@ from headway.pack.promises.outlook import (
     PROMPT,
     WAITS,
     Outlook,
-    Pace,
     blocks_of,
     prompt_seconds,
     rent,

@@ -31,6 +31,7 @@ __all__ = [
 
 _STAGE = {"app": "apps", "run": "runs", "unit": "units"}
 _CODES = {"tier": "tiers", "model": "models", "tenant": "tenants"} | _STAGE  # column of codes -> its names
+_OPTIONAL = {*_STAGE, "drop"}  # columns of zeros where they are not given
 _TOKENS = ("prompt", "output", "max_tokens")
 _TARGETS = ("ttft", "tpot", "e2e")
 
@@ -54,6 +55,7 @@ class Workload:
     tier, model, tenant: codes, the indices of their names in `tiers`, `models` and `tenants`.
     app, run, unit: codes of the request's `Stage`; the run "" = the request belongs to no application.
     ids: the requests' ids, () = "r0", "r1", ...
+    drop: 1 = refuse the request as soon as it cannot be on time; left out, none is.
     """
 
     arrival: Floats
@@ -77,12 +79,13 @@ class Workload:
     runs: tuple[str, ...] = ("",)
     units: tuple[str, ...] = ("",)
     ids: tuple[str, ...] = ()
+    drop: Ints = field(default_factory=_no_codes)
 
     def __post_init__(self) -> None:
         n = len(self.arrival)
         for name in _COLUMNS:
             values = getattr(self, name)
-            given = name not in _STAGE or len(values)
+            given = name not in _OPTIONAL or len(values)
             object.__setattr__(self, name, _column(name, values if given else np.zeros(n, np.int64), n))
         object.__setattr__(self, "ids", tuple(self.ids))
         _check_ids(self.ids, n)
@@ -127,6 +130,7 @@ class Workload:
             task=self.tiers[self.tier[i]],
             tier=self.tiers[self.tier[i]],
             stage=self._stage(i),
+            drop=bool(self.drop[i]),
         )
 
     def _stage(self, i: int) -> Stage | None:
@@ -164,6 +168,7 @@ class TrafficClass:
     tenants: equally likely.
     requests_per_run: above 1, the requests are the units of application runs of the app `name`.
     concurrent_runs: runs that take their requests in turn; the next ones begin when these are complete.
+    drop: refuse a request as soon as it cannot be on time.
     """
 
     name: str
@@ -177,6 +182,7 @@ class TrafficClass:
     tenants: tuple[str, ...] = ("default",)
     requests_per_run: int = 1
     concurrent_runs: int = 8
+    drop: bool = False
 
     def __post_init__(self) -> None:
         positive(f"share of class {self.name}", self.share)
@@ -187,6 +193,10 @@ class TrafficClass:
             raise ConfigError(f"Class {self.name} has no tenants.", "Give at least one name.")
         if self.requests_per_run < 1 or self.concurrent_runs < 1:
             raise ConfigError(f"Class {self.name} has runs of no requests.", "Give 1 or more of both.")
+        if self.drop and self.slo.ttft is None and self.slo.e2e is None:
+            raise ConfigError(
+                f"Class {self.name} drops requests that cannot be late.", "Give its SLO a ttft or an e2e."
+            )
 
 
 def make(classes: Sequence[TrafficClass], arrivals: Floats | Trace, rng: np.random.Generator) -> Workload:
@@ -221,6 +231,7 @@ def single(
     model: str = "default",
     tenant: str = "default",
     max_tokens: Ints | int | None = None,
+    drop: bool = False,
 ) -> Workload:
     """Return a workload of one class from its columns; a number applies to all rows.
 
@@ -233,7 +244,9 @@ def single(
     codes = {name: np.zeros(n, np.int64) for name in _CODES}
     columns = {name: _spread_out(value, n) for name, value in tokens.items()} | codes
     return _built(
-        {"arrival": arrival, "priority": np.full(n, priority)} | columns | seconds,
+        {"arrival": arrival, "priority": np.full(n, priority), "drop": np.full(n, int(drop))}
+        | columns
+        | seconds,
         {"tiers": (tier,), "models": (model,), "tenants": (tenant,)},
     )
 
@@ -269,6 +282,7 @@ def _part(
         tier=traffic.name,
         model=traffic.model,
         max_tokens=limit,
+        drop=traffic.drop,
     )
     tenants = tuple(dict.fromkeys(traffic.tenants))
     return replace(part, tenant=rng.integers(0, len(tenants), rows.size), tenants=tenants)

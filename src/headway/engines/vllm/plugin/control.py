@@ -8,12 +8,16 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         [instant, tokens by id, paused, evicted, log row]
     {"op": "state", "iterations": 20, "requests": 20}
         return the state with the last 20 rows of the iteration log (`iteration_log.py`)
+    {"op": "state", "ids": [...]}
+        return the state with only these requests in its list
     {"op": "urgency", "values": {id: number}}
         set `Jobs.urgency`: lower goes first, before the recipe's own rank; 0 = the recipe's rank alone
     {"op": "pause" | "resume", "ids": [...]}
         hold requests back, keeping their KV, and let them go on
 
-Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests.
+Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. Its `latency` is
+null until the engine has learned its own; then theta (`forecast/latency/online.py`), and the tokens of the
+longest prefix that was found in the cache lately.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from headway.engines.vllm.request_metadata import finite
+from headway.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
 
 _PENDING = 4096  # urgencies kept for requests that have not arrived
@@ -69,6 +74,7 @@ class ControlMixin:
     # The hook's attributes used here.
     jobs: Jobs
     running: list[Any]
+    requests: dict[str, Any]
     held: set[str]
     _headway_id: dict[str, str]
     pending: PendingUrgency
@@ -77,11 +83,13 @@ class ControlMixin:
     counters: dict[str, float]
     kv_policy: Any
     iteration_log: Any
+    latency: OnlineLatency
     step_log: deque[Any]
     _limits: dict[str, int]
     _blocks: Any
     _total: int
     _block_size: int
+    _prefix_cache: Any
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         """Execute a control message and return the scheduler's state (the module lists the messages)."""
@@ -114,7 +122,6 @@ class ControlMixin:
 
     def _state(self, message: dict[str, Any]) -> dict[str, Any]:
         log = int(message.get("log", 0))
-        rows = self.jobs.rows() if message.get("jobs", True) else ()
         return {
             "recipe": self.recipe.name,
             "running": len(self.running),
@@ -125,7 +132,8 @@ class ControlMixin:
             **self._limits,
             "counters": self.stats.counters | self.counters | self.kv_policy.counters(),
             **self.kv_policy.state(),
-            "jobs": [self._job(int(row)) for row in rows],
+            "latency": self._latency(),
+            "jobs": [self._job(name) for name in self._listed(message)],
             "log": [list(entry) for entry in list(self.step_log)[-log:]] if log else [],
         }
 
@@ -136,15 +144,31 @@ class ControlMixin:
         counts = {kind: int(message.get(kind, 0)) for kind in kinds}
         return {kind: list(kinds[kind])[-count:] for kind, count in counts.items() if count > 0}
 
-    def _job(self, row: int) -> dict[str, Any]:
-        jobs, name = self.jobs, str(self.jobs.keys[row])
+    def _latency(self) -> dict[str, Any] | None:
+        if not self.latency.telling:
+            return None
+        return {"theta": self.latency.theta.tolist(), "cached": self._prefix_cache.longest}
+
+    def _listed(self, message: dict[str, Any]) -> list[str]:
+        """Return the engine's ids of the requests that the message asks for, by row."""
+        if not message.get("jobs", True):
+            return []
+        names = self.jobs.names(self.jobs.rows())
+        if message["op"] != "state" or "ids" not in message:
+            return names
+        wanted = self._engine_ids(message["ids"])
+        return [name for name in names if name in wanted]
+
+    def _job(self, name: str) -> dict[str, Any]:
+        """Return a request as it is now; the table may be one iteration behind vLLM's own numbers."""
+        jobs, row, request = self.jobs, self.jobs.row_of[name], self.requests[name]
         return {
             "id": self._headway_id[name],
             "running": bool(jobs.running[row]),
             "held": name in self.held,
             "urgency": float(jobs.urgency[row]),
-            "computed": int(jobs.computed[row]),
-            "output_tokens": int(jobs.output_tokens[row]),
+            "computed": max(int(jobs.computed[row]), request.num_computed_tokens),
+            "output_tokens": request.num_output_tokens,
         }
 
 

@@ -7,13 +7,16 @@ the packer names it; a change in what was found then means that others have chan
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from headway.core.engine_spec import UNLIMITED
 from headway.types import Ints, Jobs
 
+_RECENT = 1024  # requests of which the longest cached prefix is remembered
 _AHEAD = 64  # waiting requests that are looked up again when the cache has changed
 
 
@@ -28,6 +31,17 @@ class PrefixCache:
         self._shared = np.zeros(0, np.int64)  # by row, of running ones
         self._named: list[str] = []  # those that the packer wanted in the last step
         self._recount = False  # the running requests may share other blocks than before
+        self._found: deque[int] = deque(maxlen=_RECENT)  # tokens that were cached when a request came
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prefix that was cached of the last requests when they came.
+
+        Longer than any prompt where stock caches prefixes and this class does not follow it.
+        """
+        if self._manager.enable_caching and not self._on:
+            return UNLIMITED
+        return max(self._found, default=0)
 
     def enter(self, request: Any, row: int) -> None:
         """Look a request up that has come or has lost its KV."""
@@ -37,6 +51,8 @@ class PrefixCache:
             self._recount |= bool(self._shared[row])
             self._shared[row] = 0
             self._look_up(request, row)
+            if not request.num_preemptions:  # else it would find what it has computed itself
+                self._found.append(int(self._tokens[row]))
 
     def leave(self, row: int) -> None:
         """Forget a request; those that shared its blocks may have them alone now."""

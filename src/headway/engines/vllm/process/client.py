@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from headway.config import Engine
 from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
 from headway.engines.vllm.request_metadata import finite
 from headway.errors import EngineError
-from headway.events import Event, InstanceDown, InstanceUp
-from headway.types import Instance
+from headway.events import Event, InstanceDown, InstanceUp, Learned
+from headway.forecast.latency.online import THETA_SIZE
+from headway.types import Instance, Progress
 
 log = logging.getLogger("headway.engine")
 _POLL = 0.25  # seconds between checks of a child
@@ -222,6 +224,46 @@ class VllmEngine:
         values = {id: finite(rank) for id, rank in ranks.items()}
         with suppress(EngineGone):
             await self.control({"op": "urgency", "values": values, "jobs": False})
+
+    async def learned(self) -> Learned | None:
+        """Return what the scheduler inside has learned about its engine, None before it has.
+
+        EngineError when it does not answer or has no such knowledge: stock vLLM learns nothing.
+        """
+        state = await self.control({"op": "state", "jobs": False})
+        try:
+            latency = state["latency"]
+            if latency is None:
+                return None
+            theta, cached = np.array(latency["theta"], float), int(latency["cached"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._malformed(error) from error
+        if theta.shape != (THETA_SIZE,) or not (np.isfinite(theta) & (theta >= 0)).all():
+            raise self._malformed(theta)
+        return Learned(self.id, theta, cached)
+
+    async def progress(self, ids: list[str]) -> dict[str, Progress]:
+        """Return how far the engine is with requests; those that it does not hold (yet, or any more) lack.
+
+        Of several choices (`n`) that one counts which is furthest. EngineError as `learned`.
+        """
+        state, found = await self.control({"op": "state", "ids": ids}), dict[str, Progress]()
+        try:
+            for job in state["jobs"]:
+                id, done = str(job["id"]), Progress(int(job["computed"]), int(job["output_tokens"]))
+                other = found.get(id, Progress(0, 0))
+                found[id] = Progress(
+                    max(done.computed, other.computed), max(done.output_tokens, other.output_tokens)
+                )
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._malformed(error) from error
+        return {id: found[id] for id in ids if id in found}
+
+    def _malformed(self, what: object) -> EngineError:
+        return EngineError(
+            f"The engine {self.id} answered a control message with an unknown state: {what!r}.",
+            "Run the same version of Headway in the gateway and in its engines.",
+        )
 
     async def metrics(self) -> str:
         """Return the instance's own Prometheus page, empty when it does not answer."""

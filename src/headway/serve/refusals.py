@@ -1,0 +1,37 @@
+"""What a client is told when its request is refused: 429 in OpenAI's shape, why, and what to do about it."""
+
+from __future__ import annotations
+
+from headway.errors import RequestError
+from headway.types import Reject, Shortfall
+
+_WHAT = {
+    "queue_full": "The queue is full (server.max_queued).",
+    "saturated": "All engines of this model are saturated.",
+}
+_TARGETS = {"ttft": "The first token", "e2e": "The answer"}
+_OTHER = "use a class without drop to be served late"
+
+
+def refusal(reject: Reject) -> RequestError:
+    """Return the 429 that says why, and when to try again if that may help."""
+    seconds = None if reject.retry_after is None else f"{reject.retry_after:.0f}"
+    what = _late(reject.shortfall) if reject.shortfall is not None else _WHAT[reject.reason]
+    hint = f"Try again in {seconds} s."
+    if seconds is None:
+        hint = f"Ask for less or allow more time, or {_OTHER}."
+    elif reject.shortfall is not None:
+        hint = f"Try again in {seconds} s, or {_OTHER}."
+    headers = {"x-headway-dropped-reason": reject.reason}
+    # OpenAI's clients try every 429 again by themselves unless they are told not to.
+    headers |= {"x-should-retry": "false"} if seconds is None else {"retry-after": seconds}
+    return RequestError(
+        what, hint, code=reject.reason, status=429, kind="rate_limit_error", headers=headers
+    )  # fmt: skip
+
+
+def _late(shortfall: Shortfall) -> str:
+    return (
+        f"{_TARGETS[shortfall.target]} would take {shortfall.needed:.3g} s or more; "
+        f"{shortfall.promised:g} s were promised."
+    )
