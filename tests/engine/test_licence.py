@@ -74,7 +74,13 @@ def test_stock_order_returns_by_arrival_when_ranks_from_outside_have_gone() -> N
 def test_stock_order_returns_also_where_the_earlier_request_waits_as_the_ranks_go() -> None:
     """Stock admits r1 behind r2, which came later and runs already; from the next step on r1 is first."""
     urgent = -math.inf
-    sizes = [(0.0, 1, 1, urgent), (0.0, 1, 2, 2.0), (1.0, 1, 3, urgent), (0.0, 1, 1, urgent), (0.0, 1, 17, -1.0)]
+    sizes = [
+        (0.0, 1, 1, urgent),
+        (0.0, 1, 2, 2.0),
+        (1.0, 1, 3, urgent),
+        (0.0, 1, 1, urgent),
+        (0.0, 1, 17, -1.0),
+    ]
     sizes += [(0.0, 192, 30, urgent), (1.0, 1, 13, urgent)]
     tasks = tuple(Task(at, prompt, output, Slo(), 0, urgency=rank) for at, prompt, output, rank in sizes)
     case = Case(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
