@@ -81,18 +81,17 @@ class Mix:
         return np.asarray(shares / shares.sum(), float)
 
 
+_CHAT = Tier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
+_BATCH = Tier(
+    "batch", 0.4, Slo(), "sharegpt_mixed_roles", max_tokens=256, ignore_eos=True, priority=10,
+    prompt_tokens=(200, 1000),
+)  # fmt: skip
+# Promised as a whole: about twice what its longest answer takes in a full batch (SmolLM2 on 2 cores).
+_CODE = Tier("code", 0.3, Slo(e2e=8.0), "code_alpaca_2k", max_tokens=96)
 BUILTIN = {
-    "chat-batch": Mix(
-        "chat-batch",
-        (
-            Tier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128),
-            Tier(
-                "batch", 0.4, Slo(), "sharegpt_mixed_roles", max_tokens=256, ignore_eos=True, priority=10,
-                prompt_tokens=(200, 1000),
-            ),
-        ),
-    )
-}  # fmt: skip
+    "chat-batch": Mix("chat-batch", (_CHAT, _BATCH)),
+    "deadlines": Mix("deadlines", (replace(_CHAT, share=0.5), _CODE, replace(_BATCH, share=0.2))),
+}
 
 
 def load(name: str | Path) -> Mix:
