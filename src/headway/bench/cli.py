@@ -61,6 +61,12 @@ Load = Annotated[
     typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate)."),
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
+Together = Annotated[
+    bool,
+    typer.Option(
+        "--together", help="Keep all systems running at once: fewer starts, memory for all engines."
+    ),
+]
 Tight = Annotated[
     bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")
 ]
@@ -127,6 +133,7 @@ def compare(
     duration: Duration = 300.0,
     rounds: Rounds = 1,
     max_running: MaxRunning = 16,
+    together: Together = False,
     tight: Tight = False,
     kv_blocks: KvBlocks = None,
     host_kv_gib: HostKv = 1.0,
@@ -142,7 +149,7 @@ def compare(
     names = (TIGHT if tight else STANDARD) if systems is None else _names(systems)
     engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
     asked = comparison.Setup(
-        _mix(mix, slo), engine, names, load, rate, duration, rounds, seed, tight=tight, burstiness=burstiness
+        _mix(mix, slo), engine, names, load, rate, duration, rounds, seed, together, tight, burstiness
     )
     setup = _quick(asked) if quick else asked
     began = time.perf_counter()
@@ -253,7 +260,11 @@ def beside(
     model: Annotated[str, typer.Option(help="With --real: model name, directory or hub id.")] = "smollm2",
     duration: Annotated[
         float, typer.Option(min=1, help="With --real: seconds until the batch is due.")
-    ] = 60.0,
+    ] = 240.0,
+    capacity: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="With --real: requests/s of the engine, instead of measuring them."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="With --real: rounds over all systems.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="With --real: batch limit of every engine.")] = 16,
     quick: Quick = False,
@@ -271,7 +282,7 @@ def beside(
     from headway.bench.live.systems import standard_engine
 
     engine = standard_engine(model, max_running=max_running, blocks=None)
-    trial = live.Trial(engine, _names(systems), duration, rounds, seed)
+    trial = live.Trial(engine, _names(systems), duration, rounds, seed, capacity)
     live.main(trial, quick=quick, as_json=as_json, out=out)
 
 

@@ -26,7 +26,7 @@ from headway.types import Slo
 
 _INTERACTIVE = mix.Tier("interactive", 1.0, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
 _PHASES = 6  # three bursts, each followed by idle time
-_QUICK_CAPACITY = 6.0  # requests/s of short answers
+_QUICK_SECONDS, _QUICK_TOKENS, _QUICK_CAPACITY = 4.0, 32, 6.0  # with such short answers, requests/s
 
 Found = dict[tuple[str, str], list[Record]]
 
@@ -114,8 +114,11 @@ def figures(records: Sequence[Record]) -> Figures:
 def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
     """Run and print; `quick`: some seconds of short answers, with a capacity that is given."""
     if quick:
-        short = replace(trial.interactive, max_tokens=32)
-        trial = replace(trial, seconds=4.0, rounds=1, capacity=_QUICK_CAPACITY, interactive=short)
+        trial = replace(
+            trial, seconds=min(trial.seconds, _QUICK_SECONDS), rounds=1,
+            capacity=trial.capacity or _QUICK_CAPACITY,
+            interactive=replace(trial.interactive, max_tokens=_QUICK_TOKENS),
+        )  # fmt: skip
     began = time.perf_counter()
     outcome = asyncio.run(run(trial))
     plain = beside.rows_of({key: figures(records) for key, records in outcome.found.items()})
