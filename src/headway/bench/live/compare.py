@@ -115,7 +115,9 @@ class Systems:
             yield self.urls[name]
             return
         async with AsyncExitStack() as stack:
-            yield await _up(stack, name, self.setup, self.logs)
+            url = await _up(stack, name, self.setup, self.logs)
+            await _warm(url, self.setup)
+            yield url
 
 
 @dataclass(slots=True)
@@ -164,16 +166,20 @@ async def started(setup: Setup) -> AsyncIterator[Systems]:
     async with AsyncExitStack() as stack:
         names = setup.systems if setup.together else ()
         urls = await asyncio.gather(*(_up(stack, name, setup, logs) for name in names))
+        for url in urls:  # one after the other: engines that compute at once spin on each other's cores
+            await _warm(url, setup)
         yield Systems(setup, dict(zip(names, urls, strict=True)), logs)
 
 
 async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
-    """Start a system and send it a few requests that are not measured: its first batches are slow."""
     _console.print(f"[dim]starting {name} ...[/]")
-    url = await stack.enter_async_context(running(name, setup.engine, logs))
+    return await stack.enter_async_context(running(name, setup.engine, logs))
+
+
+async def _warm(url: str, setup: Setup) -> None:
+    """Send a few requests that are not measured: the first batches of a new engine are slow."""
     calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
     await generator.run(url, setup.engine.name, calls, progress=False)
-    return url
 
 
 def steady(records: Sequence[Record]) -> float:
