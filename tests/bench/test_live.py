@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench.live import beside, compare
+from headway.bench.live import beside, compare, systems
 from headway.bench.live.systems import standard_engine
 from headway.bench.load import mix
 from headway.bench.load.records import Record
 from headway.bench.simulate.beside import ALONE, BESIDE
+from headway.config import Tier, load
 from headway.types import Slo
 from tests.bench.fake import fake, serving
 
@@ -76,6 +77,13 @@ async def test_every_system_gets_the_same_bursts_in_every_round(seen: Seen) -> N
         prompts = [sorted(str(one["body"]["messages"]) for one in of(seen, name, tier)) for name in SYSTEMS]
         assert prompts[0] == prompts[1] != []
     assert all(record.ok for record in (*ours, *theirs))
+
+
+def test_a_gateway_knows_the_classes_of_the_mix(tmp_path: Path) -> None:
+    names = mix.BUILTIN["deadlines"].names
+    child = systems._headway("headway", ENGINE, 1, tmp_path, names)
+    known = load(Path(child.argv[child.argv.index("--config") + 1])).classes
+    assert {name: known[name] for name in names} == dict.fromkeys(("chat", "code", "batch"), Tier())
 
 
 # ---- beside --real

@@ -77,7 +77,7 @@ async def run(trial: Trial) -> Outcome:
     Raises ConfigError or EngineError when one cannot be run.
     """
     setup = compare.Setup(
-        mix.Mix("interactive", (trial.interactive,)), _without_prefixes(trial.engine), trial.systems,
+        mix.Mix("beside", (trial.interactive, trial.batch)), _without_prefixes(trial.engine), trial.systems,
         rounds=trial.rounds, seed=trial.seed, together=True,
     )  # fmt: skip
     async with compare.started(setup) as systems:

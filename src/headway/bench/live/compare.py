@@ -173,7 +173,7 @@ async def started(setup: Setup) -> AsyncIterator[Systems]:
 
 async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
     _console.print(f"[dim]starting {name} ...[/]")
-    return await stack.enter_async_context(running(name, setup.engine, logs))
+    return await stack.enter_async_context(running(name, setup.engine, logs, setup.mix.names))
 
 
 async def _warm(url: str, setup: Setup) -> None:

@@ -68,11 +68,15 @@ class Mix:
     tiers: tuple[Tier, ...]
 
     def __post_init__(self) -> None:
-        names = [tier.name for tier in self.tiers]
-        if not names or len(set(names)) < len(names):
+        if not self.names or len(set(self.names)) < len(self.names):
             raise ConfigError(
-                f"Mix {self.name} has the classes {names}.", "Give at least one, each name once."
+                f"Mix {self.name} has the classes {list(self.names)}.", "Give at least one, each name once."
             )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes' names, in their order."""
+        return tuple(tier.name for tier in self.tiers)
 
     @property
     def shares(self) -> Floats:
@@ -137,7 +141,7 @@ def override(mix: Mix, text: str) -> Mix:
     name, _, rest = text.strip().partition(" ")
     if ":" in name and len(mix.tiers) == 1:
         name, rest = mix.tiers[0].name, text
-    names = [tier.name for tier in mix.tiers]
+    names = mix.names
     if name not in names or not rest.strip():
         raise ConfigError(
             f"{text!r} does not say which class is promised what.",
