@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim.workload import traces, traffic
+from headway.sim.workload import arrivals, traces, traffic
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -54,12 +54,37 @@ def test_endless_burstiness_is_a_metronome():
     assert traffic.gamma(2, math.inf, 2.4, rng()) == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
 
+@given(st.floats(0.1, 20), st.floats(0.05, 5), st.floats(1, 100), seeds)
+@settings(max_examples=100)
+def test_bursts_keep_the_mean_rate(rate, burstiness, duration, seed):
+    times = arrivals.bursty(rate, burstiness, duration, rng(seed))
+    assert times.size == max(round(rate * duration), 1)
+    assert np.all(np.diff(times) >= 0)
+    assert np.all((times >= 0) & (times <= duration))
+    assert np.array_equal(times, arrivals.bursty(rate, burstiness, duration, rng(seed)))
+
+
+@pytest.mark.parametrize("burstiness", [0.1, 1.0, 4.0])
+def test_bursts_are_as_uneven_as_asked(burstiness):
+    gaps = np.diff(arrivals.bursty(20, burstiness, 2000, rng()))
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_phases_have_rates_of_their_own():
+    times = arrivals.phases([50, 2, 10], 100.0, rng())
+    assert np.all(np.diff(times) >= 0)
+    assert np.histogram(times, [0, 100, 200, 300])[0] == pytest.approx([5000, 200, 1000], rel=0.15)
+    assert arrivals.phases([], 1.0, rng()).size == 0
+
+
 @pytest.mark.parametrize(
     "bad", [(0, 1, 1), (-1, 1, 1), (math.nan, 1, 1), (math.inf, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, math.inf)]
 )
 def test_impossible_arrivals_are_refused(bad):
     with pytest.raises(ConfigError, match="above 0"):
         traffic.gamma(*bad, rng())
+    with pytest.raises(ConfigError, match="above 0"):
+        arrivals.bursty(*bad, rng())
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=50).map(sorted), st.floats(0.01, 1000))

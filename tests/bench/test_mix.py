@@ -64,6 +64,15 @@ def test_chat_batch_is_what_it_says(data):
     assert (batch.max_tokens, batch.ignore_eos, batch.priority, batch.slo) == (256, True, 10, Slo())
 
 
+def test_deadlines_promise_first_tokens_and_whole_answers(no_data):
+    dealt = mix.calls(mix.load("deadlines"), TIMES, rng(), warn=lambda line: None)
+    count = Counter(call.tier for call in dealt)
+    assert [count[tier] for tier in ("chat", "code", "batch")] == pytest.approx([250, 150, 100], abs=35)
+    promised = {call.tier: call.slo for call in dealt}
+    assert promised == {"chat": Slo(ttft=1.5, tpot=0.15), "code": Slo(e2e=8.0), "batch": Slo()}
+    assert dealt == mix.calls(mix.load("deadlines"), TIMES, rng(), warn=lambda line: None)
+
+
 def test_prompts_stay_in_their_band_and_below_the_context(data):
     dealt = mix.calls(mix.load("chat-batch"), TIMES, rng())
     used = {call.prompt for call in dealt if call.tier == "batch"}

@@ -70,6 +70,15 @@ def test_figures_against_a_sheet_of_paper():
     assert seen["preemptions", "all"] == 3.0
 
 
+def test_the_variant_of_the_load_is_in_every_row_but_not_in_the_table():
+    built = report.build(
+        {"a": (HAND, {}), "b": (HAND, {})}, bench="compare", host="vllm", seconds=1.0, about=About(),
+        variant="deadlines",
+    )  # fmt: skip
+    assert {row.setting for row in built.rows} == {"chat, deadlines", "batch, deadlines", "all, deadlines"}
+    assert not any("deadlines" in cell for line in built.grid.cells() for cell in line)
+
+
 def test_a_promise_of_the_whole_answer_counts():
     on_time, late = record(0, 1, 5, slo=Slo(e2e=5.0)), record(0, 1, 5.1, slo=Slo(e2e=5.0))
     assert (on_time.met, late.met) == (True, False)

@@ -35,13 +35,16 @@ def contract(*words: str) -> dict[str, Any]:
 
 
 def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
-    result = contract("compare", "--quick", "--out", str(tmp_path))
+    result = contract(
+        "compare", "--quick", "--mix", "deadlines", "--burstiness", "0.3", "--out", str(tmp_path)
+    )
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
     assert {id for id, _, _ in rows} >= COMPARE
-    counts = {rows["requests", system, "all"] for system in ("vllm-fcfs", "headway")}
+    whole = "all, deadlines, burstiness 0.3"
+    counts = {rows["requests", system, whole] for system in ("vllm-fcfs", "headway")}
     assert len(counts) == 1
     assert counts.pop() > 8
-    assert rows["failed", "vllm-fcfs", "all"] == rows["failed", "headway", "all"] == 0
+    assert rows["failed", "vllm-fcfs", whole] == rows["failed", "headway", whole] == 0
     written = {path.name for path in tmp_path.iterdir()}
     assert {"report.html", "report.json", "attainment.png", "latency.png"} <= written
 
@@ -60,6 +63,7 @@ def test_overhead_measures_gateway_and_hook(tmp_path: Path) -> None:
         (["compare", "--systems", "vllm-fcsf"], "vllm"),
         (["compare", "--systems", ","], "Name some of"),
         (["compare", "--mix", "chat-bach"], "chat-batch"),
+        (["beside", "--real", "--systems", "vllm-fcsf"], "vllm"),
         (["compare", "--slo", "chat ttft:-1"], "ttft:1500"),
         (["compare", "--model", "/no/such/model", "--systems", "slack"], "model"),
         (["serve", "--url", "localhost:8000"], "http://"),

@@ -25,7 +25,10 @@ Out = Annotated[
     Path | None, typer.Option(help="Directory for plots (PNG), report.json, report.html and report.md.")
 ]
 MixName = Annotated[
-    str, typer.Option("--mix", help="Traffic mix: chat-batch, or a TOML file with one table per class.")
+    str,
+    typer.Option(
+        "--mix", help="Traffic mix: chat-batch, deadlines, or a TOML file with one table per class."
+    ),
 ]
 Slos = Annotated[
     list[str] | None,
@@ -58,6 +61,12 @@ Load = Annotated[
     typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate)."),
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
+Together = Annotated[
+    bool,
+    typer.Option(
+        "--together", help="Keep all systems running at once: fewer starts, memory for all engines."
+    ),
+]
 Tight = Annotated[
     bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")
 ]
@@ -120,9 +129,11 @@ def compare(
     slo: Slos = None,
     load: Load = 1.3,
     rate: Rate = None,
+    burstiness: Burstiness = 1.0,
     duration: Duration = 300.0,
     rounds: Rounds = 1,
     max_running: MaxRunning = 16,
+    together: Together = False,
     tight: Tight = False,
     kv_blocks: KvBlocks = None,
     host_kv_gib: HostKv = 1.0,
@@ -137,19 +148,24 @@ def compare(
 
     names = (TIGHT if tight else STANDARD) if systems is None else _names(systems)
     engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
-    setup = comparison.Setup(_mix(mix, slo), engine, names, load, rate, duration, rounds, seed, tight=tight)
-    if quick:
-        setup = _quick(setup)
+    asked = comparison.Setup(
+        _mix(mix, slo), engine, names, load, rate, duration, rounds, seed, together, tight, burstiness
+    )
+    setup = _quick(asked) if quick else asked
     began = time.perf_counter()
     outcome = asyncio.run(comparison.run(setup))
-    _deliver(outcome.results, "compare", began, _comparison(setup, outcome), seed, as_json, out)
+    about = _comparison(setup, outcome)
+    _deliver(outcome.results, "compare", began, about, seed, as_json, out, asked.variant)
 
 
 def _comparison(setup: Any, outcome: Any) -> str:
     """Return the workload line of a comparison."""
     capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
+    arrivals = "Poisson arrivals"
+    if setup.burstiness != 1.0:
+        arrivals = f"arrivals with gamma distributed gaps (burstiness {setup.burstiness:g})"
     return (
-        f"{mixes.describe(setup.mix)}; Poisson arrivals at {outcome.rate:.3f} req/s{capacity}, "
+        f"{mixes.describe(setup.mix)}; {arrivals} at {outcome.rate:.3f} req/s{capacity}, "
         f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.max_running}"
         f"{_kv_size(outcome.engine)}"
     )
@@ -236,11 +252,38 @@ def default(
 
 
 @bench_app.command()
-def beside(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
-    """Run interactive bursts beside a batch with a completion deadline (SIMULATED)."""
-    from headway.bench.simulate.beside import main
+def beside(
+    real: Annotated[bool, typer.Option("--real", help="On real engines started here.")] = False,
+    systems: Annotated[
+        str, typer.Option(help="With --real, comma-separated: vllm-fcfs, vllm-priority and recipes.")
+    ] = "vllm-fcfs,headway",
+    model: Annotated[str, typer.Option(help="With --real: model name, directory or hub id.")] = "smollm2",
+    duration: Annotated[
+        float, typer.Option(min=1, help="With --real: seconds until the batch is due.")
+    ] = 240.0,
+    capacity: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="With --real: requests/s of the engine, instead of measuring them."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="With --real: rounds over all systems.")] = 1,
+    max_running: Annotated[int, typer.Option(min=1, help="With --real: batch limit of every engine.")] = 16,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Run interactive bursts beside a batch with a completion deadline (SIMULATED without --real)."""
+    if not real:
+        from headway.bench.simulate.beside import main
 
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
+        main(quick=quick, as_json=as_json, seed=seed, out=out)
+        return
+    from headway.bench.live import beside as live
+    from headway.bench.live.systems import standard_engine
+
+    engine = standard_engine(model, max_running=max_running, blocks=None)
+    trial = live.Trial(engine, _names(systems), duration, rounds, seed, capacity)
+    live.main(trial, quick=quick, as_json=as_json, out=out)
 
 
 @bench_app.command()
@@ -310,13 +353,14 @@ def _arrivals(
 
 
 def _deliver(
-    results: Any, bench: str, began: float, workload: str, seed: int, as_json: bool, out: Path | None
-) -> None:
+    results: Any, bench: str, began: float, workload: str, seed: int, as_json: bool, out: Path | None,
+    variant: str = "",
+) -> None:  # fmt: skip
     """Print and write the report of a load on real engines."""
     from headway.bench.load import report
 
     seconds, about = time.perf_counter() - began, About(workload, seed)
-    built = report.build(results, bench=bench, host="vllm", seconds=seconds, about=about)
+    built = report.build(results, bench=bench, host="vllm", seconds=seconds, about=about, variant=variant)
     deliver(built, as_json=as_json, out=out, pictures=lambda: _plots(results))
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from headway.bench.load import generator, metrics, mix
 from headway.bench.load.records import Call, Counters, Record
 from headway.config import Engine
 from headway.models.resolve import resolve
-from headway.sim.workload import traffic
+from headway.sim.workload import arrivals
 
 BURST = 64  # calls at once that measure the capacity
+LOAD, DEFAULT_MIX = 1.3, "chat-batch"  # what the ids of a comparison's figures do not name
 _console = Console(stderr=True)
 
 
@@ -39,18 +40,84 @@ class Setup:
     together: keep all systems running at once; saves restarts, needs memory for all engines
     tight: so few KV blocks that a full batch of this mix overflows them (`kv_sizing.tight`), unless the
         engine has a number of blocks
+    burstiness: shape of the gamma-distributed gaps between arrivals, 1 = Poisson, lower is burstier
     """
 
     mix: mix.Mix
     engine: Engine
     systems: tuple[str, ...] = STANDARD
-    load: float = 1.3
+    load: float = LOAD
     rate: float | None = None
     duration: float = 300.0
     rounds: int = 1
     seed: int = 0
     together: bool = False
     tight: bool = False
+    burstiness: float = 1.0
+
+    @property
+    def variant(self) -> str:
+        """Name mix, load, KV and burstiness where they are not the defaults; "" where all are."""
+        words = {
+            self.mix.name: self.mix.name != DEFAULT_MIX,
+            f"{self.rate:g} req/s" if self.rate else f"{self.load:g}x": self.rate or self.load != LOAD,
+            "tight": self.tight and self.engine.blocks is None,
+            f"{self.engine.blocks} KV blocks": self.engine.blocks is not None,
+            f"burstiness {self.burstiness:g}": self.burstiness != 1.0,
+        }
+        return ", ".join(word for word, differs in words.items() if differs)
+
+
+@dataclass(frozen=True, slots=True)
+class Systems:
+    """The systems of a setup: all running at once, or each started for every run of its own.
+
+    urls: {system: address} of those that run
+    """
+
+    setup: Setup
+    urls: dict[str, str]
+    logs: Path
+
+    async def send(self, name: str, calls: Sequence[Call], label: str) -> tuple[list[Record], Counters]:
+        """Send the calls to a system; return the records and what its counters gained.
+
+        label: shown when it begins. Raises KeyboardInterrupt when it was cut off, and EngineError when the
+        system does not start.
+        """
+        async with self._at(name) as url:
+            before = await counted(name, url)
+            _console.print(f"[bold]{name}[/], {label}")
+            records = await generator.run(url, self.setup.engine.name, calls)
+            if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
+                raise KeyboardInterrupt  # a comparison needs complete runs
+            return records, generator.gained(before, await counted(name, url))
+
+    async def capacity(self) -> float:
+        """Return the requests per second that the first system completes under saturation."""
+        name = self.setup.systems[0]
+        planned = _calls(self.setup, BURST / 10, 2000, duration=20.0)[:BURST]
+        calls = [replace(call, at=0.0) for call in planned]
+        async with self._at(name) as url:
+            began = time.perf_counter()
+            records = await generator.run(url, self.setup.engine.name, calls, progress=False)
+            seconds = time.perf_counter() - began
+        capacity = steady(records)
+        _console.print(
+            f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)"
+        )
+        return capacity
+
+    @asynccontextmanager
+    async def _at(self, name: str) -> AsyncIterator[str]:
+        """Yield the address of a system, which is started if it does not run."""
+        if name in self.urls:
+            yield self.urls[name]
+            return
+        async with AsyncExitStack() as stack:
+            url = await _up(stack, name, self.setup, self.logs)
+            await _warm(url, self.setup)
+            yield url
 
 
 @dataclass(slots=True)
@@ -70,6 +137,25 @@ class Outcome:
 
 async def run(setup: Setup) -> Outcome:
     """Run the comparison. Raises ConfigError or EngineError when a system cannot be run."""
+    async with started(setup) as systems:
+        setup = systems.setup
+        capacity = None if setup.rate else await systems.capacity()
+        rate = setup.rate or setup.load * (capacity or 0.0)
+        outcome = Outcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
+        for number in range(setup.rounds):
+            calls = _calls(setup, rate, number)
+            for name in rotated(setup.systems, number):
+                label = f"round {number + 1} of {setup.rounds}"
+                _append(outcome, name, *await systems.send(name, calls, label))
+    return outcome
+
+
+@asynccontextmanager
+async def started(setup: Setup) -> AsyncIterator[Systems]:
+    """Check the setup, size its KV, start and warm what runs throughout, and stop it in the end.
+
+    Raises ConfigError or EngineError when a system cannot be run.
+    """
     check(setup.systems, setup.engine)
     resolve(setup.engine.model)
     if setup.tight and setup.engine.blocks is None:
@@ -78,65 +164,22 @@ async def run(setup: Setup) -> Outcome:
     logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {logs}[/]")
     async with AsyncExitStack() as stack:
-        urls: dict[str, str] = {}
-        if setup.together:
-            found = await asyncio.gather(*(_up(stack, name, setup, logs) for name in setup.systems))
-            urls = dict(zip(setup.systems, found, strict=True))
-            await asyncio.gather(*(_warm(url, setup) for url in found))
-        capacity = None if setup.rate else await _capacity(setup, urls, logs)
-        rate = setup.rate or setup.load * (capacity or 0.0)
-        outcome = Outcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
-        for number in range(setup.rounds):
-            calls = _calls(setup, rate, number)
-            for name in _rotated(setup.systems, number):
-                _append(outcome, name, *await _run(name, calls, setup, urls, logs, number))
-    return outcome
+        names = setup.systems if setup.together else ()
+        urls = await asyncio.gather(*(_up(stack, name, setup, logs) for name in names))
+        for url in urls:  # one after the other: engines that compute at once spin on each other's cores
+            await _warm(url, setup)
+        yield Systems(setup, dict(zip(names, urls, strict=True)), logs)
 
 
 async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
     _console.print(f"[dim]starting {name} ...[/]")
-    return await stack.enter_async_context(running(name, setup.engine, logs))
-
-
-async def _fresh(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
-    url = await _up(stack, name, setup, logs)
-    await _warm(url, setup)
-    return url
-
-
-async def _run(
-    name: str, calls: Sequence[Call], setup: Setup, urls: dict[str, str], logs: Path, number: int
-) -> tuple[list[Record], Counters]:
-    async with AsyncExitStack() as stack:
-        url = urls.get(name) or await _fresh(stack, name, setup, logs)
-        before = await counted(name, url)
-        _console.print(f"[bold]{name}[/], round {number + 1} of {setup.rounds}")
-        records = await generator.run(url, setup.engine.name, calls)
-        if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
-            raise KeyboardInterrupt  # a comparison needs complete runs
-        return records, generator.gained(before, await counted(name, url))
+    return await stack.enter_async_context(running(name, setup.engine, logs, setup.mix.names))
 
 
 async def _warm(url: str, setup: Setup) -> None:
     """Send a few requests that are not measured: the first batches of a new engine are slow."""
     calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
     await generator.run(url, setup.engine.name, calls, progress=False)
-
-
-async def _capacity(setup: Setup, urls: dict[str, str], logs: Path) -> float:
-    """Return the requests per second that the first system completes under saturation."""
-    name = setup.systems[0]
-    calls = [replace(call, at=0.0) for call in _calls(setup, BURST / 10, 2000, duration=20.0)[:BURST]]
-    async with AsyncExitStack() as stack:
-        url = urls.get(name) or await _fresh(stack, name, setup, logs)
-        began = time.perf_counter()
-        records = await generator.run(url, setup.engine.name, calls, progress=False)
-        seconds = time.perf_counter() - began
-    capacity = steady(records)
-    _console.print(
-        f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)"
-    )
-    return capacity
 
 
 def steady(records: Sequence[Record]) -> float:
@@ -149,11 +192,15 @@ def steady(records: Sequence[Record]) -> float:
 def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
     """Return the calls of a round: the same for every system, different for every round."""
     rng = np.random.default_rng([setup.seed, number])
-    arrivals = traffic.poisson(rate, duration or setup.duration, rng)
-    return mix.calls(setup.mix, arrivals, rng, warn=lambda _: None if number else _console.print(_))
+    seconds = duration or setup.duration
+    if setup.burstiness == 1.0:
+        at = arrivals.poisson(rate, seconds, rng)
+    else:
+        at = arrivals.bursty(rate, setup.burstiness, seconds, rng)
+    return mix.calls(setup.mix, at, rng, warn=lambda _: None if number else _console.print(_))
 
 
-def _rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
+def rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
     """Return the systems in another order for each round, so that none always runs first."""
     start = number % len(systems)
     return systems[start:] + systems[:start]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 
 from headway.bench.load import generator
-from headway.config import Broker, Config, Engine, Server, Sqlite, write
+from headway.config import Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.recipes.registry import find
@@ -62,13 +63,15 @@ async def counted(name: str, url: str) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def running(name: str, engine: Engine, logs: Path) -> AsyncIterator[str]:
+async def running(name: str, engine: Engine, logs: Path, classes: Iterable[str]) -> AsyncIterator[str]:
     """Start a system, yield its URL once it is ready, then stop all of its processes.
 
+    classes: of the requests that it will get; a gateway refuses those that it does not know
     Raises EngineError, with the last lines of the log, when it does not start.
     """
     port = free_port()
-    child = _stock(name, engine, port, logs) if name in STOCK else _headway(name, engine, port, logs)
+    started = _stock if name in STOCK else partial(_headway, classes=classes)
+    child = started(name, engine, port, logs)
     child.start()
     try:
         url = f"http://127.0.0.1:{port}"
@@ -83,14 +86,15 @@ def _stock(name: str, engine: Engine, port: int, logs: Path) -> Child:
     return Child(argv, environment(engine), logs / f"{name}.log")
 
 
-def _headway(name: str, engine: Engine, port: int, logs: Path) -> Child:
-    """Return a gateway with sqlite and one engine."""
+def _headway(name: str, engine: Engine, port: int, logs: Path, classes: Iterable[str]) -> Child:
+    """Return a gateway with sqlite and one engine; requests bring their own SLOs."""
     folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
     config = Config(
         recipe=name,
         server=Server(port=port, max_queued=100_000),
         engines=(_usable(name, engine),),
         broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"))),
+        classes={name: Tier() for name in ("default", *classes)},
     )
     file = folder / "headway.toml"
     file.write_text(write(config))

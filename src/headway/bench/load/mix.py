@@ -68,11 +68,15 @@ class Mix:
     tiers: tuple[Tier, ...]
 
     def __post_init__(self) -> None:
-        names = [tier.name for tier in self.tiers]
-        if not names or len(set(names)) < len(names):
+        if not self.names or len(set(self.names)) < len(self.names):
             raise ConfigError(
-                f"Mix {self.name} has the classes {names}.", "Give at least one, each name once."
+                f"Mix {self.name} has the classes {list(self.names)}.", "Give at least one, each name once."
             )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes' names, in their order."""
+        return tuple(tier.name for tier in self.tiers)
 
     @property
     def shares(self) -> Floats:
@@ -81,18 +85,17 @@ class Mix:
         return np.asarray(shares / shares.sum(), float)
 
 
+_CHAT = Tier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
+_BATCH = Tier(
+    "batch", 0.4, Slo(), "sharegpt_mixed_roles", max_tokens=256, ignore_eos=True, priority=10,
+    prompt_tokens=(200, 1000),
+)  # fmt: skip
+# Promised as a whole: about twice what its longest answer takes in a full batch (SmolLM2 on 2 cores).
+_CODE = Tier("code", 0.3, Slo(e2e=8.0), "code_alpaca_2k", max_tokens=96)
 BUILTIN = {
-    "chat-batch": Mix(
-        "chat-batch",
-        (
-            Tier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128),
-            Tier(
-                "batch", 0.4, Slo(), "sharegpt_mixed_roles", max_tokens=256, ignore_eos=True, priority=10,
-                prompt_tokens=(200, 1000),
-            ),
-        ),
-    )
-}  # fmt: skip
+    "chat-batch": Mix("chat-batch", (_CHAT, _BATCH)),
+    "deadlines": Mix("deadlines", (replace(_CHAT, share=0.5), _CODE, replace(_BATCH, share=0.2))),
+}
 
 
 def load(name: str | Path) -> Mix:
@@ -138,7 +141,7 @@ def override(mix: Mix, text: str) -> Mix:
     name, _, rest = text.strip().partition(" ")
     if ":" in name and len(mix.tiers) == 1:
         name, rest = mix.tiers[0].name, text
-    names = [tier.name for tier in mix.tiers]
+    names = mix.names
     if name not in names or not rest.strip():
         raise ConfigError(
             f"{text!r} does not say which class is promised what.",

@@ -6,7 +6,7 @@ Several systems are compared with the first: a cell shows the value and its rati
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -25,11 +25,13 @@ _HEADLINES = (
 
 
 def build(
-    results: Results, *, bench: str, host: Host, seconds: float, about: About, notes: Iterable[str] = ()
-) -> Report:
+    results: Results, *, bench: str, host: Host, seconds: float, about: About, notes: Iterable[str] = (),
+    variant: str = "",
+) -> Report:  # fmt: skip
     """Return the report of the results; the terminal shows headlines, the page every figure.
 
     notes: lines that follow those of `warnings`.
+    variant: of the load, follows the class in each row's setting: "chat, burstiness 0.1"
     """
     rows = metrics.figures(results)
     if len(results) == 1:
@@ -38,6 +40,8 @@ def build(
         grid, whole = _by_system(rows, list(results), _HEADLINES), _by_system(rows, list(results))
     title = f"{bench} ({SIMULATED})" if host == "sim" else f"{bench} on vLLM"
     said = [*warnings(results), *notes]
+    if variant:
+        rows = [replace(row, setting=f"{row.setting}, {variant}") for row in rows]
     return Report(bench, host, title, rows, seconds, about, grid, whole, said)
 
 

@@ -3,11 +3,13 @@
 The shape of a published trial of a batch gateway (llm-d/llm-d-batch-gateway, issue 491): interactive traffic
 that alternates between bursts and idle time, and a batch that should be complete by a deadline. There the
 ttft p99 of interactive requests rose to 7 to 11 times that without the batch. Here a batch of 30 jobs of 100
-requests takes about three quarters of what the interactive traffic leaves of the engine.
+requests takes about three quarters of what the interactive traffic leaves of the engine. `live/beside.py`
+has the same on real engines.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,18 +23,19 @@ from headway.bench.simulate.grounds import Ground, capacity
 from headway.recipes.registry import find
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
-from headway.sim.workload.arrivals import poisson
+from headway.sim.workload.arrivals import phases
 from headway.sim.workload.traffic import TrafficClass, Workload, concat
-from headway.types import Slo
+from headway.types import Floats, Slo
 
 SYSTEMS = ("vllm", "vllm-priority", "slack", "headway")
 ALONE, BESIDE = "interactive alone", "beside the batch"
 _INTERACTIVE = TrafficClass("interactive", 1.0, Slo(ttft=1.0, tpot=0.1), 0, "sharegpt")
 GROUND = Ground("beside", "opt-13b-a100", (_INTERACTIVE,))
-_BURST, _IDLE = 0.6, 0.04  # arrivals as a share of the engine's capacity; the trial's ratio of 15 to 1
+BURST, IDLE = 0.6, 0.04  # arrivals as a share of the engine's capacity; the trial's ratio of 15 to 1
 _PHASE = 45.0  # seconds of a burst, and of the idle time after it
 _JOBS, _JOB = 30, 100
-_USED = 0.75  # of what the interactive traffic leaves of the engine, by the batch until its deadline
+USED = 0.75  # of what the interactive traffic leaves of the engine, by the batch until its deadline
+LEFT = 1.0 - (BURST + IDLE) / 2  # of the engine, by the interactive traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +51,21 @@ class Figures:
 
 
 def deadline(share: float = 1.0) -> float:
-    """Return the seconds that the batch has: what is left of the engine does it in `_USED` of them."""
-    left = 1.0 - (_BURST + _IDLE) / 2
-    return share * _JOBS * _JOB / (capacity(GROUND) * left * _USED)
+    """Return the seconds that the batch has: what is left of the engine does it in `USED` of them."""
+    return share * _JOBS * _JOB / (capacity(GROUND) * LEFT * USED)
 
 
 def interactive(seconds: float, rng: np.random.Generator) -> Workload:
     """Return bursts and idle time by turns, beginning with a burst."""
-    rates = [capacity(GROUND) * (_IDLE if k % 2 else _BURST) for k in range(int(np.ceil(seconds / _PHASE)))]
-    times = [k * _PHASE + poisson(rate, _PHASE, rng) for k, rate in enumerate(rates)]
-    return GROUND.requests_at(np.concatenate(times), rng)
+    return GROUND.requests_at(bursts(capacity(GROUND), int(np.ceil(seconds / _PHASE)), _PHASE, rng), rng)
+
+
+def bursts(capacity: float, count: int, phase: float, rng: np.random.Generator) -> Floats:
+    """Return the arrivals of `count` phases of `phase` seconds: a burst, idle time, and so on.
+
+    capacity: of the engine, requests/s
+    """
+    return phases([capacity * (IDLE if k % 2 else BURST) for k in range(count)], phase, rng)
 
 
 def batch(seconds: float, count: int, rng: np.random.Generator) -> Workload:
@@ -82,20 +90,27 @@ def figures(workload: Workload, outcome: Outcome) -> Figures:
 
 
 def rows_of(found: dict[tuple[str, str], Figures]) -> list[Row]:
-    """Return the figures by system and setting; the ratio is to the same system without the batch."""
+    """Return the figures by system and setting; the ratio is to the same system without the batch.
+
+    A ttft p99 that is infinite, because requests failed, is None.
+    """
     rows = []
     for (system, setting), seen in found.items():
         rows += [
-            Row("ttft.p99", system, setting, 1000 * seen.ttft_p99, "ms"),
+            Row("ttft.p99", system, setting, _known(1000 * seen.ttft_p99), "ms"),
             Row("attainment.interactive", system, setting, seen.attainment, "%"),
         ]
         if seen.in_time is not None:
             alone = found[system, ALONE]
             rows += [
-                Row("ttft.p99_ratio", system, setting, seen.ttft_p99 / alone.ttft_p99, "x"),
+                Row("ttft.p99_ratio", system, setting, _known(seen.ttft_p99 / alone.ttft_p99), "x"),
                 Row("batch.in_time", system, setting, seen.in_time, "%"),
             ]
     return rows
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def compute(systems: Sequence[str], share: float, seed: int) -> tuple[list[Row], str]:
@@ -109,7 +124,7 @@ def compute(systems: Sequence[str], share: float, seed: int) -> tuple[list[Row],
         found[system, BESIDE] = measure(system, both)
     workload = (
         f"{SIMULATED}: {GROUND.profile}, {len(alone)} interactive requests in {_PHASE:g} s bursts at "
-        f"{_BURST:g} x capacity and as long at {_IDLE:g} x; a batch of {len(both) - len(alone)} requests, "
+        f"{BURST:g} x capacity and as long at {IDLE:g} x; a batch of {len(both) - len(alone)} requests, "
         f"due after {seconds:.0f} s."
     )
     return rows_of(found), workload
@@ -123,11 +138,14 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
         "beside", "sim", f"Interactive bursts beside a batch with a deadline ({SIMULATED})", rows,
         time.perf_counter() - began, About(workload, seed), row_grid(rows),
     )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"beside": plot(rows)})
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"beside": plot(rows, SIMULATED)})
 
 
-def plot(rows: Sequence[Row]) -> bytes:
-    """Return a PNG: ttft p99 with and without the batch, and the batch in time, by system."""
+def plot(rows: Sequence[Row], mark: str = "") -> bytes:
+    """Return a PNG: ttft p99 with and without the batch, and the batch in time, by system.
+
+    mark: text on the picture, such as SIMULATED
+    """
     from headway.bench.output.plots import png, sheet
 
     at = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows}
@@ -142,4 +160,4 @@ def plot(rows: Sequence[Row]) -> bytes:
     right.set(ylabel="batch in time, %", ylim=(0, 105))
     for axes in (left, right):
         axes.set_xticks(place, systems)
-    return png(figure)
+    return png(figure, mark)

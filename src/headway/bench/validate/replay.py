@@ -129,7 +129,7 @@ async def run(setup: Setup) -> Results:
     runs = []
     steps = asyncio.create_task(asyncio.to_thread(_conformance, setup)) if setup.quick else None
     for name in setup.systems:
-        async with live(name, setup.engine, logs) as target:
+        async with live(name, setup.engine, logs, setup.mix.names) as target:
             if steps is not None:
                 await steps
                 gc.collect()
@@ -144,12 +144,12 @@ async def run(setup: Setup) -> Results:
 
 
 @asynccontextmanager
-async def live(name: str, engine: Engine, logs: Path) -> AsyncIterator[Target]:
+async def live(name: str, engine: Engine, logs: Path, classes: Sequence[str]) -> AsyncIterator[Target]:
     """Start gateway and engine of a recipe without prefix caching, yield both addresses, then stop them."""
     port = free_port()
     engine = replace(engine, port=port, args=(*engine.args, "--no-enable-prefix-caching"))
     _console.print(f"[dim]starting {name} ...[/]")
-    async with running(name, engine, logs) as url:
+    async with running(name, engine, logs, classes) as url:
         yield Target(url, f"http://127.0.0.1:{port}", engine.name, resolve(engine.model))
 
 

@@ -7,6 +7,7 @@ The same seed gives the same arrivals. Terms and meaning are those of `vllm benc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,30 @@ def gamma(rate: float, burstiness: float, duration: float, rng: np.random.Genera
         end = float(times[-1])
     times = np.concatenate(drawn)
     return times[times < duration]
+
+
+def bursty(rate: float, burstiness: float, duration: float, rng: np.random.Generator) -> Floats:
+    """Draw round(rate * duration) arrivals, at least one, in [0, duration) seconds, with gamma's gaps.
+
+    The gaps are scaled to fill the duration, as in `vllm bench serve`: with a few clumps at random, the load
+    of a short run could be far from `rate`. Raises ConfigError as `gamma`.
+    """
+    positive("request rate", rate)
+    positive("duration", duration)
+    positive("burstiness", burstiness, endless=True)
+    gaps = _gaps(rate, burstiness, max(round(rate * duration), 1) + 1, rng)
+    ends = np.cumsum(gaps)
+    return np.asarray(ends[:-1] * (duration / ends[-1]), float)
+
+
+def phases(rates: Sequence[float], seconds: float, rng: np.random.Generator) -> Floats:
+    """Draw Poisson arrivals in phases of `seconds` each, one after the other at these rates (requests/s).
+
+    Raises ConfigError for a rate or a length that is not positive and finite.
+    """
+    return np.concatenate(
+        [np.empty(0), *(k * seconds + poisson(rate, seconds, rng) for k, rate in enumerate(rates))]
+    )
 
 
 def diurnal(
