@@ -14,7 +14,7 @@ from headway.core.engine_spec import EngineSpec, KeepOptions
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack.promises.outlook import ANSWER, HOPE, LOST, OTHER, PROMPT, outlook_of, pace_of
-from headway.pack.promises.packer import Promises, _ranked
+from headway.pack.promises.packer import Promises, kept_of, outlooks_of
 from headway.pack.promises.selection import select
 from headway.plan.ordered import Ordered
 from headway.recipes.recipe import Recipe
@@ -97,7 +97,8 @@ def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple
     rows = [{"prompt": tokens, "ttft": due / 100, "tokens_left": 1.0} for tokens, due in prompts]
     table, theta = jobs(*rows), OnlineLatency().theta
     params, pace = packer(running=64).params, pace_of(table.data, table.rows(), theta)
-    outlook = _ranked(params.keep, table.data, table.rows(), 0.0, theta, pace)
+    outlooks = outlooks_of(params.keep, table.data, table.rows(), 0.0, theta, pace)
+    outlook = kept_of(table.data, outlooks, theta, pace)
     select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf)
     assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(rows)
 

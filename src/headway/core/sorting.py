@@ -13,15 +13,21 @@ from headway.types import Floats, Ints
 
 @compiled
 def ordered(keys: Floats, serial: Ints) -> Ints:
-    """Return the permutation that sorts by keys[0], then keys[1], ..., then serial (unique).
+    """Return the permutation that sorts by keys[0], then keys[1], ..., then serial (unique)."""
+    return sort(keys, serial, np.arange(serial.size))
+
+
+@compiled
+def sort(keys: Floats, serial: Ints, order: Ints) -> Ints:
+    """Return these indices in order; `order` is used up.
 
     A natural merge sort: what was in order stays so, and an order of the last iteration is nearly sorted.
     """
-    n = serial.size
-    order, spare, ends = np.arange(n), np.empty(n, np.int64), np.empty(n + 1, np.int64)
+    n = order.size
+    spare, ends = np.empty(n, np.int64), np.empty(n + 1, np.int64)
     runs = 0
     for i in range(1, n + 1):
-        if i == n or before(keys, serial, i, i - 1):
+        if i == n or before(keys, serial, order[i], order[i - 1]):
             ends[runs] = i
             runs += 1
     while runs > 1:

@@ -224,13 +224,23 @@ def _without(jobs: Rows, ranked: Ints, unfunded: int) -> Ints:
 
 
 @compiled
+def without_held(jobs: Rows, rows: Ints) -> tuple[Ints, int]:
+    """Return the rows that control does not hold, and how many of the others hold a slot."""
+    free, size, others = np.empty_like(rows), 0, 0
+    for row in rows:
+        if jobs["held"][row]:
+            others += jobs["running"][row]
+        else:
+            free[size], size = row, size + 1
+    return free[:size], others
+
+
+@compiled
 def pack(
     params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats
 ) -> CompiledStep:
     """Return the step of one of the four packers; rows: all of the engine's, in any order."""
-    held = jobs["held"][rows]
-    others = int(np.count_nonzero(jobs["running"][rows] & held))
-    rows = rows[~held]
+    rows, others = without_held(jobs, rows)
     if params.kind == SLACK:
         return _slack(params, jobs, rows, others, kv_budget, now, theta)
     ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]

@@ -170,9 +170,13 @@ def _send(run: RunState, now: float) -> None:
     progress = run.progress[0]
     while True:
         heap = _head(run, now)
-        if heap < 0 or not _belongs(run, run.heaps[heap, 0], heap):
+        # Under overload most arrivals change neither the head nor what is inside.
+        if heap < 0 or run.heaps[heap, 0] == progress["refused"]:
             return
-        i = _take_first(run, heap)
+        if not _belongs(run, run.heaps[heap, 0], heap):
+            progress["refused"] = run.heaps[heap, 0]
+            return
+        i, progress["refused"] = _take_first(run, heap), -1
         run.place[i] = progress["inside"]
         run.inside[progress["inside"]] = i
         progress["inside"] += 1
@@ -187,6 +191,7 @@ def _head(run: RunState, now: float) -> int:
     if run.planner.kind == ATTAINABLE:  # a late request goes behind those that can still meet their SLO
         while run.heap_sizes[ON_TIME] and run.keys[0, run.heaps[ON_TIME, 0]] < now:
             _add(run, LATE, _take_first(run, ON_TIME))
+            run.progress[0]["refused"] = -1
     for heap in range(run.heap_sizes.size):
         if run.heap_sizes[heap]:
             return heap
@@ -235,7 +240,7 @@ def _submit(run: RunState, i: int, now: float) -> None:
 @compiled
 def _leave(run: RunState, i: int) -> None:
     progress = run.progress[0]
-    progress["inside"] -= 1
+    progress["inside"], progress["refused"] = progress["inside"] - 1, -1
     last = run.inside[progress["inside"]]
     run.inside[run.place[i]], run.place[last] = last, run.place[i]
 

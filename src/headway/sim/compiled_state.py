@@ -38,6 +38,7 @@ Progress = np.dtype(
     [
         ("now", float), ("arrived", int), ("serial", int),  # requests that have arrived, and been sent
         ("inside", int), ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
+        ("refused", int),  # the head of the queue that does not belong inside as it is, -1 = not known
         ("running", int),  # rows that the iteration in progress computes, 0 = the engine is idle
         ("iteration_end", float),
         ("iterations", int), ("preempted", int), ("paused", int), ("busy", float),  # as in `Outcome`
@@ -131,7 +132,7 @@ def initial_state(
     given, learned = forecasts
     blocks, size = instance.blocks_total, instance.block_size
     return RunState(
-        progress=np.zeros(1, Progress), jobs=_jobs(workload), requests=_requests(workload),
+        progress=_progress(), jobs=_jobs(workload), requests=_requests(workload),
         keys=_keys(workload, planner.kind), order=np.arange(n),
         output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
@@ -167,6 +168,13 @@ def _forecasts(workload: Workload, lengths: Lengths) -> tuple[Floats, TaskLength
     if type(lengths) is TaskLengths and not lengths.taught:
         return np.zeros((2, 0)), lengths
     return None
+
+
+def _progress() -> Rows:
+    """Return the progress of a run that has not begun."""
+    progress = np.zeros(1, Progress)
+    progress["refused"] = -1
+    return progress
 
 
 def _jobs(workload: Workload) -> Rows:

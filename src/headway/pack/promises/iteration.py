@@ -14,10 +14,12 @@ import numpy as np
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
 from headway.core.feasibility import Pace
+from headway.core.sorting import before, pop, sort
 from headway.forecast.latency.online import seconds_of
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import CompiledStep, Rows, allocate, largest_chunk, missing_of
 from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, reserved_of
+from headway.pack.promises.queue import Queue
 from headway.types import Floats, Ints
 
 
@@ -68,17 +70,21 @@ def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: flo
 
 @compiled
 def compose(
-    params: PackerParams, jobs: Rows, outlook: Outlook, others: int, kv: KvBudget, theta: Floats, may: Seconds
-) -> CompiledStep:
-    """Return the step of the ranked rows; others: rows that hold a slot and are not among them."""
-    shape, fresh = _kept(params, jobs, outlook, theta, may)
-    order, count, shape = _chosen(params, jobs, outlook, kv, theta, may, shape)
+    params: PackerParams, jobs: Rows, kept: Outlook, queue: Queue, others: int, kv: KvBudget, theta: Floats,
+    may: Seconds,
+) -> CompiledStep:  # fmt: skip
+    """Return the step of the queue; others: rows that hold a slot and are not in it."""
+    shape, fresh = _kept(params, jobs, kept, theta, may)
+    order, count, shape = _chosen(params, jobs, queue, kv, theta, may, shape)
     chunk = max(shape.prompt, _fitting(params, theta, shape, may.spare))
     if shape.decodes == 0 or fresh:
         chunk = max(chunk, params.min_chunk)
-    return allocate(
-        jobs, order, others, kv, min(count, params.max_running), params.budget, chunk, params.row_chunk
-    )
+    most, budget, each = min(count, params.max_running), params.budget, params.row_chunk
+    while True:
+        step = allocate(jobs, order, others, kv, most, budget, chunk, each)
+        if step.order.size or order.size == queue.rows.size:
+            return step
+        order = _completed(jobs, queue, order, count)  # nothing fits: any row that does is better than none
 
 
 @compiled
@@ -108,40 +114,52 @@ def _fitting(params: PackerParams, theta: Floats, shape: Shape, limit: float) ->
 
 @compiled
 def _chosen(
-    params: PackerParams,
-    jobs: Rows,
-    outlook: Outlook,
-    kv: KvBudget,
-    theta: Floats,
-    may: Seconds,
-    shape: Shape,
+    params: PackerParams, jobs: Rows, queue: Queue, kv: KvBudget, theta: Floats, may: Seconds, shape: Shape
 ) -> tuple[Ints, int, Shape]:
-    """Return the rows with those that may run first, how many these are, and the iteration.
+    """Return the rows that may run and those that hold KV, how many the former are, and the iteration.
 
     Those behind pause where they hold KV, as long as no other row needs it.
     """
-    n = outlook.rows.size
-    order, size, back = np.empty(n, np.int64), 0, n
-    blocks, stuck = 0.0, False
-    for i in range(n):
-        row, level = outlook.rows[i], outlook.level[i]
-        need = reserved_of(params.keep, jobs, row, kv.size)
-        running = jobs["running"][row]
+    rows, keys, serial, heap = queue.rows, queue.keys, queue.serial, queue.newcomers
+    order, pauses, size, paused = np.empty(rows.size, np.int64), np.empty(queue.sorted.size, np.int64), 0, 0
+    blocks, at, waiting = 0.0, 0, heap.size
+    while at < queue.sorted.size or waiting:
+        if waiting and (at == queue.sorted.size or before(keys, serial, heap[0], queue.sorted[at])):
+            row = rows[heap[0]]
+            need = reserved_of(params.keep, jobs, row, kv.size)
+            if blocks + need > kv.total and size > 0:
+                waiting = 0  # no newcomer overtakes one that does not fit
+                continue
+            blocks, order[size], size = blocks + need, row, size + 1
+            waiting = pop(keys, serial, heap, waiting)
+            continue
+        row, level, at = rows[queue.sorted[at]], queue.level[queue.sorted[at]], at + 1
         runs = level <= HOPE
-        if level > WAITS and running:
+        if level == WAITS:
+            continue
+        if level > WAITS:
             shape, runs = _with(jobs, row, theta, may.spare, shape)
-        elif level > WAITS and not stuck:  # no newcomer overtakes one that does not fit
-            runs = blocks + need <= kv.total or size == 0
-            stuck = not runs
-        if runs or running:
-            blocks += need
+        blocks += reserved_of(params.keep, jobs, row, kv.size)
         if runs:
             order[size], size = row, size + 1
         else:
-            back -= 1
-            order[back] = row
-    order[size:] = order[size:][::-1].copy()
-    return order, size, shape
+            pauses[paused], paused = row, paused + 1
+    order[size : size + paused] = pauses[:paused]
+    return order[: size + paused], size, shape
+
+
+@compiled
+def _completed(jobs: Rows, queue: Queue, order: Ints, count: int) -> Ints:
+    """Return `order`, of which `count` rows may run, and behind it all others, which wait."""
+    every, size, at = np.empty(queue.rows.size, np.int64), order.size, 0
+    every[:size] = order
+    for place in sort(queue.keys, queue.serial, np.arange(queue.rows.size)):
+        row = queue.rows[place]
+        if at < count and row == order[at]:
+            at += 1
+        elif not jobs["running"][row]:
+            every[size], size = row, size + 1
+    return every
 
 
 @compiled

@@ -116,3 +116,13 @@ def outlook_of(
     if made and missing_of(jobs, row) == 1:
         return ANSWER, start
     return PROMPT if start >= now or jobs["running"][row] else HOPE, start
+
+
+@compiled
+def is_over(jobs: Rows, row: int, now: float) -> bool:
+    """Tell whether a row is LOST whatever it takes: its deadline passed before its first token came.
+
+    Under overload that is so for most rows.
+    """
+    due = jobs["arrival"][row] + min(jobs["ttft"][row], jobs["e2e"][row])
+    return bool(due < now and jobs["output_tokens"][row] == 0)

@@ -33,16 +33,17 @@ from headway.pack.kernels import CompiledStep, Rows, missing_of
 from headway.pack.promises.iteration import compose, seconds_allowed
 from headway.pack.promises.outlook import (
     ANSWER,
-    EASY,
     HOPE,
     LOST,
     OTHER,
     PROMPT,
     Outlook,
+    is_over,
     outlook_of,
     pace_of,
     size_of,
 )
+from headway.pack.promises.queue import queue_of
 from headway.pack.promises.selection import select
 from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
@@ -86,32 +87,38 @@ def pack(
     params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats
 ) -> CompiledStep:
     """Return the step; rows: all of the engine's, in any order."""
-    held = jobs["held"][rows]
-    others = int(np.count_nonzero(jobs["running"][rows] & held))
-    rows = rows[~held]
+    rows, others = kernels.without_held(jobs, rows)
     pace = pace_of(jobs, rows, theta)
-    outlook = _ranked(params.keep, jobs, rows, now, theta, pace)
-    may = seconds_allowed(params, jobs, outlook, now, pace)
-    select(params, jobs, outlook, kv, now, theta, pace, may.tpot)
-    return compose(params, jobs, _reranked(jobs, outlook, theta, pace), others, kv, theta, may)
+    outlook = outlooks_of(params.keep, jobs, rows, now, theta, pace)
+    kept = kept_of(jobs, outlook, theta, pace)
+    may = seconds_allowed(params, jobs, kept, now, pace)
+    select(params, jobs, kept, kv, now, theta, pace, may.tpot)
+    return compose(params, jobs, kept, queue_of(jobs, kept, outlook, theta, pace), others, kv, theta, may)
 
 
 @compiled
-def _ranked(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace) -> Outlook:
-    """Return the rows by urgency and level; the kept by latest start, the doubtful by size."""
+def outlooks_of(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace) -> Outlook:
+    """Return the level of each row."""
     n = rows.size
-    level, start, keys = np.empty(n, np.int64), np.empty(n), np.empty((3, n))
+    level, start = np.empty(n, np.int64), np.empty(n)
     for i in range(n):
-        level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
+        if is_over(jobs, rows[i], now):  # as `outlook_of` says, too, at several times the cost
+            level[i], start[i] = LOST, -np.inf
+        else:
+            level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
     _serve_eldest(keep, jobs, rows, level, start, now)
-    for i in range(n):
-        keys[0, i], keys[1, i], keys[2, i] = jobs["urgency"][rows[i]], level[i], start[i]
-        if level[i] == HOPE:
-            keys[2, i] = size_of(jobs, rows[i], theta, pace)
-        elif level[i] == EASY and jobs["running"][rows[i]]:
-            keys[2, i] = -np.inf
-        elif level[i] >= OTHER:
-            keys[2, i] = not jobs["running"][rows[i]]
+    return Outlook(rows, level, start)
+
+
+@compiled
+def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
+    """Return the kept rows by urgency and level, then by latest start, the doubtful by size."""
+    kept = np.flatnonzero(outlook.level <= HOPE)
+    rows, level, start = outlook.rows[kept], outlook.level[kept], outlook.start[kept]
+    keys = np.empty((3, kept.size))
+    for i in range(kept.size):
+        keys[0, i], keys[1, i] = jobs["urgency"][rows[i]], level[i]
+        keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
     order = ordered(keys, jobs["serial"][rows])
     return Outlook(rows[order], level[order], start[order])
 
@@ -127,17 +134,3 @@ def _serve_eldest(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints, start:
     if eldest >= 0:
         decodes = jobs["running"][rows[eldest]] and missing_of(jobs, rows[eldest]) == 1
         level[eldest], start[eldest] = ANSWER if decodes else PROMPT, -np.inf
-
-
-@compiled
-def _reranked(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
-    """Return the rows by the levels that the selection left, the shortest of the lost first."""
-    n = outlook.rows.size
-    keys = np.zeros((3, n))
-    for i in range(n):
-        row = outlook.rows[i]
-        keys[0, i], keys[1, i] = jobs["urgency"][row], outlook.level[i]
-        if outlook.level[i] == LOST:
-            keys[2, i] = size_of(jobs, row, theta, pace)
-    order = ordered(keys, np.arange(n))
-    return Outlook(outlook.rows[order], outlook.level[order], outlook.start[order])
