@@ -99,7 +99,7 @@ def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple
     params, pace = packer(running=64).params, pace_of(table.data, table.rows(), theta)
     outlooks = outlooks_of(params.keep, table.data, table.rows(), 0.0, theta, pace)
     outlook = kept_of(table.data, outlooks, theta, pace)
-    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf)
+    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, 0.5)
     assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(rows)
 
 
@@ -138,6 +138,26 @@ def test_no_more_answers_are_admitted_than_keep_the_tightest_tpot() -> None:
     paced = packer(running=64).pack(jobs(*crowd), ROOM, 0.0)
     greedy = packer(KeepOptions(paces=False), running=64).pack(jobs(*crowd), ROOM, 0.0)
     assert 2 <= ran(paced).size <= 14 < ran(greedy).size
+
+
+def test_kv_is_left_for_growth_only_once_a_request_is_lost() -> None:
+    """Two answers hold 14 of 40 blocks and may grow by 25; a newcomer needs 7 now."""
+    grown = answer(e2e=20.0, tokens_left=400.0)
+    rows = [grown, grown, {"e2e": 25.0, "tokens_left": 20.0}]
+    room = ROOM._replace(total=40, free=26)
+    late = {"prompt": 2000, "ttft": 0.001}
+    assert 2 in ran(packer().pack(jobs(*rows), room, 0.1))
+    assert 2 not in ran(packer().pack(jobs(*rows, late), room, 0.1))
+    assert 2 not in ran(packer(KeepOptions(eager=False)).pack(jobs(*rows), room, 0.1))
+
+
+def test_best_effort_leaves_time_for_an_answer_that_is_longer_than_expected() -> None:
+    """100 tokens are expected in 2 s, 20 ms each; two deviations more would have to take 8 ms each."""
+    rows = [answer(e2e=2.1, tokens_left=50.0, spread=1.0), *(answer() for _ in range(30))]
+    step = packer(running=64).pack(jobs(*rows), ROOM, 0.1)
+    assert 0 in ran(step)
+    assert ran(step).size < 10
+    assert ran(packer(KeepOptions(long=-1.0), running=64).pack(jobs(*rows), ROOM, 0.1)).size == 31
 
 
 def test_best_effort_leaves_answers_their_gained_time() -> None:

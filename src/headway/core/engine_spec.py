@@ -76,6 +76,7 @@ class KeepOptions(NamedTuple):
     sure: a prompt is kept while it has time for this many times its expected answer.
     doubt: deviations below the expected answer at which its deadline counts as lost.
     grow: share of the expected growth of answers that admission leaves KV for, of those with a deadline.
+    long: deviations above the expected answer that best effort and lost requests leave it time for.
     easy: seconds to its latest start from which on a request with a deadline yields to all others that were
         promised anything; inf = never.
     started: share of its size at which an answer in progress counts when the largest is given up; 0 = none of
@@ -85,6 +86,7 @@ class KeepOptions(NamedTuple):
     patience: seconds after which a request that waits is served before all others, one at a time.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
     paces: admits no more answers than keep the tightest tpot; False admits as KV and slots allow.
+    eager: leaves no KV for their growth as long as nothing is lost; False always does.
     advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
         computes them by their latest start.
     """
@@ -92,6 +94,7 @@ class KeepOptions(NamedTuple):
     sure: float = 1.5
     doubt: float = 2.0
     grow: float = 0.5
+    long: float = 2.0
     easy: float = 30.0
     started: float = 0.5
     fill: float = 0.95
@@ -99,6 +102,7 @@ class KeepOptions(NamedTuple):
     patience: float = 600.0
     selects: bool = True
     paces: bool = True
+    eager: bool = True
     advances: bool = True
 
 

@@ -41,6 +41,8 @@ ABLATIONS = {
     "headway without giving up answers": KeepOptions(started=0.0),
     "headway without short prompts first": KeepOptions(advances=False),
     "headway without room to grow": KeepOptions(grow=0.0),
+    "headway with room to grow always": KeepOptions(eager=False),
+    "headway without time for long answers": KeepOptions(long=-2.0),
 }
 OTHERS = (
     "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",

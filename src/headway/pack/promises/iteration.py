@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import PackerParams
+from headway.core.engine_spec import KeepOptions, PackerParams
 from headway.core.feasibility import Pace
 from headway.core.sorting import before, pop, sort
 from headway.forecast.latency.online import seconds_of
@@ -62,10 +62,22 @@ def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: flo
             tpot = min(tpot, each)
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
-            least = max(1.0 - params.keep.doubt * jobs["spread"][row], 0.0) * jobs["tokens_left"][row]
-            deadline = min(deadline, left / max(least, 1.0))
+            deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))
     plain = min(first, tpot)
     return Seconds(first, plain, min(first, deadline, params.keep.rest * tpot), tpot)
+
+
+@compiled
+def _each_until(keep: KeepOptions, jobs: Rows, row: int, left: float, pace: Pace) -> float:
+    """Return the seconds per token that a deadline in `left` seconds allows, should the answer be long.
+
+    Where even the kept answers alone are too slow for that, it counts as short: others could not save it.
+    """
+    tokens, spread = jobs["tokens_left"][row], jobs["spread"][row]
+    each = left / max((1.0 + keep.long * spread) * tokens, 1.0)
+    if each <= pace.token:
+        each = left / max(max(1.0 - keep.doubt * spread, 0.0) * tokens, 1.0)
+    return float(each)
 
 
 @compiled
@@ -126,7 +138,7 @@ def _chosen(
     while at < queue.sorted.size or waiting:
         if waiting and (at == queue.sorted.size or before(keys, serial, heap[0], queue.sorted[at])):
             row = rows[heap[0]]
-            need = reserved_of(params.keep, jobs, row, kv.size)
+            need = reserved_of(jobs, row, kv.size, params.keep.grow)
             if blocks + need > kv.total and size > 0:
                 waiting = 0  # no newcomer overtakes one that does not fit
                 continue
@@ -139,7 +151,7 @@ def _chosen(
             continue
         if level > WAITS:
             shape, runs = _with(jobs, row, theta, may.spare, shape)
-        blocks += reserved_of(params.keep, jobs, row, kv.size)
+        blocks += reserved_of(jobs, row, kv.size, params.keep.grow)
         if runs:
             order[size], size = row, size + 1
         else:

@@ -72,20 +72,32 @@ def size_of(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
 
 
 @compiled
-def blocks_of(jobs: Rows, row: int, grow: float, block: int) -> float:
+def blocks_of(jobs: Rows, row: int, block: int, grow: float) -> float:
     """Return the KV blocks that a row alone will hold when `grow` of its answer that is left is out."""
     tokens = jobs["prompt"][row] + jobs["output_tokens"][row] + grow * jobs["tokens_left"][row]
     return float(max(tokens / block + 1.0 - jobs["shared"][row], exclusive_of(jobs, row)))
 
 
 @compiled
-def reserved_of(keep: KeepOptions, jobs: Rows, row: int, block: int) -> float:
-    """Return the KV blocks that admission counts for a row.
+def growth_of(keep: KeepOptions, outlook: Outlook) -> float:
+    """Return the share of answers' growth that admission leaves KV for: none as long as nothing is lost.
+
+    Then a prompt comes in at once, and an answer with time to spare that loses its KV is computed again.
+    """
+    for level in outlook.level:
+        if level == LOST:
+            return keep.grow
+    return 0.0 if keep.eager else keep.grow
+
+
+@compiled
+def reserved_of(jobs: Rows, row: int, block: int, grow: float) -> float:
+    """Return the KV blocks that admission counts for a row; grow: share of its answer that is left.
 
     An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it.
     """
     catches_up = jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf
-    return blocks_of(jobs, row, 0.0 if catches_up else keep.grow, block)
+    return blocks_of(jobs, row, block, 0.0 if catches_up else grow)
 
 
 @compiled

@@ -38,6 +38,7 @@ from headway.pack.promises.outlook import (
     OTHER,
     PROMPT,
     Outlook,
+    growth_of,
     is_over,
     outlook_of,
     pace_of,
@@ -92,7 +93,7 @@ def pack(
     outlook = outlooks_of(params.keep, jobs, rows, now, theta, pace)
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, pace)
-    select(params, jobs, kept, kv, now, theta, pace, may.tpot)
+    select(params, jobs, kept, kv, now, theta, pace, may.tpot, growth_of(params.keep, outlook))
     return compose(params, jobs, kept, queue_of(jobs, kept, outlook, theta, pace), others, kv, theta, may)
 
 

@@ -58,16 +58,16 @@ class InProgress(NamedTuple):
 @compiled
 def select(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    tpot: float,
+    tpot: float, grow: float,
 ) -> None:  # fmt: skip
     """Change the level of prompts that are given up (LOST) or have no room yet (WAITS), and order the others.
 
-    tpot: the tightest of the kept answers, inf = none. All changes are in place.
+    tpot: the tightest of the kept answers, inf = none. grow: as of `growth_of`. All changes are in place.
     """
     share = max(1.0 - pace.token / tpot, _LEAST_SHARE) if pace.decodes else 1.0
     if params.keep.selects:
-        _keep_most(params, jobs, outlook, kv, now, theta, pace, share)
-    _admit(params, jobs, outlook, kv, now, theta, pace, tpot)
+        _keep_most(params, jobs, outlook, kv, now, theta, pace, share, grow)
+    _admit(params, jobs, outlook, kv, now, theta, pace, tpot, grow)
     if params.keep.advances:
         _advance_short(jobs, outlook, now, theta, pace, share)
 
@@ -78,7 +78,7 @@ def select(
 @compiled
 def _keep_most(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    share: float,
+    share: float, grow: float,
 ) -> None:  # fmt: skip
     """Give up the largest requests until all that are kept can start in time; share: of the time for prompts.
 
@@ -91,7 +91,7 @@ def _keep_most(
         row, prompt = outlook.rows[i], outlook.level[i] == PROMPT
         if not prompt and outlook.level[i] != ANSWER:
             continue
-        _demand(params, jobs, row, kv, theta, pace, share, prompt, need[i])
+        _demand(params, jobs, row, kv, theta, pace, share, grow, prompt, need[i])
         kept += need[i]
         loses = prompt or (jobs["tpot"][row] == np.inf and started > 0.0)
         if loses and outlook.start[i] > -np.inf:  # else it is the eldest
@@ -110,14 +110,14 @@ def _keep_most(
 @compiled
 def _demand(
     params: PackerParams, jobs: Rows, row: int, kv: KvBudget, theta: Floats, pace: Pace, share: float,
-    prompt: bool, need: Floats,
+    grow: float, prompt: bool, need: Floats,
 ) -> None:  # fmt: skip
     """Set what a row needs of each resource: need[0] in seconds of all of it, need[1] as a share."""
     if prompt:
         need[0, 0] = _seconds_beside(jobs, row, theta, pace, share)
-        need[1, 1] = blocks_of(jobs, row, 0.5, kv.size) / kv.total
+        need[1, 1] = blocks_of(jobs, row, kv.size, 0.5) / kv.total
     else:
-        need[1, 1] = reserved_of(params.keep, jobs, row, kv.size) / kv.total
+        need[1, 1] = reserved_of(jobs, row, kv.size, grow) / kv.total
     need[1, 2] = 1.0 / params.max_running
     need[0, 1:] = (need[0, 0] + jobs["tokens_left"][row] * pace.token) * need[1, 1:]
 
@@ -175,7 +175,7 @@ def _advance_short(jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace
 @compiled
 def _admit(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    tpot: float,
+    tpot: float, grow: float,
 ) -> None:  # fmt: skip
     """Admit kept prompts as long as answers in progress keep their pace and KV; the doubtful after them.
 
@@ -185,13 +185,13 @@ def _admit(
     inside, full, begin = InProgress(0.0, 0, 0.0, 0.0, tpot), False, 0
     while begin < outlook.rows.size:
         end = _same_rank(jobs, outlook, begin)
-        inside = _in_progress(params, jobs, outlook, kv, theta, pace, inside, begin, end)
+        inside = _in_progress(jobs, outlook, kv, theta, pace, grow, inside, begin, end)
         for level in (PROMPT, HOPE):
             for i in range(begin, end):
                 row = outlook.rows[i]
                 if outlook.level[i] != level or jobs["running"][row]:
                     continue
-                more = _with(inside, jobs, row, reserved_of(params.keep, jobs, row, kv.size), theta, pace)
+                more = _with(inside, jobs, row, reserved_of(jobs, row, kv.size, grow), theta, pace)
                 seconds = more.rents + seconds_of(theta, more.answers, more.context, 0.0, 0.0)
                 paced = not params.keep.paces or seconds <= params.keep.fill * more.tpot
                 room = more.blocks <= kv.total and more.answers <= params.max_running
@@ -225,7 +225,7 @@ def _with(inside: InProgress, jobs: Rows, row: int, blocks: float, theta: Floats
 
 @compiled
 def _in_progress(
-    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace,
+    jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace, grow: float,
     inside: InProgress, begin: int, end: int,
 ) -> InProgress:  # fmt: skip
     """Return the requests in progress with those of these rows that are kept and hold a slot."""
@@ -233,7 +233,7 @@ def _in_progress(
     for i in range(begin, end):
         row = outlook.rows[i]
         if outlook.level[i] == ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
-            blocks += reserved_of(params.keep, jobs, row, kv.size)
+            blocks += reserved_of(jobs, row, kv.size, grow)
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2
             rents += rent(jobs, row, theta, pace)
