@@ -7,7 +7,7 @@ No paper has this policy; it takes from several. In each iteration:
    on time any more. SLO-aware scheduling (4.2) forecasts so; it never gives up a request.
 2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when its answer leaves those in progress
-   their tpot, the seconds of the prompts that follow included, and their KV room to grow.
+   their tpot, the seconds of the prompts that follow included, and, once a request is lost, KV to grow.
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks that those can wait for (slack, BROS 4.2),
    the shortest first where the others have the time; then, within a tighter bound, easy requests, best effort
    and the lost, the shortest of those first.
