@@ -20,6 +20,7 @@ from headway.types import Backlog, Floats
 
 _SEED = 0
 _SPAN = 0.25  # deadlines of one group lie within this share of its SLO
+_SLO_APART = 0.3  # logarithm of the ratio from which two SLOs are never of one kind
 _NO_SLO = 1e6  # seconds: how far away best effort is from every SLO, as k-means sees it
 
 
@@ -229,10 +230,12 @@ class RequestGroups:
         point = (math.log(min(slo, _NO_SLO)), math.log(max(prompt, 1.0)), math.log(output))
         self._recent.setdefault(sort, deque(maxlen=self._window)).append(point)
         self._arrived[sort] = self._arrived.get(sort, 0) + 1
-        kinds = self._kinds.get(sort)
-        if kinds is None:
-            kinds = self._kinds[sort] = [self._kind(sort, np.array(point))]
-        kind = min(kinds, key=lambda one: _distance(one.centre, point))
+        kinds = self._kinds.setdefault(sort, [])
+        near = [one for one in kinds if abs(one.centre[0] - point[0]) <= _SLO_APART]
+        if not near:
+            near = [self._kind(sort, np.array(point))]
+            kinds += near
+        kind = min(near, key=lambda one: _distance(one.centre, point))
         kind.asked(prompt)
         return kind
 
