@@ -47,7 +47,9 @@ class Place:
             self.tell(InstanceUp(one), 0.0)
 
     def tell(self, event: object, now: float) -> list[Command]:
-        commands = self.core.on(event, now)  # type: ignore[arg-type]
+        return self.note(self.core.on(event, now))  # type: ignore[arg-type]
+
+    def note(self, commands: list[Command]) -> list[Command]:
         for command in commands:
             if isinstance(command, Send):
                 self.inside[command.id] = command.instance

@@ -34,7 +34,7 @@ class Planned(Place):
         commands = super().tell(event, now)
         work = self.core.deliberate(now)
         if work is not None:
-            commands = commands + self.core.conclude(work(), now)
+            commands = commands + self.note(self.core.conclude(work(), now))
         return commands
 
 
