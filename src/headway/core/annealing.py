@@ -1,0 +1,203 @@
+"""Simulated annealing of a priority mapping (SLO-aware 4.3, Algorithm 1).
+
+Two start points, three moves, and a temperature that falls level by level. Read literally, line 36 of the
+algorithm accepts a worse mapping when exp(-(f_new - f) / T) < rand, which is never, as the left side is above
+1: that is hill climbing, and its T (500 to 20) has no unit of G. Here a worse mapping is accepted with
+probability exp(-n * loss / T), loss = the share of G that it loses. T is thus in requests: at T = 0.2 a
+mapping that loses a fifth of a request's worth of G is accepted once in e times.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.compiled import compiled, compiled_in_place
+from headway.core import mapping as maps
+from headway.core.mapping import Mapping, Records, value_of
+from headway.types import Ints
+
+Random = NDArray[np.uint64]  # the state of a generator: one number, not 0
+_SQUEEZE, _DELAY = 0, 1
+
+
+class Schedule(NamedTuple):
+    """The temperatures, in requests, and how many moves are tried at each.
+
+    hot, cold: first temperature and the one below which the search ends.
+    decay: factor from one temperature to the next, below 1.
+    moves: moves tried at each temperature.
+    """
+
+    hot: float = 0.2
+    cold: float = 0.001
+    decay: float = 0.95
+    moves: int = 100
+
+    @property
+    def levels(self) -> int:
+        """Return the number of temperatures."""
+        return ceil(log(self.cold / self.hot) / log(self.decay))
+
+
+@compiled
+def anneal(costs: Records, arrived: Ints, limit: int, schedule: Schedule, seed: int) -> tuple[Ints, Ints]:
+    """Return an order of the requests and the sizes of its batches, at most `limit` each.
+
+    costs: records of `mapping.COST`. arrived: the requests in order of arrival.
+    The result is never worse than arrival order or shortest first, in batches as large as possible.
+    """
+    best = best_start(costs, arrived, limit)
+    if best.sums[0]["met"] < arrived.size:
+        now = maps.empty(arrived.size)
+        maps.copy(best, now)
+        _search(costs, now, best, limit, schedule, seed)
+    sizes = np.empty(best.sums[0]["batches"], np.int64)
+    for k in range(sizes.size):
+        sizes[k] = best.batches[k + 1]["first"] - best.batches[k]["first"]
+    return best.places["request"].copy(), sizes
+
+
+@compiled
+def best_start(costs: Records, arrived: Ints, limit: int) -> Mapping:
+    """Return the better of arrival order and shortest first, in batches as large as possible.
+
+    Shortest first is taken at once when it meets all SLOs: it has the smallest sum of latencies (4.3).
+    """
+    shortest = maps.empty(arrived.size)
+    seconds = np.empty(arrived.size)
+    for i in range(arrived.size):
+        seconds[i] = maps.execution(costs, arrived[i], limit)
+    maps.refill(costs, shortest, arrived[np.argsort(seconds, kind="mergesort")], limit)
+    if shortest.sums[0]["met"] == arrived.size:
+        return shortest
+    first = maps.empty(arrived.size)
+    maps.refill(costs, first, arrived, limit)
+    return first if value_of(first) > value_of(shortest) else shortest
+
+
+@compiled
+def _search(costs: Records, now: Mapping, best: Mapping, limit: int, schedule: Schedule, seed: int) -> None:
+    """Anneal `now`; `best` receives the best mapping seen."""
+    random = np.array([seed + 1], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    temperature, size = schedule.hot, now.places.size
+    value = top = value_of(now)
+    while temperature > schedule.cold:
+        maps.evaluate(costs, now)  # so that rounding errors do not add up
+        for _ in range(schedule.moves):
+            least = value * (1.0 + temperature / size * np.log(uniform(random)))
+            if _move(costs, now, limit, random, least):
+                value = value_of(now)
+                if value > top:
+                    top = value
+                    maps.copy(now, best)
+        temperature *= schedule.decay
+
+
+@compiled_in_place
+def uniform(random: Random) -> float:
+    """Return a number in (0, 1), and the generator's next state (Marsaglia's xorshift)."""
+    x = random[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    random[0] = x
+    return (np.float64(x >> np.uint64(12)) + 0.5) / 4503599627370496.0
+
+
+@compiled_in_place
+def _move(costs: Records, now: Mapping, limit: int, random: Random, least: float) -> bool:
+    """Try one of the three moves; keep it, and return True, when G is then at least `least`.
+
+    Where a request cannot be moved to the batch before or after its own, two change places instead.
+    """
+    batches, size = now.batches, now.places.size
+    position = int(uniform(random) * size)
+    batch = now.places[position]["batch"]
+    kind = int(uniform(random) * 3) if limit > 1 else 2
+    if kind == _SQUEEZE and batch > 0 and batches[batch]["first"] - batches[batch - 1]["first"] < limit:
+        return _squeeze(costs, now, position, batch, least)
+    if kind == _DELAY and _has_place(now, batch, limit):
+        return _delay(costs, now, position, batch, least)
+    other = int(uniform(random) * size)
+    if now.places[other]["batch"] == batch:
+        return False
+    return _exchange(costs, now, min(position, other), max(position, other), least)
+
+
+@compiled_in_place
+def _has_place(now: Mapping, batch: int, limit: int) -> bool:
+    """Tell whether a request of a batch can go to the next one, which may be a new one behind the last."""
+    batches = now.batches
+    if batch == now.sums[0]["batches"] - 1:
+        return bool(batches[batch + 1]["first"] - batches[batch]["first"] > 1)
+    return bool(batches[batch + 2]["first"] - batches[batch + 1]["first"] < limit)
+
+
+@compiled_in_place
+def _squeeze(costs: Records, now: Mapping, position: int, batch: int, least: float) -> bool:
+    """Move a request into the batch before its own."""
+    old = maps.met_in(now, batch - 1) + maps.met_in(now, batch)
+    begin = now.batches[batch]["first"]
+    _swap(now, position, begin)
+    now.batches[batch]["first"] += 1
+    change = maps.tried(costs, now, batch - 1, batch, 1, old, least)
+    if maps.reaches(change.met, change.latency, least):
+        maps.keep(costs, now, change)
+        return True
+    now.batches[batch]["first"] -= 1
+    _swap(now, position, begin)
+    return False
+
+
+@compiled_in_place
+def _delay(costs: Records, now: Mapping, position: int, batch: int, least: float) -> bool:
+    """Move a request into the batch after its own."""
+    if batch == now.sums[0]["batches"] - 1:
+        _append(now)
+    old = maps.met_in(now, batch) + maps.met_in(now, batch + 1)
+    end = now.batches[batch + 1]["first"] - 1
+    _swap(now, position, end)
+    now.batches[batch + 1]["first"] -= 1
+    change = maps.tried(costs, now, batch, batch + 1, -1, old, least)
+    if maps.reaches(change.met, change.latency, least):
+        maps.keep(costs, now, change)
+        return True
+    now.batches[batch + 1]["first"] += 1
+    _swap(now, position, end)
+    if now.batches[batch + 1]["first"] == now.batches[batch + 2]["first"]:  # the new one
+        now.sums[0]["batches"] -= 1
+    return False
+
+
+@compiled_in_place
+def _append(now: Mapping) -> None:
+    """Add an empty batch behind the last."""
+    batches = now.sums[0]["batches"]
+    now.batches[batches + 1] = now.batches[batches]
+    now.batches[batches]["seconds"], now.batches[batches]["spent"] = 0.0, 0.0
+    now.sums[0]["batches"] = batches + 1
+
+
+@compiled_in_place
+def _exchange(costs: Records, now: Mapping, position: int, other: int, least: float) -> bool:
+    """Exchange two requests of different batches, the one at `position` in the earlier one."""
+    left, right = now.places[position]["batch"], now.places[other]["batch"]
+    old = maps.met_in(now, left) + maps.met_in(now, right)
+    _swap(now, position, other)
+    change = maps.tried(costs, now, left, right, 0, old, least)
+    if maps.reaches(change.met, change.latency, least):
+        maps.keep(costs, now, change)
+        return True
+    _swap(now, position, other)
+    return False
+
+
+@compiled_in_place
+def _swap(now: Mapping, position: int, other: int) -> None:
+    one = now.places[position]["request"]
+    now.places[position]["request"] = now.places[other]["request"]
+    now.places[other]["request"] = one
