@@ -41,7 +41,12 @@ def compiled_in_place(function: Function) -> Function:
     return _compiled(function, _nrt=False)
 
 
-def _compiled(function: Function, **options: bool) -> Function:
+def compiled_inline(function: Function) -> Function:
+    """As `compiled_in_place`, as a part of each compiled caller: arrays are not passed on at all."""
+    return _compiled(function, _nrt=False, inline="always")
+
+
+def _compiled(function: Function, **options: bool | str) -> Function:
     before, config.CACHE_DIR = config.CACHE_DIR, os.environ.get("NUMBA_CACHE_DIR") or _folder()
     try:
         return cast(Function, njit(cache=True, nogil=True, **options)(function))

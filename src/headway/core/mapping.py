@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.compiled import compiled, compiled_in_place
+from headway.compiled import compiled, compiled_inline
 from headway.forecast.latency.laws import SloAware
 from headway.types import Floats, Ints
 
@@ -36,8 +36,11 @@ Records = NDArray[np.void]
 
 
 class Targets(NamedTuple):
-    """SLOs of requests, in seconds, inf = none: from now to the first token, per token, from now to the
-    end."""
+    """SLOs of requests, in seconds, inf = none, below 0 = missed.
+
+    ttft, e2e: from now to the first and to the last token.
+    tpot: per token of the answer.
+    """
 
     ttft: Floats
     tpot: Floats
@@ -94,9 +97,9 @@ def costs_of(
     attended = output * context + output * (output + 1) / 2
     slope = law.decode_alpha * attended + law.decode_beta * output
     base = law.decode_gamma * attended + law.decode_delta * output
-    spare = np.where(np.isinf(targets.tpot), np.inf, targets.tpot * output - base)
+    spare = np.where(targets.tpot == np.inf, np.inf, targets.tpot * output - base)
     widest = np.where(spare < slope, 0.0, spare / np.maximum(slope, np.finfo(float).tiny))
-    none = np.isinf(targets.ttft) & np.isinf(targets.tpot) & np.isinf(targets.e2e)
+    none = np.minimum(np.minimum(targets.ttft, targets.tpot), targets.e2e) == np.inf
     costs = np.zeros(missing.size, COST)
     costs["prefill_slope"] = prompts * (law.prefill_alpha * missing + law.prefill_beta)
     costs["prefill_base"] = prompts * (law.prefill_gamma * missing + law.prefill_delta)
@@ -113,7 +116,7 @@ def empty(size: int) -> Mapping:
     return Mapping(np.zeros(size, _PLACE), np.zeros(size + 2, _BATCH), np.zeros(size), np.zeros(1, _SUMS))
 
 
-@compiled_in_place
+@compiled_inline
 def refill(costs: Records, mapping: Mapping, order: Ints, limit: int) -> None:
     """Make a mapping the order with all batches as large as possible."""
     batches = 0
@@ -145,25 +148,25 @@ def set_sizes(costs: Records, mapping: Mapping, order: Ints, sizes: Ints) -> Non
     evaluate(costs, mapping)
 
 
-@compiled_in_place
+@compiled_inline
 def value_of(mapping: Mapping) -> float:
     """Return the G of a mapping, in requests per second of latency (equation 2)."""
     return (mapping.sums[0]["met"] + _NONE_MET) / mapping.sums[0]["latency"]  # type: ignore[no-any-return]
 
 
-@compiled_in_place
+@compiled_inline
 def reaches(met: int, latency: float, least: float) -> bool:
     """Tell whether G is at least so much, without a division: it is asked for every move."""
     return met + _NONE_MET >= least * latency
 
 
-@compiled_in_place
+@compiled_inline
 def execution(costs: Records, request: int, size: int) -> float:
     """Return the seconds of a request in a batch of `size`, without waiting (equation 17)."""
     return costs[request]["execution_slope"] * size + costs[request]["execution_base"]  # type: ignore[no-any-return]
 
 
-@compiled_in_place
+@compiled_inline
 def last_start(costs: Records, request: int, size: int) -> float:
     """Return the last start, in seconds from now, at which a request meets its SLO in a batch of `size`."""
     cost = costs[request]
@@ -192,7 +195,7 @@ def evaluate(costs: Records, mapping: Mapping) -> None:
     mapping.sums[0]["met"], mapping.sums[0]["latency"] = met, latency
 
 
-@compiled_in_place
+@compiled_inline
 def _run(costs: Records, mapping: Mapping, begin: int, end: int) -> tuple[float, float]:
     """Return how long the batch of these positions lasts, and the sum of its requests' times."""
     longest, spent = 0.0, 0.0
@@ -203,7 +206,7 @@ def _run(costs: Records, mapping: Mapping, begin: int, end: int) -> tuple[float,
     return longest, spent
 
 
-@compiled_in_place
+@compiled_inline
 def _lost(slack: Floats, begin: int, end: int, shift: float) -> int:
     """Return how many of these positions fewer meet their SLO when they begin later by `shift`."""
     lost = 0
@@ -212,7 +215,7 @@ def _lost(slack: Floats, begin: int, end: int, shift: float) -> int:
     return lost
 
 
-@compiled_in_place
+@compiled_inline
 def _met(costs: Records, mapping: Mapping, begin: int, end: int, start: float) -> int:
     """Return how many requests of a batch of these positions that begins at `start` meet their SLO."""
     met = 0
@@ -221,7 +224,7 @@ def _met(costs: Records, mapping: Mapping, begin: int, end: int, start: float) -
     return met
 
 
-@compiled_in_place
+@compiled_inline
 def met_in(mapping: Mapping, batch: int) -> int:
     """Return how many requests of a batch meet their SLO."""
     met = 0
@@ -230,7 +233,7 @@ def met_in(mapping: Mapping, batch: int) -> int:
     return met
 
 
-@compiled_in_place
+@compiled_inline
 def tried(costs: Records, mapping: Mapping, left: int, right: int, grew: int, old: int, least: float) -> Tried:
     """Return what became of a mapping by a change of two batches.
 
@@ -256,7 +259,7 @@ def tried(costs: Records, mapping: Mapping, left: int, right: int, grew: int, ol
     return Tried(left, right, left_seconds, left_spent, right_seconds, right_spent, between, behind, met, latency)
 
 
-@compiled_in_place
+@compiled_inline
 def keep(costs: Records, mapping: Mapping, change: Tried) -> None:
     """Bring all columns up to date with a change; a batch that has become empty is removed."""
     batches, left, right = mapping.batches, change.left, change.right
@@ -279,7 +282,7 @@ def keep(costs: Records, mapping: Mapping, change: Tried) -> None:
         _remove(mapping, left)
 
 
-@compiled_in_place
+@compiled_inline
 def _seat(costs: Records, mapping: Mapping, batch: int) -> None:
     """Set batch and slack of the positions of a batch."""
     begin, end = mapping.batches[batch]["first"], mapping.batches[batch + 1]["first"]
@@ -289,7 +292,7 @@ def _seat(costs: Records, mapping: Mapping, batch: int) -> None:
         mapping.slack[position] = last - mapping.batches[batch]["start"]
 
 
-@compiled_in_place
+@compiled_inline
 def _remove(mapping: Mapping, batch: int) -> None:
     """Remove an empty batch."""
     batches = mapping.sums[0]["batches"]
