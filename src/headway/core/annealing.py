@@ -25,7 +25,7 @@ _SQUEEZE, _DELAY = 0, 1
 _MOST = 1000  # moves at each temperature
 _WIDE = 16  # requests in a batch from which on a move takes as long as they are many
 _LEAST_HOT = 0.03  # requests
-MOST_ANNEALED = 128  # requests of one engine whose order is searched; those that are due later keep that order
+MOST_ANNEALED = 128  # requests of one engine whose order is searched; the others go by deadline
 
 
 class Schedule(NamedTuple):

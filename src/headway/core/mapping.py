@@ -234,7 +234,9 @@ def met_in(mapping: Mapping, batch: int) -> int:
 
 
 @compiled_inline
-def tried(costs: Records, mapping: Mapping, left: int, right: int, grew: int, old: int, least: float) -> Tried:
+def tried(
+    costs: Records, mapping: Mapping, left: int, right: int, grew: int, old: int, least: float
+) -> Tried:
     """Return what became of a mapping by a change of two batches.
 
     mapping: its places and `first` are changed already, all else is still as it was.
@@ -256,7 +258,8 @@ def tried(costs: Records, mapping: Mapping, left: int, right: int, grew: int, ol
     # Later starts can only lose requests: what is not good enough without that needs no count.
     if between < 0 or behind < 0 or reaches(met, latency, least):
         met -= _lost(mapping.slack, b, c, between) + _lost(mapping.slack, d, size, behind)
-    return Tried(left, right, left_seconds, left_spent, right_seconds, right_spent, between, behind, met, latency)
+    parts = (left_seconds, left_spent, right_seconds, right_spent)
+    return Tried(left, right, *parts, between, behind, met, latency)
 
 
 @compiled_inline

@@ -48,7 +48,7 @@ class _Queue:
     changed: bool = False
 
     def add(self, backlog: Backlog, row: int, promised: bool, most: int) -> None:
-        """Queue a request. In a full head it takes the place of the one that is due last, if it is due earlier."""
+        """Queue a request. From a head that is too full the one that is due last goes back."""
         entry = (int(backlog.serial[row]), row)
         if not promised:
             heapq.heappush(self.best_effort, entry)
@@ -240,7 +240,8 @@ class Annealed(Planner):
             return 0.0
         never = np.full(inside.size, np.inf)
         prompt, output = backlog.prompt[inside], _output(backlog, inside)
-        costs = costs_of(self._law(instance), prompt, prompt, output, Targets(never, never, never), np.zeros(inside.size))
+        none = Targets(never, never, never)
+        costs = costs_of(self._law(instance), prompt, prompt, output, none, np.zeros(inside.size))
         each = costs["execution_slope"] * instance.max_running + costs["execution_base"]
         return float(each.sum()) / 2 / instance.max_running
 

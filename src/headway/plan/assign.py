@@ -1,4 +1,4 @@
-"""Which instance gets a request: the one with the most memory left, in rounds (SLO-aware 4.4, equation 20)."""
+"""Assigns each request to the instance with the most memory left, in rounds (SLO-aware 4.4, equation 20)."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ ANNEAL = {
     for recipe in (
         Recipe(
             "anneal",
-            "SLO-aware scheduling: each engine's order annealed for goodput, over running and waiting requests",
+            "SLO-aware scheduling: the order of all that is inside an engine, annealed for goodput",
             partial(Annealed, pull=False),
             inside.Annealed,
         ),
         Recipe(
             "anneal-queue",
-            "SLO-aware scheduling as published: the order of waiting requests, first come first served inside",
+            "SLO-aware scheduling as published: only the order of the queue, annealed for goodput",
             Annealed,
             lambda spec: Fcfs(spec.max_running),
         ),

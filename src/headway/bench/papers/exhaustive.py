@@ -1,8 +1,8 @@
 """The best priority mapping of a few requests, by trying all (SLO-aware 4.3, the strawman) and exactly.
 
-`exhaustive` tries every sequence of batches: about n! / ln(2)^n of them when a batch may hold all. `exact`, for
-batches of one, keeps for every set of requests served first and every number of SLOs met the smallest sum of
-latencies: 2^n * n numbers instead of n! sequences.
+`exhaustive` tries every sequence of batches. `exact`, for batches of one, keeps for every set of requests
+served first and every number of SLOs met the smallest sum of latencies: 2^n * n numbers instead of n!
+sequences.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.compiled import compiled, compiled_in_place
-from headway.core.mapping import Records, last_start, execution
+from headway.core.mapping import Records, execution, last_start
 from headway.types import Floats, Ints
 
 
@@ -21,9 +21,7 @@ def exhaustive(costs: Records, limit: int) -> float:
     """
     masks = np.array([mask for mask in range(1, 1 << costs.size) if mask.bit_count() <= limit])
     seconds, spent = np.zeros(masks.size), np.zeros(masks.size)
-    last = np.array(
-        [[last_start(costs, i, size) for size in range(limit + 1)] for i in range(costs.size)]
-    )
+    last = np.array([[last_start(costs, i, size) for size in range(limit + 1)] for i in range(costs.size)])
     for number, mask in enumerate(masks.tolist()):
         each = [execution(costs, i, mask.bit_count()) for i in range(costs.size) if mask >> i & 1]
         seconds[number], spent[number] = max(each), sum(each)
@@ -35,8 +33,9 @@ def exhaustive(costs: Records, limit: int) -> float:
 
 @compiled_in_place
 def _try_all(
-    batches: tuple[Ints, Floats, Floats, Floats], left: int, now: float, latency: float, met: int, best: Floats
-) -> int:
+    batches: tuple[Ints, Floats, Floats, Floats], left: int, now: float, latency: float, met: int,
+    best: Floats,
+) -> int:  # fmt: skip
     """Note in `best` the best G of all ways to go on; return how many there are.
 
     left: a bit for each request that is not in a batch yet.
@@ -86,4 +85,4 @@ def _least_latencies(seconds: Floats, last: Floats) -> Floats:
                 after = least[served, before] + now + seconds[i]
                 then = served | 1 << i
                 least[then, before + met] = min(least[then, before + met], after)
-    return least[-1]
+    return np.asarray(least[-1])

@@ -1,4 +1,4 @@
-"""The law of SLO-aware scheduling from any latency model, by sampling it (SLO-aware 4.2, equations 14, 15)."""
+"""The law of SLO-aware scheduling, fitted to samples of any latency model (4.2, equations 14 and 15)."""
 
 from __future__ import annotations
 
