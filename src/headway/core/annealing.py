@@ -66,8 +66,8 @@ def anneal(costs: Records, arrived: Ints, limit: int, schedule: Schedule, seed: 
     costs: records of `mapping.COST`. arrived: the requests in order of arrival.
     The result is never worse than arrival order or shortest first, in batches as large as possible.
     """
-    best = best_start(costs, arrived, limit)
-    if limit > 1 or best.sums[0]["met"] < arrived.size:
+    best, unbeatable = best_start(costs, arrived, limit)
+    if not unbeatable:
         now = maps.empty(arrived.size)
         maps.copy(best, now)
         _search(costs, now, best, limit, schedule, seed)
@@ -78,11 +78,11 @@ def anneal(costs: Records, arrived: Ints, limit: int, schedule: Schedule, seed: 
 
 
 @compiled
-def best_start(costs: Records, arrived: Ints, limit: int) -> Mapping:
+def best_start(costs: Records, arrived: Ints, limit: int) -> tuple[Mapping, bool]:
     """Return the better of arrival order and shortest first, in batches as large as possible.
 
-    In batches of one, shortest first with all SLOs met cannot be beaten (4.3), and the search is left out;
-    in larger ones it can, as other sizes of the batches may give smaller latencies.
+    And whether it is the best there is: shortest first in batches of one with all SLOs met (4.3). In larger
+    batches even that can be beaten, as other sizes of the batches may give smaller latencies.
     """
     shortest = maps.empty(arrived.size)
     seconds = np.empty(arrived.size)
@@ -91,7 +91,9 @@ def best_start(costs: Records, arrived: Ints, limit: int) -> Mapping:
     maps.refill(costs, shortest, arrived[np.argsort(seconds, kind="mergesort")], limit)
     first = maps.empty(arrived.size)
     maps.refill(costs, first, arrived, limit)
-    return first if value_of(first) > value_of(shortest) else shortest
+    unbeatable = limit == 1 and shortest.sums[0]["met"] == arrived.size
+    better = value_of(first) > value_of(shortest) and not unbeatable
+    return first if better else shortest, unbeatable
 
 
 @compiled
