@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from headway.bench.cli import bench_app
 from headway.bench.papers import anneal as bench
 from headway.bench.papers.anneal_cases import Case, annealed, arrival_order, simulated, slo_scale, worth
-from headway.cli import app
 from headway.core.annealing import Schedule
 
 
@@ -69,7 +69,7 @@ def test_it_prints_rows_with_the_paper_s_figures(monkeypatch: pytest.MonkeyPatch
     tiny = bench.Plan(2, (4, 10), {1: 4, 2: 4, 4: 4}, ((4,), 1), ((1.0,), 6, (2,), 1))
     monkeypatch.setattr(bench, "QUICK", tiny)
     monkeypatch.setattr(bench, "_MOVES", (5,))
-    result = CliRunner().invoke(app, ["bench", "papers", "anneal", "--quick", "--json", "--seed", "1"])
+    result = CliRunner().invoke(bench_app, ["papers", "anneal", "--quick", "--json", "--seed", "1"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert (report["bench"], report["host"]) == ("anneal", "sim")
