@@ -221,6 +221,14 @@ def test_beyond_the_most_that_are_annealed_the_order_is_by_deadline_and_best_eff
     assert sequence(cost[:0], due[:0], due[:0] > 0, 1, 0).size == 0
 
 
+def test_lost_requests_do_not_keep_others_from_being_annealed() -> None:
+    cost = costs([(10, 300, 1, 0.5)] * 3 + [(10, 100, 1, 8.0)] * 2)
+    due = np.array([1.0, 2.0, 3.0, 40.0, 39.0])
+    order = sequence(cost, due, due > 0, 1, 0, most=2)
+    assert sorted(order[:2].tolist()) == [3, 4]
+    assert order[2:].tolist() == [0, 1, 2]
+
+
 # ---- the law
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.cluster import Cluster
-from headway.events import Failed, InstanceDown, InstanceUp, Learned, Returned
+from headway.events import Failed, InstanceDown, InstanceUp, Learned, Returned, Tick
 from headway.forecast.latency.online import OnlineLatency
 from headway.plan.annealed import Annealed
 from headway.plan.assign import Assignment
@@ -191,6 +191,16 @@ def test_a_head_that_is_full_takes_what_is_due_earlier() -> None:
     place.come(ask("urgent", 1.5, answer=10, slo=Slo(e2e=5.0)))
     place.end("first", 2.0)
     assert place.order[1] == "urgent"
+
+
+def test_what_is_late_does_not_keep_out_what_can_be_in_time() -> None:
+    """The head holds two: those whose deadline has passed leave it while others wait for a place there."""
+    slos = {f"late{i}": Slo(e2e=2.0) for i in range(5)} | {f"r{i}": Slo(e2e=50.0) for i in range(3)}
+    place = filled(Annealed(most=2), **slos)
+    place.core.on(Tick(), 9.0)
+    order = served(place, 10.0)
+    assert sorted(order[:2]) == ["r0", "r1"], "afterwards the head has room for late ones, too"
+    assert len(order) == 8
 
 
 def test_a_planner_that_is_new_to_a_cluster_binds_what_waits() -> None:

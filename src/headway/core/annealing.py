@@ -23,7 +23,7 @@ from headway.types import Bools, Floats, Ints
 Random = NDArray[np.uint64]  # the state of a generator: one number, not 0
 _SQUEEZE, _DELAY = 0, 1
 _MOST = 1000  # moves at each temperature
-_WIDE = 16  # requests in a batch from which on a move takes as long as they are many
+_WIDE = 8  # requests in a batch from which on a move takes as long as they are many
 _LEAST_HOT = 0.03  # requests
 MOST_ANNEALED = 128  # requests of one engine whose order is searched; the others go by deadline
 
@@ -226,13 +226,21 @@ def sequence(
     """Return the order in which an engine should serve its requests, given in order of arrival.
 
     costs: records of `mapping.COST`, with due (instants) and promised (it has an SLO) of the same requests.
-    The first `most` of the promised ones by their deadline are annealed; the others follow by deadline, and
-    then those that were promised nothing, by arrival.
+    The first `most` of the promised ones by their deadline are annealed, those that are lost even in a batch
+    of their own behind all others; the rest follows in that order, and then what was promised nothing, by
+    arrival.
     """
     rows = np.flatnonzero(promised)
-    by_due = rows[np.argsort(due[rows], kind="stable")]
+    by_due = rows[np.lexsort((due[rows], _is_lost(costs[rows])))]
     head = np.sort(by_due[:most])
     order = head
     if head.size > 1:
         order, _ = anneal(costs, head, limit, Schedule.of(head.size, limit), seed)
     return np.concatenate([order, by_due[most:], np.flatnonzero(~promised)])
+
+
+def _is_lost(costs: Records) -> Bools:
+    """Tell which requests cannot meet their SLO even when they begin now, alone."""
+    prefill = costs["prefill_slope"] + costs["prefill_base"]
+    whole = costs["execution_slope"] + costs["execution_base"]
+    return np.asarray((costs["ttft"] < prefill) | (costs["e2e"] < whole) | (costs["widest"] < 1))

@@ -38,12 +38,15 @@ class _Queue:
 
     head: promised requests whose order is annealed, in that order once it has been.
     later: promised ones beyond `most`, as a heap by deadline.
+    late: promised ones beyond `most` whose deadline has passed, as a heap by arrival: they would keep those
+        out of the head that can still be in time.
     best_effort: those that were promised nothing, by arrival.
     changed: something came to the head since it was annealed.
     """
 
     head: list[tuple[int, int]] = field(default_factory=list)
     later: list[tuple[float, int, int]] = field(default_factory=list)
+    late: list[tuple[int, int]] = field(default_factory=list)
     best_effort: list[tuple[int, int]] = field(default_factory=list)
     changed: bool = False
 
@@ -60,26 +63,41 @@ class _Queue:
             self.head.remove(last)
             heapq.heappush(self.later, (float(backlog.due[last[1]]), *last))
 
-    def settle(self, backlog: Backlog, most: int) -> None:
+    def settle(self, backlog: Backlog, most: int, now: float) -> None:
         """Drop what has left the queue, and fill the head with what is due next."""
-        self.head = [entry for entry in self.head if _waits(backlog, entry)]
-        while self.later and len(self.head) < most:
-            entry = heapq.heappop(self.later)[1:]
-            if _waits(backlog, entry):
+        waiting = [entry for entry in self.head if _waits(backlog, entry)]
+        self.head = [entry for entry in waiting if not self.later or backlog.due[entry[1]] >= now]
+        for entry in set(waiting) - set(self.head):
+            heapq.heappush(self.late, entry)
+        while (self.later or self.late) and len(self.head) < most:
+            due, *rest = heapq.heappop(self.later) if self.later else (np.inf, *heapq.heappop(self.late))
+            entry = (rest[0], rest[1])
+            if not _waits(backlog, entry):
+                continue
+            if due < now and self.later:
+                heapq.heappush(self.late, entry)
+            else:
                 self.head.append(entry)
                 self.changed = True
-        while self.best_effort and not _waits(backlog, self.best_effort[0]):
-            heapq.heappop(self.best_effort)
 
     def first(self, backlog: Backlog, count: int) -> Ints:
         """Return the rows of the first requests in the queue's order."""
-        more = [entry for entry in heapq.nsmallest(count, self.best_effort) if _waits(backlog, entry)]
-        return np.array([row for _, row in (self.head + more)[:count]], np.int64)
+        first = self.head[:count]
+        for heap in (self.late, self.best_effort):
+            more = list[tuple[int, int]]()
+            while heap and len(first) + len(more) < count:
+                entry = heapq.heappop(heap)
+                if _waits(backlog, entry):
+                    more.append(entry)
+            for entry in more:  # they stay queued until they are sent
+                heapq.heappush(heap, entry)
+            first = first + more
+        return np.array([row for _, row in first], np.int64)
 
     def drain(self, backlog: Backlog) -> list[int]:
         """Take all requests out; return their rows by arrival."""
-        entries = sorted([*self.head, *(entry[1:] for entry in self.later), *self.best_effort])
-        self.head, self.later, self.best_effort = [], [], []
+        entries = sorted([*self.head, *(entry[1:] for entry in self.later), *self.late, *self.best_effort])
+        self.head, self.later, self.late, self.best_effort = [], [], [], []
         return [row for serial, row in entries if _waits(backlog, (serial, row))]
 
 
@@ -204,7 +222,7 @@ class Annealed(Planner):
         room = instance.window - inside.size
         if room <= 0:
             return np.empty(0, np.int64)
-        queue.settle(backlog, self._most)
+        queue.settle(backlog, self._most, now)
         if queue.changed and len(queue.head) > 1:
             queue.head = self._sequence(cluster, instance, queue.head, now)
         queue.changed = False
