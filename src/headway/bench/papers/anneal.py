@@ -123,9 +123,10 @@ def _notes() -> tuple[str, ...]:
         "Unless a setting says otherwise: by the paper's model of execution (batches one after another) and"
         " its Table 2;",
         "vllm is arrival order in full batches. G in requests per 1,000 s of latency; over vllm: of means.",
-        f"together, load: event simulator ({PROFILE}), continuous batching, true lengths, SLOs x"
-        f" {slo_scale():.2f} so that",
-        "code has ten times its seconds alone. Together: all come at 0 s. Load: a multiple of vllm's own.",
+        f"together, load: event simulator ({PROFILE}), continuous batching, SLOs x {slo_scale():.2f}"
+        " so that code has",
+        "ten times its seconds alone. Together: all come at 0 s. Load: a multiple of vllm's own. Lengths are",
+        "true ones; learned: the mean of the task's answers so far.",
         "overhead.ms: one search on this machine, the median; exhaustive: the mean. hot: first temperature,",
         "in requests; moves: at each of the 32 temperatures. The paper's figures are of one draw each.",
     )
@@ -312,6 +313,9 @@ def _loads(plan: Plan, seed: int) -> Iterator[Row]:
             for name in (VLLM, ANNEAL, "headway"):
                 w = mean([simulated(name, load, limit) for load in loads])
                 yield from _figures(name, f"load {share:g}, batch {limit}", w)
+            for name in (ANNEAL, "headway"):
+                w = mean([simulated(name, load, limit, learned=True) for load in loads])
+                yield from _figures(name, f"load {share:g}, batch {limit}, learned lengths", w)
 
 
 # ---- what is shown

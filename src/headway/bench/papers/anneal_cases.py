@@ -18,6 +18,7 @@ from headway.core.mapping import Records, Targets, costs_of
 from headway.forecast.latency import profiles
 from headway.forecast.latency.sampled import PUBLISHED
 from headway.forecast.lengths.gaussian import GaussianLengths
+from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.registry import find
 from headway.sim.forecasts import Oracle
 from headway.sim.instance import InstanceSpec
@@ -87,8 +88,15 @@ class Case:
     def workload(self, arrival: Floats, scale: float) -> Workload:
         """Return the requests as a workload with SLOs of `scale` times the published ones."""
         parts = [
-            single(np.zeros(int(rows.sum())), self.prompt[rows], self.output[rows], slo=_times(slo, scale))
-            for rows, slo in ((self.code, CODE), (~self.code, CHAT))
+            single(
+                np.zeros(int(rows.sum())),
+                self.prompt[rows],
+                self.output[rows],
+                slo=_times(slo, scale),
+                tier=task,
+                max_tokens=_LONGEST,
+            )  # fmt: skip
+            for rows, slo, task in ((self.code, CODE, _TASKS[1]), (~self.code, CHAT, _TASKS[0]))
         ]
         back = np.argsort(np.concatenate([np.flatnonzero(self.code), np.flatnonzero(~self.code)]))
         return replace(concat(*parts).take(back), arrival=arrival)
@@ -150,9 +158,13 @@ def slo_scale() -> float:
     return 10 * alone / _E2E
 
 
-def simulated(recipe: str, load: Workload, limit: int) -> Worth:
-    """Return what a recipe makes of a workload on the event simulator; it knows the answers' lengths."""
-    outcome = Simulation(find(recipe), [engine(limit)], load, Oracle(load)).run()
+def simulated(recipe: str, load: Workload, limit: int, *, learned: bool = False) -> Worth:
+    """Return what a recipe makes of a workload on the event simulator.
+
+    learned: it forecasts answers by those of the same task that have ended; otherwise it knows their lengths.
+    """
+    lengths = TaskLengths() if learned else Oracle(load)
+    outcome = Simulation(find(recipe), [engine(limit)], load, lengths).run()
     first, whole = outcome.first - load.arrival, outcome.end - load.arrival
     tpot = (outcome.end - outcome.first) / np.maximum(load.output - 1, 1)
     met = (first <= load.ttft) & (tpot <= load.tpot) & (whole <= load.e2e)
