@@ -95,7 +95,7 @@ class Case:
                 slo=_times(slo, scale),
                 tier=task,
                 max_tokens=_LONGEST,
-            )  # fmt: skip
+            )
             for rows, slo, task in ((self.code, CODE, _TASKS[1]), (~self.code, CHAT, _TASKS[0]))
         ]
         back = np.argsort(np.concatenate([np.flatnonzero(self.code), np.flatnonzero(~self.code)]))
