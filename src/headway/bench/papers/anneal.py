@@ -172,7 +172,7 @@ def _over(setting: str, ours: Worth, theirs: Worth) -> Iterator[Row]:
 
 
 def _more(ours: float, theirs: float) -> float:
-    return 100 * (ours / theirs - 1)
+    return round(100 * (ours / theirs - 1), 9)
 
 
 # ---- by the paper's model of execution
