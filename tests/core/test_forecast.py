@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.forecast.latency.online import OnlineLatency
+from headway.forecast.lengths.gaussian import GaussianLengths
 from headway.forecast.lengths.task import TaskLengths
 from headway.types import Batch, Floats, Request
 
@@ -189,3 +190,28 @@ def test_prefill_seconds_equal_those_of_a_batch_of_one_prompt() -> None:
     latency = taught(500)
     alone = latency.prefill_seconds(np.array([600.0]))[0]
     assert alone == pytest.approx(latency.seconds(Batch(0, 0, 600, 600 * 600 // 2)))
+
+
+def test_a_gaussian_profile_has_the_moments_of_its_task_s_answers() -> None:
+    lengths, rng = GaussianLengths(), np.random.default_rng(0)
+    seen = rng.normal(200, 30, 500).round().astype(int)
+    for tokens in seen.tolist():
+        lengths.learn(request(task="code"), tokens)
+    lengths.learn(request(task="code"), 0)
+    assert lengths.profile("code") == pytest.approx((seen.mean(), seen.std()))
+    drawn = [lengths.draw("code", rng) for _ in range(500)]
+    assert np.mean(drawn) == pytest.approx(200, abs=6)
+    assert np.std(drawn) == pytest.approx(30, abs=4)
+
+
+def test_a_gaussian_forecast_is_sorted_within_bounds_and_a_guess_at_first() -> None:
+    lengths = GaussianLengths(prior=50)
+    first = lengths.forecast(request(task="code"))
+    assert first.guess
+    assert first.mean == 50
+    for tokens in (10, 400) * 8:
+        lengths.add("code", tokens)
+    later = lengths.forecast(request(task="code", max_tokens=300))
+    assert not later.guess
+    assert (np.diff(later.samples) >= 0).all()
+    assert (later.samples[0], later.samples[-1]) == (1.0, 300.0)

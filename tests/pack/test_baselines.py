@@ -18,6 +18,7 @@ from headway.core.ranks import ARRIVAL
 from headway.errors import ConfigError
 from headway.plan.ordered import Ordered
 from headway.ports import Packer
+from headway.recipes.anneal import ANNEAL
 from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.ecoserve import ECOSERVE
 from headway.recipes.registry import ABLATIONS, RECIPES, find, names
@@ -45,7 +46,7 @@ def packer(name: str, limits: Limits) -> Packer:
 
 def test_names() -> None:
     assert tuple(BASELINES) == NAMES
-    assert names() == [*RECIPES, *ABLATIONS, *ECOSERVE, *NAMES, *ROUTERS]
+    assert names() == [*RECIPES, *ABLATIONS, *ECOSERVE, *ANNEAL, *NAMES, *ROUTERS]
     for name, recipe in BASELINES.items():
         assert find(name) is recipe
         assert recipe.name == name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.compiled import compiled
+from headway.compiled import compiled, compiled_inline
 
 State = NDArray[np.uint64]
 
@@ -20,7 +20,7 @@ def seeded(seed: int) -> State:
     return np.array([seed + 1], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-@compiled
+@compiled_inline
 def uniform(state: State) -> float:
     """Return a number in (0, 1), and move the state on."""
     x = state[0]
@@ -31,7 +31,7 @@ def uniform(state: State) -> float:
     return (np.float64(x >> np.uint64(12)) + 0.5) / 4503599627370496.0
 
 
-@compiled
+@compiled_inline
 def below(state: State, size: int) -> int:
     """Return a whole number from 0 to `size` - 1."""
     return int(uniform(state) * size)

@@ -1,4 +1,4 @@
-"""Recipes by name: the general ones, BROS, EcoServe, and the baselines of the papers.
+"""Recipes by name: the general ones, the papers' (BROS, EcoServe, SLO-aware scheduling), and their baselines.
 
 `"package.module:attribute"` names a `Recipe` that lives outside Headway.
 """
@@ -9,6 +9,7 @@ import importlib
 from difflib import get_close_matches
 
 from headway.errors import ConfigError
+from headway.recipes.anneal import ANNEAL
 from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.bros import BROS
 from headway.recipes.default import DEFAULT
@@ -24,12 +25,12 @@ ABLATIONS = {name: recipe for name, recipe in BROS.items() if name != "bros"}
 
 def names() -> list[str]:
     """Return the names of all built-in recipes, the papers' baselines last."""
-    return [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *BASELINES, *ROUTERS]
+    return [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *ANNEAL, *BASELINES, *ROUTERS]
 
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    known = RECIPES | ABLATIONS | ECOSERVE | QLM | BASELINES | ROUTERS
+    known = RECIPES | ABLATIONS | ECOSERVE | QLM | ANNEAL | BASELINES | ROUTERS
     if name in known:
         return known[name]
     if ":" in name:
