@@ -26,8 +26,8 @@ def vary(
     """Write a variant of the model `source` into the directory `out` and return that.
 
     scale: standard deviation of the noise on each weight, as a share of its tensor's; 0 = none. seed: of the
-    noise. layers: how many of the first layers are kept, None = all; then the shape is another one. ConfigError
-    when `out` is there already, or `source` has no safetensors files or fewer layers.
+    noise. layers: how many of the first layers are kept, None = all; then the shape is another one.
+    ConfigError when `out` is there already, or `source` has no safetensors files or too few layers.
     """
     directory = Path(resolve(source))
     files = weight_files(str(directory))
@@ -57,9 +57,7 @@ def _copy(source: Path, out: Path, layers: int | None) -> None:
     config: dict[str, Any] = json.loads((out / "config.json").read_text())
     whole = config.get("num_hidden_layers", 0)
     if layers is not None and not 1 <= layers < whole:
-        raise ConfigError(
-            f"{source} has {whole} layers; {layers} cannot be kept.", f"Keep 1 to {whole - 1}."
-        )
+        raise ConfigError(f"{source} has {whole} layers; {layers} cannot be kept.", f"Keep 1 to {whole - 1}.")
     if layers is not None:
         write_json(out / "config.json", config | {"num_hidden_layers": layers})
 
