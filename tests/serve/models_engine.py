@@ -1,7 +1,7 @@
 """A FAKE engine of several models, a process of its own: it answers only to the model that it has loaded.
 
-What happens when a model is loaded is written in the file `behaviour` of its directory: "fail" (vLLM says so),
-"die" (the process ends), "hang" (until something else is written).
+What happens when a model is loaded is written in the file `behaviour` of its directory: "fail" (vLLM says
+so), "die" (the process ends), "hang" (until something else is written).
 """
 
 from __future__ import annotations
