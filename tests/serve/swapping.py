@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +19,13 @@ from safetensors.numpy import save_file
 from headway.config import Engine
 from headway.core.cluster import Cluster
 from headway.engines.vllm.process import children, client
+from headway.engines.vllm.process.client import VllmEngine
+from headway.events import Event, InstanceUp, Swapped, Warmed
 from headway.models.resolve import resolve
 from headway.ports import Planner
 from headway.recipes.registry import RECIPES
 from headway.types import Instance, Plan, Send
+from tests.serve.gateway import SAY, WEB, Gateway
 
 # ---- planner
 
@@ -112,3 +117,60 @@ def use_fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "command", command)
     monkeypatch.setattr(children, "environment", lambda engine: {**os.environ, "PYTHONPATH": path})
     monkeypatch.setattr(client, "check_installed", lambda: None)
+
+
+# ---- gateway
+
+
+@dataclass
+class Swapping(Gateway):
+    """A gateway with one engine of several models."""
+
+    @property
+    def engine(self) -> VllmEngine:
+        return self.inner.dispatcher.engines["e0"]
+
+    def order(self, model: str) -> None:
+        """Have the engine load a model, whatever its planner thinks."""
+
+        async def swap() -> None:
+            commands = self.controller.apply(Plan(swap={"e0": model}), time.time())
+            self.inner.dispatcher.execute(commands)
+
+        self.do(swap())
+
+    def fake(self, path: str) -> Any:
+        """Ask the engine itself."""
+        answer = WEB.post(self.engine.url + path) if "release" in path else WEB.get(self.engine.url + path)
+        return answer.json() if answer.content else None
+
+    def ask(self, model: str, **fields: Any) -> Any:
+        return self.post({"model": model, "messages": SAY, "max_tokens": 8, **fields})
+
+
+def note_events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Return a list of all that engines made from now on tell the dispatcher."""
+    said: list[Event] = []
+    init = VllmEngine.__init__
+
+    def noting(self: VllmEngine, *args: Any) -> None:
+        tell = args[4]
+
+        def note(event: Event) -> None:
+            said.append(event)
+            tell(event)
+
+        init(self, *args[:4], note, *args[5:])
+
+    monkeypatch.setattr(VllmEngine, "__init__", noting)
+    return said
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [
+        f"{type(event).__name__}:{event.instance.model}"
+        if isinstance(event, InstanceUp | Swapped)
+        else type(event).__name__
+        for event in events
+        if not isinstance(event, Warmed)
+    ]

@@ -15,55 +15,14 @@ import pytest
 
 from headway.config import Broker, Config, Engine, Server, Sqlite
 from headway.engines.vllm.process import models
-from headway.engines.vllm.process.client import VllmEngine
-from headway.events import Event, InstanceUp, Swapped, Warmed
-from headway.types import Plan
-from tests.serve.gateway import CLASSES, SAY, WEB, Gateway, serving, until
-from tests.serve.swapping import behave, make_model, use_fake_engines
-
-
-class Swapping(Gateway):
-    """A gateway with one engine of several models."""
-
-    @property
-    def engine(self) -> VllmEngine:
-        return self.inner.dispatcher.engines["e0"]
-
-    def order(self, model: str) -> None:
-        """Have the engine load a model, whatever its planner thinks."""
-
-        async def swap() -> None:
-            commands = self.controller.apply(Plan(swap={"e0": model}), time.time())
-            self.inner.dispatcher.execute(commands)
-
-        self.do(swap())
-
-    def fake(self, path: str) -> Any:
-        """Ask the engine itself."""
-        answer = WEB.post(self.engine.url + path) if "release" in path else WEB.get(self.engine.url + path)
-        return answer.json() if answer.content else None
-
-    def ask(self, model: str, **fields: Any) -> Any:
-        return self.post({"model": model, "messages": SAY, "max_tokens": 8, **fields})
+from headway.events import Event
+from tests.serve.gateway import CLASSES, SAY, serving, until
+from tests.serve.swapping import Swapping, behave, kinds, make_model, note_events, use_fake_engines
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """What the engines say, in order."""
-    said: list[Event] = []
-    init = VllmEngine.__init__
-
-    def noting(self: VllmEngine, *args: Any) -> None:
-        tell = args[4]
-
-        def note(event: Event) -> None:
-            said.append(event)
-            tell(event)
-
-        init(self, *args[:4], note, *args[5:])
-
-    monkeypatch.setattr(VllmEngine, "__init__", noting)
-    return said
+    return note_events(monkeypatch)
 
 
 @pytest.fixture
@@ -83,20 +42,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) 
             f"tests.serve.swapping:{recipe}", Server(port=8000), (one,), broker=queue, classes=CLASSES
         )
         with serving(config) as gateway:
-            gateway.__class__ = Swapping
-            yield gateway  # type: ignore[misc]
+            yield Swapping(**vars(gateway))
 
     return run
-
-
-def kinds(events: list[Event]) -> list[str]:
-    return [
-        f"{type(event).__name__}:{event.instance.model}"
-        if isinstance(event, InstanceUp | Swapped)
-        else type(event).__name__
-        for event in events
-        if not isinstance(event, Warmed)
-    ]
 
 
 @pytest.mark.parametrize("recipe", ["RECIPE", "THINKING"])

@@ -1,7 +1,7 @@
 """Another model in a running engine: the route `POST /headway/model` of vLLM's API server.
 
     {"op": "load", "path": directory, "name": name}
-        put the weights of this directory in the place of those that are loaded (`reload_weights`); the model
+        put the weights of this directory in the place of those that are loaded (`worker.py`); the model
         must have the same shape and tokenizer (`headway/models/compare.py`). From then on the engine answers
         to this name alone.
     {"op": "sleep"}
@@ -26,7 +26,7 @@ async def load(client: Any, served: Any, path: str, name: str) -> None:
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
 
     await client.pause_generation(mode="abort", clear_cache=True)
-    await client.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    await client.collective_rpc("headway_load", kwargs={"path": path})
     if not await client.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise RuntimeError("the prefix cache was not reset")
     # The list is shared with vLLM's registry: it decides which names are accepted and which one answers bear.

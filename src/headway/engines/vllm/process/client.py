@@ -210,11 +210,14 @@ class VllmEngine(EngineConnection):
         try:
             await self._load(model, way)
         except EngineError as error:
-            self._report(SwapReport(model, way, warm, time.monotonic() - began, error))
+            report = SwapReport(model, way, warm, time.monotonic() - began, error)
             log.error(
                 "engine %s goes back to %s, because %s was not loaded: %s", self.id, before, model, error
             )
-            await self._start(before)
+            try:
+                await self._start(before)
+            finally:
+                self._report(report)  # from now on it counts how long the model is not offered
             await self._serve(InstanceUp)
         else:
             self._report(SwapReport(model, way, warm, time.monotonic() - began))

@@ -82,6 +82,7 @@ def spec(engine: Engine) -> EngineSpec:
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
     config = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
+    line += ["--worker-extension-cls", f"{_PLUGIN}.worker.LoadingWorker"] if engine.models else []
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands

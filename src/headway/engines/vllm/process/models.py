@@ -87,7 +87,7 @@ class EngineModels:
 
     def config_of(self, model: str) -> Engine:
         """Return the configuration of an engine of this kind that is started with another model."""
-        return replace(self._config, model=self._config.served[model], served_name=model, models=())
+        return replace(self._config, model=self._config.served[model], served_name=model)
 
     # ---- how a model comes in
 
