@@ -178,7 +178,7 @@ def test_a_request_says_what_it_waits_for(start: Any, tmp_path: Path) -> None:
         path = f"/v1/responses/{job['id']}"
         until(lambda: gateway.get(path).json()["waiting_for"] == "c is being loaded by e0")
         assert gateway.metric('headway_queued{model="c"}') == 1
-        assert gateway.ask("a", background=True).json()["waiting_for"] is not None
+        assert gateway.ask("a", background=True).json()["waiting_for"] == "a is not loaded; e0 can load it"
         behave(tmp_path / "c", "")
         done = until(
             lambda: (one := gateway.get(f"/v1/responses/{job['id']}").json())["status"] != "queued" and one

@@ -174,8 +174,8 @@ def _generation(app: FastAPI, state: AppState) -> None:
             if parsed.background:
                 await gateway.background.accept(parsed)
                 body = _response(parsed.request.id, "queued", parsed.request.arrival)
-                body["waiting_for"] = gateway.dispatcher.swaps.obstacle(parsed.request.model)
-                return JSONResponse(body, 202)
+                obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
+                return JSONResponse(body | _waiting_for(obstacle), 202)
             in_flight = await gateway.path.accept(parsed)
             return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
 
@@ -211,7 +211,7 @@ def _background(app: FastAPI, state: AppState) -> None:
         job = await find(request, id)
         body = _response(job.id, _STATUS[job.state], job.arrival, job.reason)
         if job.state == "open":
-            body["waiting_for"] = state.gateway.dispatcher.swaps.state(job.id)
+            body |= _waiting_for(state.gateway.dispatcher.swaps.state(job.id))
         if job.result is not None:
             body["response"] = read_json(job.result)
         return JSONResponse(body)
@@ -235,6 +235,11 @@ def _response(id: str, status: str, arrival: float, reason: str | None = None) -
     error = {"code": code, "message": reason} if reason else None
     return {"id": id, "object": "response", "status": status, "created_at": int(arrival), "background": True,
             "error": error}  # fmt: skip
+
+
+def _waiting_for(obstacle: str | None) -> dict[str, str]:
+    """Return what a queued response waits for, as a field of its body."""
+    return {} if obstacle is None else {"waiting_for": obstacle}
 
 
 def _status(app: FastAPI, state: AppState) -> None:

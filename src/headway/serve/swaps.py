@@ -79,16 +79,16 @@ class ModelSwaps:
         loading = [name for name, (_, wanted) in cluster.loading.items() if wanted == model]
         if loading:
             return f"{model} is being loaded by {', '.join(loading)}"
-        if not cluster.instances and not cluster.loading:
+        fleet = cluster.instances | {name: before for name, (before, _) in cluster.loading.items()}
+        if not fleet:
             return "no instance is up"
-        able = [name for name, instance in cluster.instances.items() if instance.can_load(model)]
+        able = [name for name, one in fleet.items() if model == one.model or one.can_load(model)]
         if able:
             return f"{model} is not loaded; {', '.join(able)} can load it"
         return f"{model} is not loaded, and no instance can load it now"
 
     def state(self, id: str) -> str | None:
-        """Say what a request waits for, None when this gateway does not hold it or it is in an engine."""
+        """Say why a request is not in an engine; None when it is, waits for its turn alone, or is not here."""
         request = self._in_flight.get(id)
-        if request is None or request.engine_future.done():
-            return None
-        return self.obstacle(request.request.model) or "its turn: the instances of its model are busy"
+        waits = request is not None and not request.engine_future.done()
+        return self.obstacle(request.request.model) if request is not None and waits else None

@@ -40,8 +40,9 @@ class Children:
     def replace(self, config: Engine) -> None:
         """End the current process and start one with this configuration in its place."""
         self.end_current()
-        self.current = Child(command(config, self._port, self._recipe), environment(config), self._log)
-        self.current.start()
+        child = Child(command(config, self._port, self._recipe), environment(config), self._log)
+        child.start()
+        self.current = child
 
     def add_sleeping(self, model: str, size: int, held: HostWeights) -> None:
         """Set the current process aside, which sleeps now; it ends when `held` has no room for it."""

@@ -211,9 +211,7 @@ class VllmEngine(EngineConnection):
             await self._load(model, way)
         except EngineError as error:
             report = SwapReport(model, way, warm, time.monotonic() - began, error)
-            log.error(
-                "engine %s goes back to %s, because %s was not loaded: %s", self.id, before, model, error
-            )
+            log.error("engine %s goes back to %s: %s was not loaded: %s", self.id, before, model, error)
             try:
                 await self._start(before)
             finally:
