@@ -88,7 +88,8 @@ class ModelSwaps:
         return f"{model} is not loaded, and no instance can load it now"
 
     def state(self, id: str) -> str | None:
-        """Say why a request is not in an engine; None when it is, waits for its turn alone, or is not here."""
+        """Say why a request is not in an engine; None when it is in one, or waits for its turn alone."""
         request = self._in_flight.get(id)
-        waits = request is not None and not request.engine_future.done()
-        return self.obstacle(request.request.model) if request is not None and waits else None
+        if request is None or request.engine_future.done():
+            return None
+        return self.obstacle(request.request.model)
