@@ -129,7 +129,7 @@ class VllmEngine(EngineConnection):
         self._announced = self.models.announce(instance)
         log.info("engine %s is up: %s", self.id, self._announced)
         self._on_event(event(self._announced))
-        if self.models.swaps:
+        if self.models.swaps and self.loading is None:  # the event may have ordered the next swap
             self._beside(self._follow_models())
 
     async def _healthy(self) -> None:
