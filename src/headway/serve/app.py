@@ -264,7 +264,7 @@ def _status(app: FastAPI, state: AppState) -> None:
     @app.get("/ready", responses=_error_docs(503))
     async def ready() -> Response:
         """Return 200 when requests can be answered: every model has an instance that is up or can load it."""
-        up = {name for engine in engines.values() if engine.up.is_set() for name in engine.config.served}
+        up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
         all_up = up >= set(state.models)
         described = {id: _engine(engine) for id, engine in engines.items()}
         return JSONResponse({"ready": all_up, "engines": described}, 200 if all_up else 503)
@@ -292,7 +292,7 @@ def _operations(app: FastAPI, state: AppState) -> None:
 
 def _engine(engine: VllmEngine) -> dict[str, Any]:
     failure = engine.failure
-    return {"model": engine.models.current, "models": list(engine.config.served),
+    return {"model": engine.models.current, "models": list(engine.models.names),
             "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
             "error": str(failure) if failure else None}  # fmt: skip
 

@@ -42,7 +42,7 @@ class ModelSwaps:
 
     def unavailable(self, model: str) -> ModelUnavailable | None:
         """Return the error of a model that every engine which has it has given up, None = there is hope."""
-        having = [engine for engine in self._engines.values() if model in engine.config.served]
+        having = [engine for engine in self._engines.values() if model in engine.models.names]
         errors = [engine.models.unavailable(model) for engine in having]
         if not having or None in errors:
             return None

@@ -12,10 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.config import Engine
 from headway.engines.vllm.process.children import Children
@@ -29,6 +28,7 @@ from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
 _POLL = 0.25  # seconds between checks of a child
+T = TypeVar("T")
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -78,11 +78,10 @@ class VllmEngine(EngineConnection):
     async def stop(self) -> None:
         """End the supervision, and the children with all their processes."""
         self._end_side_tasks()
-        for task in [self._task, *self._side_tasks]:
-            if task is not None:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+        work = [task for task in (self._task, *self._side_tasks) if task is not None]
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)  # they report their errors themselves
         await asyncio.to_thread(self._held.close)
         await asyncio.to_thread(self._children.stop)
         await self.disconnect()
@@ -246,14 +245,15 @@ class VllmEngine(EngineConnection):
         self.up.clear()
         if way == "sleep":
             await self.tell_model({"op": "sleep"}, self.config.start_timeout_s)
-            await asyncio.to_thread(self._children.add_sleeping, before, self.models.size(before), self._held)
+            size = self.models.size(before)
+            await _uninterrupted(partial(self._children.add_sleeping, before, size, self._held))
         await self._start(model)
 
     async def _start(self, model: str) -> None:
         """Start a child with a model, or wake the one that sleeps with it; end the one that runs."""
         self.models.current = model
         self.up.clear()
-        woken = await asyncio.to_thread(self._children.take_sleeping, model, self._held)
+        woken = await _uninterrupted(partial(self._children.take_sleeping, model, self._held))
         if not woken:
             await _uninterrupted(partial(self._children.replace, self.models.config_of(model)))
         self.url = self._children.url
@@ -294,7 +294,12 @@ class VllmEngine(EngineConnection):
         """Run something beside the supervisor until it ends, the model changes or the instance goes down."""
         task = asyncio.create_task(work)
         self._side_tasks.add(task)
-        task.add_done_callback(self._side_tasks.discard)
+        task.add_done_callback(self._side_task_ended)
+
+    def _side_task_ended(self, task: asyncio.Task[None]) -> None:
+        self._side_tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("engine %s", self.id, exc_info=task.exception())
 
     def _end_side_tasks(self) -> None:
         self.models.stop_reading()
@@ -311,11 +316,11 @@ async def _within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-async def _uninterrupted(work: Callable[[], None]) -> None:
+async def _uninterrupted(work: Callable[[], T]) -> T:
     """Run `work` in a thread to its end even when cancelled, so that no child starts unsupervised."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise

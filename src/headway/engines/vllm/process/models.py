@@ -55,12 +55,15 @@ class _Failures:
 class EngineModels:
     """The models of one engine, by name.
 
+    names: of all of them. swaps: there is more than one.
     current: the one that it serves, or is to serve when it is started.
     held: whose weights are in host memory, within the budget.
     """
 
     def __init__(self, config: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
+        self.names = tuple(config.served)
+        self.swaps = len(self.names) > 1
         self.current = config.name
         self.held = HostWeights(config.host_weights_gib * 2**30)
         self.times = LoadTimes()
@@ -69,11 +72,6 @@ class EngineModels:
         self._limits: dict[str, int] = {}
         self._failures: dict[str, _Failures] = {}
         self._stop_reading = threading.Event()
-
-    @property
-    def swaps(self) -> bool:
-        """Tell whether there is more than one."""
-        return len(self._config.served) > 1
 
     def path(self, model: str) -> str:
         """Return what vLLM loads for a model: its directory, or a hub id."""
@@ -94,7 +92,7 @@ class EngineModels:
     def survey(self) -> None:
         """Look at the directories: how does each model take the place of the current one? (blocks)"""
         if self.swaps:
-            self._ways = {model: self.way(model) for model in self._config.served if model != self.current}
+            self._ways = {model: self.way(model) for model in self.names if model != self.current}
 
     def way(self, model: str) -> Way:
         """Return how a model takes the place of the current one, as its directory is now. (blocks)"""
