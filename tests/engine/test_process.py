@@ -22,7 +22,7 @@ from headway.errors import EngineError
 
 
 def test_threads_go_to_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_installed", lambda name: True)
+    monkeypatch.setattr(launch, "installed", lambda name: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 11})
     assert launch.environment(Engine())["VLLM_CPU_OMP_THREADS_BIND"] == "2,5,11"
     assert launch.environment(Engine(cores="0-1"))["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"

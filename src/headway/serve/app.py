@@ -39,7 +39,7 @@ class AppState:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway, self.config = gateway, gateway.config
-        self.models = {engine.name: engine for engine in self.config.engines}
+        self.models = {name: engine for engine in self.config.engines for name in engine.served}
         self.started = int(time.time())
         self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
 
@@ -173,7 +173,9 @@ def _generation(app: FastAPI, state: AppState) -> None:
             parsed = await state.parse(kind, request)
             if parsed.background:
                 await gateway.background.accept(parsed)
-                return JSONResponse(_response(parsed.request.id, "queued", parsed.request.arrival), 202)
+                body = _response(parsed.request.id, "queued", parsed.request.arrival)
+                obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
+                return JSONResponse(body | _waiting_for(obstacle), 202)
             in_flight = await gateway.path.accept(parsed)
             return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
 
@@ -208,6 +210,8 @@ def _background(app: FastAPI, state: AppState) -> None:
         """Return a background response: its status, and the answer once it is complete."""
         job = await find(request, id)
         body = _response(job.id, _STATUS[job.state], job.arrival, job.reason)
+        if job.state == "open":
+            body |= _waiting_for(state.gateway.dispatcher.swaps.state(job.id))
         if job.result is not None:
             body["response"] = read_json(job.result)
         return JSONResponse(body)
@@ -233,6 +237,11 @@ def _response(id: str, status: str, arrival: float, reason: str | None = None) -
             "error": error}  # fmt: skip
 
 
+def _waiting_for(obstacle: str | None) -> dict[str, str]:
+    """Return what a queued response waits for, as a field of its body."""
+    return {} if obstacle is None else {"waiting_for": obstacle}
+
+
 def _status(app: FastAPI, state: AppState) -> None:
     engines = state.gateway.dispatcher.engines
 
@@ -254,8 +263,8 @@ def _status(app: FastAPI, state: AppState) -> None:
 
     @app.get("/ready", responses=_error_docs(503))
     async def ready() -> Response:
-        """Return 200 when requests can be answered now: every model has an instance that is up."""
-        up = {engine.config.name for engine in engines.values() if engine.up.is_set()}
+        """Return 200 when requests can be answered: every model has an instance that is up or can load it."""
+        up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
         all_up = up >= set(state.models)
         described = {id: _engine(engine) for id, engine in engines.items()}
         return JSONResponse({"ready": all_up, "engines": described}, 200 if all_up else 503)
@@ -283,7 +292,8 @@ def _operations(app: FastAPI, state: AppState) -> None:
 
 def _engine(engine: VllmEngine) -> dict[str, Any]:
     failure = engine.failure
-    return {"model": engine.config.name, "up": engine.up.is_set(), "restarts": engine.restarts,
+    return {"model": engine.models.current, "models": list(engine.models.names),
+            "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
             "error": str(failure) if failure else None}  # fmt: skip
 
 
@@ -292,7 +302,10 @@ async def _gauge(gateway: Gateway) -> None:
     metrics, controller = gateway.metrics, gateway.dispatcher.controller
     metrics.queued.set(controller.queued)
     metrics.running.set(len(controller.requests) - controller.queued)
-    for id, engine in gateway.dispatcher.engines.items():
+    engines, swaps = gateway.dispatcher.engines, gateway.dispatcher.swaps
+    serving = {id: engine.models.current for id, engine in engines.items() if engine.up.is_set()}
+    metrics.models(serving, {model: swaps.queued(model) for model in gateway.counters})
+    for id, engine in engines.items():
         metrics.up.labels(id).set(engine.up.is_set())
         if engine.up.is_set():
             try:

@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headway.engines.vllm.process.client import EngineGone
+from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.models import ModelUnavailable
 from headway.errors import RequestError
 from headway.serve import tasks
 from headway.serve.dispatcher import Dispatcher
@@ -55,6 +56,8 @@ class BackgroundWork:
                 await self._path.fail(in_flight, f"engine_refused: {reason}")
         except EngineGone as error:
             await self._path.fail(in_flight, f"engine_gone: {error.message}")
+        except ModelUnavailable as error:
+            await self._path.fail(in_flight, f"model_unavailable: {error.message}")
         except RequestError as error:
             await self._path.fail(in_flight, f"dropped: {error.message}", "refused")
         except Exception as error:  # whatever it was, the request ends and frees its slot

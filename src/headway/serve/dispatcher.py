@@ -15,13 +15,14 @@ from headway.core.controller import Controller
 from headway.core.drops import prepare
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
-from headway.events import Arrived, Event, Returned, Tick
+from headway.events import Arrived, Event, InstanceUp, Returned, Tick
 from headway.serve import tasks
 from headway.serve.metrics import Metrics
 from headway.serve.overdue import OverdueWatch
 from headway.serve.planning import Planning
 from headway.serve.refusals import refusal
 from headway.serve.requests import InFlightRequest
+from headway.serve.swaps import ModelSwaps
 from headway.types import Command, Reject, Rerank, Send, Swap, Warm
 
 Listener = Callable[[Event], None]
@@ -44,6 +45,7 @@ class Dispatcher:
         self.controller = controller
         self.engines: Mapping[str, VllmEngine] = engines(self.dispatch)
         self.in_flight: dict[str, InFlightRequest] = {}
+        self.swaps = ModelSwaps(controller, self.engines, self.in_flight)
         self._metrics = metrics
         self._planning = Planning(controller, self.execute)
         self._overdue = OverdueWatch(controller, self.engines, self.execute)
@@ -71,15 +73,20 @@ class Dispatcher:
     def dispatch(self, event: Event) -> None:
         """Tell the controller an event; its commands are executed now, or when a slow planner has planned."""
         self._planning.note(event)
+        if isinstance(event, InstanceUp):  # a swap may have failed once too often
+            self.swaps.refuse_unavailable()
         self._overdue.arm()
 
     def add(self, in_flight: InFlightRequest) -> None:
         """Queue a request that was stored."""
         self.in_flight[in_flight.id] = in_flight
         self.dispatch(Arrived(in_flight.request))
+        unavailable = self.swaps.unavailable(in_flight.request.model)
+        if unavailable is not None:  # given up while the request was stored, or before it was recovered
+            in_flight.refuse(unavailable)
 
     def requeue(self, in_flight: InFlightRequest) -> None:
-        """Queue a request again whose engine died before it answered."""
+        """Queue a request again whose engine died, or began to load another model, before it answered."""
         in_flight.await_engine_again()
         self.dispatch(Returned(in_flight.id))
 
@@ -93,10 +100,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(_TICK)
             if self.controller.queued:
-                try:
-                    self.dispatch(Tick())
-                except EngineError:  # a command that no engine here can carry out; see `execute`
-                    log.exception("the plan after a tick was not carried out")
+                self.dispatch(Tick())
 
     # ---- commands
 
@@ -110,11 +114,10 @@ class Dispatcher:
                     self._rerank(command)
                 case Reject():
                     self._reject(command)
-                case Swap() | Warm():  # engines that serve announce no `loadable`, so a planner asks in error
-                    raise EngineError(
-                        f"{command.instance} cannot load {command.model} while it serves.",
-                        "Give each model an engine of its own, or use a recipe that does not swap.",
-                    )
+                case Swap():
+                    self.swaps.swap(command)
+                case Warm():
+                    self.swaps.warm(command)
 
     def _send(self, send: Send) -> None:
         in_flight = self.in_flight[send.id]

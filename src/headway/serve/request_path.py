@@ -10,7 +10,8 @@ import time
 
 from headway.broker.port import Broker
 from headway.config import Server
-from headway.engines.vllm.process.client import EngineGone, VllmEngine
+from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.events import Failed, Finished, Started
 from headway.serve import tasks
@@ -19,7 +20,7 @@ from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
 from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, ParsedRequest
-from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest
+from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
 from headway.types import Request
 
 
@@ -38,8 +39,11 @@ class RequestPath:
     def check_capacity(self, request: Request) -> None:
         """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.
 
-        Only the latter is a promise that was not kept.
+        Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up.
         """
+        unavailable = self._dispatcher.swaps.unavailable(request.model)
+        if unavailable is not None:
+            raise unavailable
         reject = self._dispatcher.controller.admit(request, time.time(), self._storing)
         if reject is None:
             return
@@ -57,6 +61,7 @@ class RequestPath:
     async def store(self, parsed: ParsedRequest) -> InFlightRequest:
         """Store a request durably."""
         in_flight = InFlightRequest.of(parsed)
+        in_flight.waited = self._dispatcher.swaps.obstacle(parsed.request.model)
         self._storing += 1
         try:
             await self._lengths.read(in_flight.request, in_flight.upstream)  # while nothing is owed
@@ -83,12 +88,17 @@ class RequestPath:
         """Wait for an engine and return its response, begun.
 
         An engine that dies before its response begins costs an attempt and the request queues again, up to
-        server.max_attempts; then EngineGone. RequestError when it is refused before its first token.
+        server.max_attempts; then EngineGone. One that begins to load another model costs none. HeadwayError
+        when it is refused before its first token.
         """
         while True:
             engine = await in_flight.engine_future
             try:
+                if not engine.takes(in_flight.request.model):  # a swap began while this task was waking up
+                    raise TakenBack
                 response = await self._open_unless_refused(engine, in_flight)
+            except TakenBack:
+                self._dispatcher.requeue(in_flight)
             except EngineGone:
                 if not await engine.lives():
                     engine.lost()
@@ -103,9 +113,12 @@ class RequestPath:
                 return response
 
     async def _open_unless_refused(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
-        """Open the response; a refusal in the meantime closes the connection, so that the engine aborts."""
+        """Open the response; a refusal in the meantime closes the connection, so that the engine aborts.
+
+        TakenBack when a swap does.
+        """
         in_flight.raise_if_refused()
-        if not in_flight.request.drop:
+        if not (in_flight.request.drop or engine.models.swaps):
             return await self._open_on(engine, in_flight)
         in_flight.opening = asyncio.create_task(self._open_on(engine, in_flight))
         try:
@@ -113,6 +126,9 @@ class RequestPath:
         except asyncio.CancelledError:
             await tasks.cancel(in_flight.opening)
             in_flight.raise_if_refused()
+            this = asyncio.current_task()
+            if in_flight.taken_back and this is not None and not this.cancelling():
+                raise TakenBack from None
             raise
         finally:
             in_flight.opening = None

@@ -16,10 +16,16 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from headway.broker.port import Job
-from headway.engines.vllm.process.client import EngineGone, VllmEngine
-from headway.errors import RequestError
+from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.connection import EngineGone
+from headway.errors import HeadwayError
 from headway.serve.request_parsing import PATHS, Kind, ParsedRequest
 from headway.types import Request
+
+
+class TakenBack(Exception):
+    """The engine of a request begins to load another model."""
+
 
 ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
@@ -38,7 +44,10 @@ class InFlightRequest:
     upstream: the body for the engine, without metadata.
     background: its client polls for the response instead of holding a connection.
     engine_future: resolved with the engine by `Send`, failed with RequestError by `Reject`.
-    opening: the task that waits for the engine's first token, of a request that may be refused meanwhile.
+    opening: the task that waits for the engine's first byte, of a request that may be refused or taken back
+        meanwhile.
+    taken_back: its engine loads another model, so it is queued again.
+    waited: what it had to wait for when it was queued, as told in a header of its response; None = nothing.
     refusal: what its client is told instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine.
     attempts: engines that died over it since it was accepted or recovered.
@@ -52,7 +61,9 @@ class InFlightRequest:
     background: bool = False
     engine_future: asyncio.Future[VllmEngine] = field(default_factory=_new_future)
     opening: asyncio.Task[EngineResponse] | None = None
-    refusal: RequestError | None = None
+    taken_back: bool = False
+    waited: str | None = None
+    refusal: HeadwayError | None = None
     rank: float = 0.0
     attempts: int = 0
     first_token: float | None = None
@@ -81,7 +92,7 @@ class InFlightRequest:
             request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background
         )
 
-    def refuse(self, error: RequestError) -> None:
+    def refuse(self, error: HeadwayError) -> None:
         """Answer with this error; an engine that works on the request aborts it."""
         self.refusal = error
         if not self.engine_future.done():
@@ -89,14 +100,26 @@ class InFlightRequest:
         elif self.opening is not None:
             self.opening.cancel()
 
+    def inside(self, engine: VllmEngine) -> bool:
+        """Tell whether it was sent to this engine last."""
+        future = self.engine_future
+        if not future.done() or future.cancelled() or future.exception() is not None:
+            return False
+        return future.result() is engine
+
+    def take_back(self) -> None:
+        """Close its connection to the engine, so that the engine aborts it, unless a byte has come."""
+        if self.opening is not None and self.opening.cancel():
+            self.taken_back = True
+
     def raise_if_refused(self) -> None:
         """Raise the refusal, if there is one."""
         if self.refusal is not None:
             raise self.refusal
 
     def await_engine_again(self) -> None:
-        """Replace the engine future: the engine that it named has died."""
-        self.engine_future = _new_future()
+        """Replace the engine future: the engine that it named has died, or serves another model."""
+        self.engine_future, self.taken_back = _new_future(), False
 
     def body(self, metadata: dict[str, str | float]) -> bytes:
         """Return the body for the engine: the client's, with metadata for the scheduler."""

@@ -15,7 +15,8 @@ from contextlib import suppress
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from headway.engines.vllm.process.client import EngineGone
+from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.models import ModelUnavailable
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve import tasks
 from headway.serve.request_path import RequestPath
@@ -28,6 +29,7 @@ _USAGE = b'"choices":[]'  # in vLLM's last event, which carries only the usage
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, str]] = {
     EngineGone: ("engine_gone", "failed"), RequestError: ("dropped", "refused"),
+    ModelUnavailable: ("model_unavailable", "failed"),
 }  # fmt: skip
 
 
@@ -91,6 +93,8 @@ class ResponseStream(Response):
             (b"content-type", response.content_type.encode()),
             (b"x-request-id", self._in_flight.id.encode()),
         ]
+        if self._in_flight.waited is not None:
+            headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
         if not response.streams:
             headers.append((b"content-length", b"%d" % len(response.head)))
         await send({"type": "http.response.start", "status": response.status, "headers": headers})

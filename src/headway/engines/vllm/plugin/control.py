@@ -29,6 +29,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from headway.engines.vllm.plugin import models
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
@@ -194,6 +195,8 @@ class ControlPlugin:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
+        models.attach(app)
+
         @app.post("/headway/control")
         async def control(raw: Request) -> JSONResponse:
             core = raw.app.state.engine_client.engine_core

@@ -2,63 +2,69 @@
 
 `VllmEngine` reports when the instance is up and when it is gone; between the two, requests are streamed to it
 and control messages reach its scheduler. A child that dies is started again with back-off.
+
+One task, the supervisor, owns the child: it starts it, watches it, and carries out model swaps (`Swap`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-import numpy as np
+from typing import Any, TypeVar
 
 from headway.config import Engine
-from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
-from headway.engines.vllm.request_metadata import finite
+from headway.engines.vllm.process.children import Children
+from headway.engines.vllm.process.connection import EngineConnection, EngineGone
+from headway.engines.vllm.process.launch import Child, check_installed
+from headway.engines.vllm.process.load_times import Way
+from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.errors import EngineError
-from headway.events import Event, InstanceDown, InstanceUp, Learned
-from headway.forecast.latency.online import THETA_SIZE
-from headway.types import Instance, Progress
+from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
+from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
 _POLL = 0.25  # seconds between checks of a child
+T = TypeVar("T")
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
-# vLLM closes idle connections after 5 s; closing them earlier avoids writing into one that is being closed.
-_KEEPALIVE = 2.0
-_GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
 
 
-class EngineGone(EngineError):
-    """The engine went away in the middle of a request."""
+class VllmEngine(EngineConnection):
+    """One instance, by its configuration.
 
-    def __init__(self, name: str, why: object) -> None:
-        super().__init__(
-            f"The engine {name} went away: {why!r}.", "Try again; it is being restarted.", status=503
-        )
-
-
-class VllmEngine:
-    """One instance, by its configuration. on_event: receives InstanceUp and InstanceDown."""
+    on_event: receives InstanceUp and InstanceDown, Swapped and Warmed. on_swap: how each swap ended.
+    up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
+    """
 
     def __init__(
-        self, id: str, config: Engine, recipe: str, log_dir: Path, on_event: Callable[[Event], None]
-    ) -> None:
-        self.id, self.config, self._recipe, self._on_event = id, config, recipe, on_event
-        self._port = config.port or (free_port() if config.url is None else 0)
-        self.url = (config.url or f"http://127.0.0.1:{self._port}").rstrip("/")
+        self, id: str, config: Engine, recipe: str, log_dir: Path, on_event: Callable[[Event], None],
+        on_swap: Callable[[str, SwapReport], None] = lambda id, report: None,
+    ) -> None:  # fmt: skip
+        self.config, self._on_event, self._on_swap = config, on_event, on_swap
+        self.models = EngineModels(config)
+        self._held = self.models.held
+        self._children = Children(id, config, recipe, log_dir)
+        super().__init__(id, (config.url or self._children.url).rstrip("/"))
         self._log = log_dir / f"{id}.log"
-        self.child: Child | None = None
         self.up = asyncio.Event()
+        self.loading: str | None = None
+        self._wake = asyncio.Event()  # a swap was ordered
+        self._announced: Instance | None = None
         self.restarts = 0
-        self._session: aiohttp.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
+        self._side_tasks: set[asyncio.Task[None]] = set()
         self.failure: EngineError | None = None
+
+    @property
+    def child(self) -> Child | None:
+        return self._children.current
+
+    def takes(self, model: str) -> bool:
+        """Tell whether a request for this model may be sent now; not from the order of a swap to its end."""
+        return self.loading is None and model == self.models.current
 
     # ---- life
 
@@ -66,21 +72,19 @@ class VllmEngine:
         """Start (or attach to) and supervise the instance in the background; `up` is set when it answers."""
         if self.config.url is None:
             await asyncio.to_thread(check_installed)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**18)
+        self.connect()
         self._task = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """End the supervision, and the child with all its processes."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        if self.child is not None:
-            await asyncio.to_thread(self.child.stop)
-        if self._session is not None:
-            await self._session.close()
+        """End the supervision, and the children with all their processes."""
+        self._end_side_tasks()
+        work = [task for task in (self._task, *self._side_tasks) if task is not None]
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)  # they report their errors themselves
+        await asyncio.to_thread(self._held.close)
+        await asyncio.to_thread(self._children.stop)
+        await self.disconnect()
 
     async def _supervise(self) -> None:
         tries = 0
@@ -89,13 +93,16 @@ class VllmEngine:
             try:
                 await self._bring_up()
                 tries = 0
-                await self._watch()
+                while await self._watch():
+                    await self._swap()
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
             except Exception as error:  # supervision must go on after any error, and operators must see it
                 log.exception("engine %s", self.id)
                 self.failure = EngineError(f"The engine {self.id} failed: {error!r}.", "See the log.")
+            self.loading = None
+            self._wake.clear()
             self._down()
             wait = _BACKOFF[min(tries, len(_BACKOFF) - 1)]
             tries += 1 if time.monotonic() - began < 60 else -tries
@@ -103,29 +110,32 @@ class VllmEngine:
             self.restarts += 1
 
     async def _bring_up(self) -> None:
-        alive = self.child is not None and self.child.alive and await self.lives()
-        if self.config.url is None and not alive:
-            await _uninterrupted(self._spawn)
+        if self.config.url is None and not (self._children.alive and await self.lives()):
+            model = self.models.current
+            warm, began = await asyncio.to_thread(self.models.is_warm, model), time.monotonic()
+            await self._start(model)
+            self.models.started(warm, time.monotonic() - began)
         await self._healthy()
-        instance = await self._describe()
-        self.failure = None
-        self.up.set()
-        log.info("engine %s is up: %s", self.id, instance)
-        self._on_event(InstanceUp(instance))
+        await self._serve(InstanceUp)
 
-    def _spawn(self) -> None:
-        if self.child is not None:
-            self.child.stop(grace=0.0)  # nothing of a dead engine may keep its port or its cores
-        argv = command(self.config, self._port, self._recipe)
-        self.child = Child(argv, environment(self.config), self._log)
-        self.child.start()
+    async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
+        """Tell that the instance takes work from now on."""
+        instance = await self._describe()
+        if self.models.swaps:
+            await asyncio.to_thread(self.models.survey)
+        self.failure, self.loading = None, None
+        self.up.set()
+        self._announced = self.models.announce(instance)
+        log.info("engine %s is up: %s", self.id, self._announced)
+        self._on_event(event(self._announced))
+        if self.models.swaps and self.loading is None:  # the event may have ordered the next swap
+            self._beside(self._follow_models())
 
     async def _healthy(self) -> None:
         """Wait until the instance answers; EngineError when it dies or takes too long."""
         deadline = time.monotonic() + self.config.start_timeout_s
         while not await self.lives():
-            if self.child is not None and not self.child.alive:
-                raise self.child.died(self.id)
+            self._children.check()
             if time.monotonic() > deadline:
                 waited = f"within {self.config.start_timeout_s:g} s"
                 raise EngineError(
@@ -134,32 +144,32 @@ class VllmEngine:
                 )
             await asyncio.sleep(_POLL)
 
-    async def _watch(self) -> None:
-        """Return when the instance stops answering or `lost` is called; EngineError when its child exits."""
+    async def _watch(self) -> bool:
+        """Return True when a swap is ordered, False when the instance stops answering or `lost` is called.
+
+        EngineError when its child exits.
+        """
         misses = 0
         while misses < 3 and self.up.is_set():
-            await asyncio.sleep(_POLL)
-            if self.child is not None and not self.child.alive:
-                raise self.child.died(self.id)
+            if await _within(self._wake, _POLL):
+                self._wake.clear()
+                return True
+            self._children.check()
             misses = 0 if self.child is not None or await self.lives() else misses + 1
         log.error("engine %s does not answer any more", self.id)
+        return False
 
     def lost(self) -> None:
         """Treat the instance as down until it answers again, because a request has just failed on it."""
-        self._down()
+        if self.loading is None:  # otherwise the swap finds out
+            self._down()
 
     def _down(self) -> None:
-        if self.up.is_set():
-            self.up.clear()
+        self.up.clear()
+        self._end_side_tasks()
+        if self._announced is not None:
+            self._announced = None
             self._on_event(InstanceDown(self.id))
-
-    async def lives(self) -> bool:
-        """Tell whether the instance can still work: vLLM's /health fails once its engine core is dead."""
-        try:
-            async with self._http.get(f"{self.url}/health", timeout=_timeout(3)) as answer:
-                return answer.status == 200
-        except _GONE:
-            return False
 
     async def _describe(self) -> Instance:
         """Return the instance; without Headway's scheduler inside it is assumed to have KV for all slots."""
@@ -169,128 +179,148 @@ class VllmEngine:
             block, total = int(state["block_size"]), int(state["blocks_total"])
         except (EngineError, KeyError, TypeError, ValueError):
             block, total = 16, config.max_running * config.max_model_len // 16
-        return Instance(self.id, config.name, config.max_running, total, block, config.max_model_len)
+        model = self.models.current
+        return Instance(self.id, model, config.max_running, total, block, config.max_model_len)
 
-    # ---- work
+    # ---- models
 
-    @property
-    def _http(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "start() first"
-        return self._session
+    def begin_swap(self, model: str) -> None:
+        """Order a swap: `takes` is False from now on; ends with `Swapped`, or `InstanceUp` when it failed.
 
-    @asynccontextmanager
-    async def open(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Post a request and yield the response; leaving the block closes it, which makes vLLM abort it.
-
-        Raises EngineGone when the engine does not answer or the connection breaks.
+        The caller sees to it that what has not sent a byte leaves the instance. Streams that have begun end
+        first: nothing of them can be repeated elsewhere without a seam.
         """
+        self.loading = model
+        self._end_side_tasks()  # the load has the disk for itself
+        self._wake.set()
+
+    async def _swap(self) -> None:
+        """Carry out the swap that was ordered; EngineError when in the end no model is served."""
+        model, before = self.loading, self.models.current
+        assert model is not None, "begin_swap() first"
+        if not await self._drained():
+            log.warning("engine %s keeps %s: streams have not ended", self.id, before)
+            self.models.postpone(model)
+            await self._serve(InstanceUp)
+            return
+        way = await asyncio.to_thread(self.models.way, model)
+        warm = await asyncio.to_thread(self.models.is_warm, model)
+        began = time.monotonic()
         try:
-            headers = {"content-type": "application/json"}
-            async with self._http.post(f"{self.url}{path}", data=body, headers=headers) as response:
-                yield response
-        except _GONE as error:
-            raise EngineGone(self.id, error) from error
+            await self._load(model, way)
+        except EngineError as error:
+            report = SwapReport(model, way, warm, time.monotonic() - began, error)
+            log.error("engine %s goes back to %s: %s was not loaded: %s", self.id, before, model, error)
+            try:
+                await self._start(before)
+            finally:
+                self._report(report)  # from now on it counts how long the model is not offered
+            await self._serve(InstanceUp)
+        else:
+            self._report(SwapReport(model, way, warm, time.monotonic() - began))
+            await self._serve(Swapped)
 
-    async def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message to the running scheduler and return its state.
+    def _report(self, report: SwapReport) -> None:
+        self.models.report(report)
+        self._on_swap(self.id, report)
 
-        EngineError: 400 when the message is wrong, 502 when the engine has no control.
-        """
-        url = f"{self.url}/headway/control"
-        try:
-            async with self._http.post(url, json=message, timeout=_timeout(10)) as answer:
-                status, text = answer.status, await answer.text(errors="replace")
-        except _GONE as error:
-            raise EngineGone(self.id, error) from error
-        state = _state(text)
-        if status == 200 and state is not None:
-            return state
-        if status == 400 and state is not None:
-            raise EngineError(
-                f"The engine {self.id} refused the message: {state.get('error')}.",
-                "See headway/engines/vllm/plugin/control.py for the messages.",
-                status=400, kind="invalid_request_error",
-            )  # fmt: skip
-        raise EngineError(
-            f"The engine {self.id} answered {status} to a control message: {text[:200]}.",
-            "Only engines with Headway's scheduler inside can be controlled.",
-        )
+    async def _drained(self) -> bool:
+        """Wait until no request is open; False when that takes too long. EngineError when the child exits."""
+        deadline = time.monotonic() + self.config.drain_timeout_s
+        while not await _within(self.idle, _POLL):
+            self._children.check()
+            if time.monotonic() > deadline:
+                return False
+        if not await self.lives():  # its death may be what ended the streams; that is no failure of a model
+            raise EngineGone(self.id, "it died while streams ended")
+        return True
 
-    async def rerank(self, ranks: Mapping[str, float]) -> None:
-        """Set `Jobs.urgency` of requests inside (`types.Rerank`); an engine that is gone has none.
+    async def _load(self, model: str, way: Way) -> None:
+        """Load a model in the place of the current one; EngineError when it does not answer with it."""
+        before, self.models.current = self.models.current, model
+        if way == "in_place":
+            message = {"op": "load", "path": self.models.path(model), "name": model}
+            await self.tell_model(message, self.config.start_timeout_s)
+            return
+        self.up.clear()
+        if way == "sleep":
+            await self.tell_model({"op": "sleep"}, self.config.start_timeout_s)
+            size = self.models.size(before)
+            await _uninterrupted(partial(self._children.add_sleeping, before, size, self._held))
+        await self._start(model)
 
-        A request that is still on its way to the engine enters with its new urgency.
-        """
-        values = {id: finite(rank) for id, rank in ranks.items()}
-        with suppress(EngineGone):
-            await self.control({"op": "urgency", "values": values, "jobs": False})
+    async def _start(self, model: str) -> None:
+        """Start a child with a model, or wake the one that sleeps with it; end the one that runs."""
+        self.models.current = model
+        self.up.clear()
+        woken = await _uninterrupted(partial(self._children.take_sleeping, model, self._held))
+        if not woken:
+            await _uninterrupted(partial(self._children.replace, self.models.config_of(model)))
+        self.url = self._children.url
+        await self._healthy()
+        if woken:
+            try:
+                await self.tell_model({"op": "wake"}, self.config.start_timeout_s)
+            except EngineError:
+                await asyncio.to_thread(self._children.end_current)  # it answers /health, half asleep
+                raise
 
-    async def learned(self) -> Learned | None:
-        """Return what the scheduler inside has learned about its engine, None before it has.
+    def begin_warm(self, model: str) -> None:
+        """Bring a model's weights into host memory; ends with `Warmed`, unless a swap begins before."""
+        self._beside(self._warm(model))
 
-        EngineError when it does not answer or has no such knowledge: stock vLLM learns nothing.
-        """
-        state = await self.control({"op": "state", "jobs": False})
-        try:
-            latency = state["latency"]
-            if latency is None:
-                return None
-            theta, cached = np.array(latency["theta"], float), int(latency["cached"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._malformed(error) from error
-        if theta.shape != (THETA_SIZE,) or not (np.isfinite(theta) & (theta >= 0)).all():
-            raise self._malformed(theta)
-        return Learned(self.id, theta, cached)
+    async def _warm(self, model: str) -> None:
+        await asyncio.to_thread(self.models.hold, model)
+        self._refresh(always=True)
 
-    async def progress(self, ids: list[str]) -> dict[str, Progress]:
-        """Return how far the engine is with requests; those that it does not hold (yet, or any more) lack.
+    async def _follow_models(self) -> None:
+        """Hold the current model in host memory, too, and offer again what failed when its time has come."""
+        await asyncio.to_thread(self.models.hold, self.models.current)
+        self._refresh()
+        while (wait := self.models.next_offer) is not None:
+            await asyncio.sleep(wait + 0.01)
+            self._refresh()
 
-        Of several choices (`n`) that one counts which is furthest. EngineError as `learned`.
-        """
-        state, found = await self.control({"op": "state", "ids": ids}), dict[str, Progress]()
-        try:
-            for job in state["jobs"]:
-                id, done = str(job["id"]), Progress(int(job["computed"]), int(job["output_tokens"]))
-                other = found.get(id, Progress(0, 0))
-                found[id] = Progress(
-                    max(done.computed, other.computed), max(done.output_tokens, other.output_tokens)
-                )
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._malformed(error) from error
-        return {id: found[id] for id in ids if id in found}
+    def _refresh(self, *, always: bool = False) -> None:
+        """Tell what the instance can load, and how fast, when that has changed."""
+        if self._announced is None or self.loading is not None:
+            return
+        instance = self.models.announce(self._announced)
+        if always or instance != self._announced:
+            self._announced = instance
+            self._on_event(Warmed(instance))
 
-    def _malformed(self, what: object) -> EngineError:
-        return EngineError(
-            f"The engine {self.id} answered a control message with an unknown state: {what!r}.",
-            "Run the same version of Headway in the gateway and in its engines.",
-        )
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the supervisor until it ends, the model changes or the instance goes down."""
+        task = asyncio.create_task(work)
+        self._side_tasks.add(task)
+        task.add_done_callback(self._side_task_ended)
 
-    async def metrics(self) -> str:
-        """Return the instance's own Prometheus page, empty when it does not answer."""
-        try:
-            async with self._http.get(f"{self.url}/metrics", timeout=_timeout(5)) as answer:
-                return await answer.text() if answer.status == 200 else ""
-        except _GONE:
-            return ""
+    def _side_task_ended(self, task: asyncio.Task[None]) -> None:
+        self._side_tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("engine %s", self.id, exc_info=task.exception())
+
+    def _end_side_tasks(self) -> None:
+        self.models.stop_reading()
+        for task in self._side_tasks:
+            task.cancel()
 
 
-def _state(text: str) -> dict[str, Any] | None:
+async def _within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event; False when it has not come in time."""
     try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
-async def _uninterrupted(work: Callable[[], None]) -> None:
+async def _uninterrupted(work: Callable[[], T]) -> T:
     """Run `work` in a thread to its end even when cancelled, so that no child starts unsupervised."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _timeout(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)

