@@ -287,6 +287,55 @@ def beside(
 
 
 @bench_app.command()
+def fleet(
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated recipes that swap models. Default: vllm-model-swap, edf-model-swap, "
+            "shepherd, qlm, and headway if it swaps."
+        ),
+    ] = None,
+    model: Model = "smollm2",
+    slo: Slos = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="Request rate of all models (requests/s).")] = 1.2,
+    tail: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the requests that asks for the rare model.")
+    ] = 0.06,
+    burstiness: Burstiness = 1.0,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per system.")] = 600.0,
+    max_running: MaxRunning = 8,
+    kill: Annotated[
+        bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="About a minute, most of it to start two engines: one system (qlm), 10 s of arrivals, two "
+            "models of one shape; leaves out the model that needs a restart of vLLM.",
+        ),
+    ] = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Serve three models on two real vLLM instances (a core each) that swap them, one recipe after the other.
+
+    Two models have one shape and are loaded in place; the third, rare one needs a restart. Variants of the
+    model are made once, in Headway's cache directory (models/variants).
+    """
+    from headway.bench.live import fleet as live
+    from headway.bench.live.fleet_report import main
+
+    mix = _with_slos(live.MIX, slo)
+    names = live.standard() if systems is None else _names(systems)
+    trial = live.Trial(
+        live.make_models(model), names, mix, rate, tail, burstiness, duration, max_running, kill, seed
+    )
+    main(trial, quick=quick, as_json=as_json, out=out)
+
+
+@bench_app.command()
 def papers(
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros or ecoserve.")],
     quick: Quick = False,
@@ -333,7 +382,10 @@ def _kv_size(engine: Any) -> str:
 
 
 def _mix(name: str, slos: list[str] | None) -> mixes.Mix:
-    mix = mixes.load(name)
+    return _with_slos(mixes.load(name), slos)
+
+
+def _with_slos(mix: mixes.Mix, slos: list[str] | None) -> mixes.Mix:
     for text in slos or ():
         mix = mixes.override(mix, text)
     return mix

@@ -51,6 +51,10 @@ class Metrics:
             "headway_model_swap_seconds", "Loads of swaps, by way and where the weights were.",
             ["instance", "model", "kind", "weights"], buckets=_SWAP, registry=r,
         )  # fmt: skip
+        self._requeue = Histogram(
+            "headway_requeue_seconds", "From a return to the queue, by reason, until it is sent again.",
+            ["reason"], buckets=_SWAP, registry=r,
+        )  # fmt: skip
         self._models = Gauge(
             "headway_engine_model",
             "1 for the model that an instance serves.",
@@ -78,6 +82,10 @@ class Metrics:
             weights = "warm" if report.warm else "cold"
             labels = self._swap_seconds.labels(instance, report.model, report.way, weights)
             labels.observe(report.seconds)
+
+    def requeued(self, reason: str, seconds: float) -> None:
+        """Count a request that went back to the queue from an engine, when it is sent again."""
+        self._requeue.labels(reason).observe(seconds)
 
     def models(self, serving: Mapping[str, str], queued: Mapping[str, int]) -> None:
         """Set what each instance that is up serves (instance -> model), and how many wait for each model."""
