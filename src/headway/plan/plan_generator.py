@@ -276,7 +276,8 @@ class _Builder:
                 if item.group is None:
                     finish[g, i] = pace.decode / 2
                     evict[i] = item.size * pace.again if evicts else _NEVER
-                    first[g, i] = last[g, i] = self._latest_running(item, inside[instance.id], pace)
+                    size[i], latest = self._running_in_time(item, inside[instance.id], pace)
+                    first[g, i] = last[g, i] = latest
                 else:
                     finish[g, i] = pace.finish(0.5, item.size)
                     first[g, i] = item.group.first - self.now - self._needs(item.kind, pace, 1)
@@ -316,12 +317,17 @@ class _Builder:
         typical = pace.finish(0.5, requests)
         return max(typical, min(pace.finish(self.estimator.sure, requests), _PATIENT * kind.slo))
 
-    def _latest_running(self, item: Item, inside: Occupancy, pace: Pace) -> float:
-        """Return the latest start of what runs: now for an answer that streams, else by its deadline."""
+    def _running_in_time(self, item: Item, inside: Occupancy, pace: Pace) -> tuple[float, float]:
+        """Return how many requests of what runs can still be in time, and until when they must go on.
+
+        An answer that streams must go on at once. Of the others the first quarter may be given up.
+        """
+        mine = [request for request in inside if request.kind.id == item.kind.id]
         if item.kind.sort.objective == _INTERACTIVE:
-            return 0.0
-        due = min(request.due for request in inside if request.kind.id == item.kind.id)
-        return due - self.now - pace.decode / 2
+            return float(len(mine)), 0.0
+        latest = sorted(request.due - self.now - pace.decode / 2 for request in mine)
+        kept = [seconds for seconds in latest if seconds >= 0]
+        return float(len(kept)), kept[len(kept) // 4] if kept else math.inf
 
     def _model_of_items(self) -> Ints:
         return np.array([self.index[item.kind.sort.model] for item in self.items], np.int64)
