@@ -23,6 +23,7 @@ class QlmOptions:
     sure: probability with which SLOs are to be met (Delta in equation 12).
     period: seconds between two runs of the plan generator, at least.
     exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
+    stay: a model stays loaded for this many times the seconds that its swap took, while it has work.
     evicts, warms: the LSOs of that name.
     places: how a new group gets its instance: where it costs least, at random, or in turn. Only the first
         moves it later.
@@ -34,6 +35,7 @@ class QlmOptions:
     period: float = 1.0
     exact: int = 3
     time_limit: float = 1.0
+    stay: float = 10.0
     evicts: bool = True
     warms: bool = True
     places: Literal["planned", "random", "in turn"] = "planned"
@@ -43,8 +45,9 @@ class QlmOptions:
 class GroupPlacement:
     """The virtual queues of a fleet, and which of them a group goes to.
 
-    models: code -> name of a model. loading: instance in a model swap -> when that began. changed: instances
-    whose queue or contents have changed since the last plan.
+    models: code -> name of a model. loading: instance in a model swap -> when that began. stays: instance ->
+    until when its model is not swapped out under what runs. changed: instances whose queue or contents have
+    changed since the last plan.
     """
 
     def __init__(self, options: QlmOptions) -> None:
@@ -53,9 +56,20 @@ class GroupPlacement:
         self.queues = GroupQueues()
         self.models: dict[int, str] = {}
         self.loading: dict[str, float] = {}
+        self.stays: dict[str, float] = {}
         self.changed: set[str] = set()
         self._turn = 0
         self._random = seeded(0)
+
+    def has_loaded(self, name: str, now: float) -> None:
+        """Note that a model swap has ended.
+
+        The model then stays for a multiple of the time that the swap took, whatever else is more urgent,
+        unless the instance has nothing to run: so that swaps take a bounded share of the time.
+        """
+        began = self.loading.pop(name, None)
+        if began is not None:
+            self.stays[name] = now + self.options.stay * (now - began)
 
     def model(self, group: Group) -> str:
         """Return the model that a group asks for."""
@@ -148,7 +162,7 @@ class GroupPlacement:
         options = self.options
         return self.estimator.describe(
             cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading, self.models,
-            pinned=options.places != "planned", evicts=options.evicts,
+            self.stays, pinned=options.places != "planned", evicts=options.evicts,
         )  # fmt: skip
 
 

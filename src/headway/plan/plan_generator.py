@@ -161,12 +161,13 @@ class Estimator:
     def describe(
         self, cluster: Cluster, now: float, queues: Mapping[str, Sequence[Group]],
         unplaced: Sequence[Group], inside: Mapping[str, Occupancy], loading: Mapping[str, float],
-        models: Mapping[int, str], *, pinned: bool = False, evicts: bool = True,
+        models: Mapping[int, str], stays: Mapping[str, float], *, pinned: bool = False, evicts: bool = True,
     ) -> Situation:  # fmt: skip
         """Return the problem of this instant.
 
-        loading: instance in a model swap -> when it began. pinned: groups stay on the instance they are on.
-        evicts: a group may go before what runs.
+        loading: instance in a model swap -> when it began. stays: instance -> until when its model is not
+        swapped out under what runs. pinned: groups stay on the instance they are on. evicts: a group may go
+        before what runs.
         """
         fleet = [*cluster.instances.values()]
         fleet += [instance for instance, _ in cluster.loading.values()]
@@ -179,7 +180,7 @@ class Estimator:
             order.append(_by_rank(list(range(len(items), len(items) + len(mine))), mine, inside[name]))
             items += mine
         items += [Item(group.kind, group.size, group) for group in unplaced]
-        builder = _Builder(self, cluster, now, fleet, items, models, loading)
+        builder = _Builder(self, cluster, now, fleet, items, models, loading, stays)
         problem = builder.problem(inside, pinned, evicts)
         return Situation(names, items, problem, order_of(order, len(items)))
 
@@ -244,9 +245,10 @@ class _Builder:
     def __init__(
         self, estimator: Estimator, cluster: Cluster, now: float, fleet: Sequence[Instance],
         items: Sequence[Item], models: Mapping[int, str], loading: Mapping[str, float],
+        stays: Mapping[str, float],
     ) -> None:  # fmt: skip
         self.estimator, self.cluster, self.now, self.fleet = estimator, cluster, now, fleet
-        self.items, self.loading = items, loading
+        self.items, self.loading, self.stays = items, loading, stays
         codes = sorted({item.kind.sort.model for item in items})
         self.codes, self.index = codes, {code: m for m, code in enumerate(codes)}
         self.models = [models[code] for code in codes]
@@ -259,7 +261,7 @@ class _Builder:
         share, variance, finish = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
         room, first, last = np.zeros(shape), np.full(shape, np.inf), np.full(shape, np.inf)
         size = np.array([float(item.size) for item in self.items])
-        evict = np.zeros(len(self.items))
+        evict, leave = np.zeros(len(self.items)), np.zeros(len(self.items))
         for g, instance in enumerate(self.fleet):
             paces: dict[int, Pace | None] = {}
             for i, item in enumerate(self.items):
@@ -276,6 +278,7 @@ class _Builder:
                 if item.group is None:
                     finish[g, i] = pace.decode / 2
                     evict[i] = item.size * pace.again if evicts else _NEVER
+                    leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else evict[i]
                     size[i], latest = self._running_in_time(item, inside[instance.id], pace)
                     first[g, i] = last[g, i] = latest
                 else:
@@ -284,7 +287,7 @@ class _Builder:
                     last[g, i] = item.group.last - self.now - self._needs(item.kind, pace, item.size)
         return PlanProblem(
             size, self._model_of_items(), self._fixed(), share, variance, room, finish, first, last, evict,
-            self._loaded(), self._ready(), self._swap(), self.estimator.z,
+            leave,            self._loaded(), self._ready(), self._swap(), self.estimator.z,
         )  # fmt: skip
 
     def _pace(self, instance: Instance, kind: Kind) -> Pace | None:
