@@ -26,8 +26,8 @@ _RECIPES = (
     "bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
     "ecoserve, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, ecoserve-sdo-oracle, "
     "ecoserve-oracle; the papers' baselines vllm-priority, vllm-v0, vllm-v0-swap, orca, fastserve, srtf, "
-    "sjf, fastgen, sarathi, multires, rr; over a fleet round-robin, least-loaded, shepherd, parrot, vtc, "
-    "llm-d-like; or module:attribute"
+    "sjf, fastgen, sarathi, multires, rr; over a fleet round-robin, least-loaded, random, "
+    "vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, llm-d-like; or module:attribute"
 )
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")

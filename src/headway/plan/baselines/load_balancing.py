@@ -1,4 +1,4 @@
-"""Load balancers: round robin and least loaded.
+"""Load balancers: round robin, random and least loaded.
 
 A request is bound to one instance when it arrives and waits there, first come, first served, whatever happens
 elsewhere. It is bound anew only when its instance dies or changes its model.
@@ -95,6 +95,21 @@ class _InTurn:
 
 def _emptiest(cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str:
     return min(fits, key=lambda name: load[name] / cluster.instances[name].max_running)
+
+
+class _AtRandom:
+    """Any instance that fits, each equally likely."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def __call__(self, cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str:
+        return fits[int(self._rng.integers(len(fits)))]
+
+
+def at_random(rng: np.random.Generator) -> Router:
+    """Return a router that draws the instance of each request."""
+    return Router(_AtRandom(rng))
 
 
 def round_robin() -> Router:
