@@ -98,7 +98,7 @@ def test_a_request_column_does_not_survive_its_row_s_request() -> None:
 def test_at_random_every_instance_gets_its_share_and_the_seed_says_which() -> None:
     def dealt(seed: int) -> list[str]:
         fleet = [instance(f"e{i}", 300) for i in range(3)]
-        place = Place(at_random(np.random.default_rng(seed)), *fleet, instance("short", 300, blocks=10))
+        place = Place(at_random(seed), *fleet, instance("short", 300, blocks=10))
         for i in range(300):
             place.come(ask(f"r{i}", float(i), prompt=200))
         return [place.inside[f"r{i}"] for i in range(300)]

@@ -193,8 +193,8 @@ def scaled(data: Data, model: Model, base: Sample, here: Gpu, there: Gpu) -> Sam
         f"NOT measured: the bros law of {model.name} on {here.name} times the ratios of the data sheets: "
         f"prompts' tokens and pairs and answers' sequences x {slower:.2f} "
         f"({here.flops / 1e12:g} / {there.flops / 1e12:g} TFLOPS), bases and answers' context x "
-        f"{narrower:.2f} ({here.bandwidth / 1e9:g} / {there.bandwidth / 1e9:g} GB/s). Errors are those of the "
-        f"form against that law. {here.name}: {base.source['coefficients']}"
+        f"{narrower:.2f} ({here.bandwidth / 1e9:g} / {there.bandwidth / 1e9:g} GB/s). Errors are those of "
+        f"the form against that law. {here.name}: {base.source['coefficients']}"
     )
     return _sample(data, model, there, 1, batches, times.__getitem__, coefficients=text, kv=None)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from headway.core.engine_spec import EngineSpec
 from headway.core.ranks import ARRIVAL, DUE
 from headway.pack import ranked as packers
@@ -119,7 +117,7 @@ ROUTERS = {
         Recipe(
             "random",
             "each request to an instance drawn at random, first come first served inside",
-            lambda: load_balancing.at_random(np.random.default_rng(0)),
+            lambda: load_balancing.at_random(seed=0),
             lambda spec: packers.Fcfs(spec.max_running),
         ),
         Recipe(

@@ -7,6 +7,7 @@ elsewhere. It is bound anew only when its instance dies or changes its model.
 from __future__ import annotations
 
 from collections import defaultdict
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -98,18 +99,20 @@ def _emptiest(cluster: Cluster, names: list[str], fits: list[str], load: dict[st
 
 
 class _AtRandom:
-    """Any instance that fits, each equally likely."""
+    """Any instance that fits, drawn by a hash of a seed and a count: the same events, the same instances."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._rng = rng
+    def __init__(self, seed: int) -> None:
+        self._seed, self._drawn = seed, 0
 
     def __call__(self, cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str:
-        return fits[int(self._rng.integers(len(fits)))]
+        self._drawn += 1
+        drawn = blake2b(f"{self._seed} {self._drawn}".encode(), digest_size=8).digest()
+        return fits[int.from_bytes(drawn, "big") % len(fits)]
 
 
-def at_random(rng: np.random.Generator) -> Router:
-    """Return a router that draws the instance of each request."""
-    return Router(_AtRandom(rng))
+def at_random(seed: int) -> Router:
+    """Return a router that draws the instance of each request, each equally likely."""
+    return Router(_AtRandom(seed))
 
 
 def round_robin() -> Router:
