@@ -99,5 +99,5 @@ def test_the_command_prints_one_object_and_writes_pages(
 def test_an_unknown_paper_is_told_which_there_are() -> None:
     error = CliRunner().invoke(bench_app, ["papers", "boss"]).exception
     assert isinstance(error, ConfigError)
-    assert "bros, ecoserve" in error.hint
-    assert set(PAPERS) == {"bros", "ecoserve"}
+    assert "bros, ecoserve, qlm" in error.hint
+    assert set(PAPERS) == {"bros", "ecoserve", "qlm"}
