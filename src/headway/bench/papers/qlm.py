@@ -21,7 +21,8 @@ from headway.bench.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, S
 from headway.recipes.registry import find
 
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd")
-SINGLE = (QLM, "vllm", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
+# `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
+SINGLE = (QLM, "vllm", "edf-model-swap", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
 ABLATION = (
     QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-no-balance", "qlm-no-model-swap-order",
 )  # fmt: skip
@@ -76,7 +77,7 @@ def _fleet(seconds: float, name: str) -> Setting:
     often, half = "vicuna-13b", "mistral-7b"
     a100 = (often, often, half, often, "vicuna-13b-law", often, half, often)
     a10 = ("mistral-7b-sql", "mistral-7b-med")
-    return Setting(name, (("a100", 8), ("a10", 8)), FIVE, 0.7, seconds, (a100, a10))
+    return Setting(name, (("a100", 8), ("a10", 8)), FIVE, 1.0, seconds, (a100, a10))
 
 
 def full() -> Plan:
@@ -94,7 +95,7 @@ def full() -> Plan:
             Experiment("mix", tuple(_mixed(150.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
             Experiment("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.0025, 0.005, 0.01, 0.02)), MULTI),
             Experiment(
-                "queue", tuple(replace(queued, queued=n) for n in (0, 300, 1000, 3000, 10_000)), SINGLE[:4]
+                "queue", tuple(replace(queued, queued=n) for n in (0, 300, 1000, 3000, 10_000)), SINGLE[:5]
             ),
             Experiment("slo", tuple(replace(multi, slo_scale=s) for s in _SCALES), MULTI),
             Experiment("fleet", (_fleet(120.0, "W_A on a fleet"),), ROUTED),
@@ -108,7 +109,7 @@ def quick() -> Plan:
     """Return W_A and W_B in one setting each, and a part of the rest."""
     multi, single = _multi(120.0), _single(120.0)
     return Plan(
-        (Experiment("multi", (multi,), MULTI), Experiment("single", (single,), SINGLE[:4])),
+        (Experiment("multi", (multi,), MULTI), Experiment("single", (single,), SINGLE[:5])),
         (10_000,), 2000, (1, 4), multi,
     )  # fmt: skip
 
