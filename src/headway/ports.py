@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from headway.core.engine_spec import KvUse
@@ -35,14 +35,28 @@ class Planner(Protocol):
 
     @property
     def thinks(self) -> bool:
-        """Tell whether planning takes long enough to be run off the event loop.
-
-        Then `plan` runs in a thread, on a snapshot (`Controller.snapshot`), while `on` is called on the event
-        loop: what they share must be safe for that.
-        """
+        """Tell whether it has decisions that take long (`deliberate`)."""
         return False
 
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What it sees at the moment, for reports."""
+        return {}
+
     def plan(self, cluster: Cluster, now: float) -> Plan: ...
+
+    def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
+        """Return a computation that takes long, if one is due; None = none is.
+
+        The host asks after every event, runs one at a time beside the event loop, hands what it returned to
+        `conclude` and then asks for a plan. Events go on meanwhile, so the computation must not read what
+        they change: it holds copies of all it needs (`Cluster.snapshot` copies everything).
+        """
+        return None
+
+    def conclude(self, result: object, cluster: Cluster, now: float) -> None:
+        """Take note of what a computation of `deliberate` returned; the cluster is that of now."""
+        return
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Take note of an event; for planners that keep an account of their own (tokens served, rates).

@@ -186,6 +186,7 @@ class Loadable:
     warm_s: the same when they are in host memory.
     limit: tokens that one request may then have.
     latency: forecast seconds of an iteration, None = not known.
+    kv_tokens: that its KV then holds, 0 = as many as now.
     """
 
     model: str
@@ -193,6 +194,7 @@ class Loadable:
     warm_s: float
     limit: int
     latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ and, fed the same events, get the same commands.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -188,7 +188,7 @@ class Controller:
     def note(self, event: Event, now: float) -> bool:
         """Take note of an event; tell whether there may now be something to do.
 
-        A host whose planner takes time notes what happens meanwhile and asks `decide` when it is free.
+        A host in which planning takes time notes what happens meanwhile and asks `decide` when it is free.
         """
         self.cluster.version += 1
         match event:
@@ -226,9 +226,14 @@ class Controller:
                 break
         return out
 
-    def snapshot(self) -> Cluster:
-        """Return a copy of the cluster for a planner that thinks in another thread; O(requests)."""
-        return self.cluster.snapshot()
+    def deliberate(self, now: float) -> Callable[[], object] | None:
+        """Return the planner's computation that takes long, if one is due (`Planner.deliberate`)."""
+        return self.planner.deliberate(self.cluster, now) if self.cluster.instances else None
+
+    def conclude(self, result: object, now: float) -> list[Command]:
+        """Hand the planner what such a computation returned, and return what to do."""
+        self.planner.conclude(result, self.cluster, now)
+        return self.decide(now)
 
     def apply(self, plan: Plan, now: float) -> list[Command]:
         """Return a plan's commands, and keep the cluster as it is once they are carried out.

@@ -13,6 +13,7 @@ from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.bros import BROS
 from headway.recipes.default import DEFAULT
 from headway.recipes.ecoserve import ECOSERVE
+from headway.recipes.qlm import QLM
 from headway.recipes.recipe import Recipe
 
 __all__ = ["ABLATIONS", "RECIPES", "Recipe", "find", "names"]
@@ -23,12 +24,12 @@ ABLATIONS = {name: recipe for name, recipe in BROS.items() if name != "bros"}
 
 def names() -> list[str]:
     """Return the names of all built-in recipes, the papers' baselines last."""
-    return [*RECIPES, *ABLATIONS, *ECOSERVE, *BASELINES, *ROUTERS]
+    return [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *BASELINES, *ROUTERS]
 
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    known = RECIPES | ABLATIONS | ECOSERVE | BASELINES | ROUTERS
+    known = RECIPES | ABLATIONS | ECOSERVE | QLM | BASELINES | ROUTERS
     if name in known:
         return known[name]
     if ":" in name:

@@ -19,7 +19,7 @@ from headway.events import Arrived, Event, Returned, Tick
 from headway.serve import tasks
 from headway.serve.metrics import Metrics
 from headway.serve.overdue import OverdueWatch
-from headway.serve.planning import planning_for
+from headway.serve.planning import Planning
 from headway.serve.refusals import refusal
 from headway.serve.requests import InFlightRequest
 from headway.types import Command, Reject, Rerank, Send, Swap, Warm
@@ -44,7 +44,7 @@ class Dispatcher:
         self.engines: Mapping[str, VllmEngine] = engines(self.dispatch)
         self.in_flight: dict[str, InFlightRequest] = {}
         self._metrics = metrics
-        self._planning = planning_for(controller, self.execute)
+        self._planning = Planning(controller, self.execute)
         self._overdue = OverdueWatch(controller, self.engines, self.execute)
         self._drops = drops
         self._ranks = {id: RankUpdates(engine) for id, engine in self.engines.items()}

@@ -387,5 +387,6 @@ def _load(spec: InstanceSpec) -> Load:
 
 
 def _loadable(spec: InstanceSpec) -> Loadable:
-    load = _load(spec)
-    return Loadable(spec.instance.model, load.cold_s, load.warm_s, spec.instance.limit, spec.latency.seconds)
+    load, instance = _load(spec), spec.instance
+    kv_tokens = instance.blocks_total * instance.block_size
+    return Loadable(instance.model, load.cold_s, load.warm_s, instance.limit, spec.latency.seconds, kv_tokens)

@@ -61,6 +61,7 @@ class Loop:
         self._inbox: deque[Event] = deque()  # events that the controller has not been told yet
         self._preempted: dict[str, Preempted] = {}
         self._planned: list[Command] | None = None  # what the planner, which is still running, will command
+        self._deliberates = False  # a long computation of the planner is under way
         self._replan = False  # something has happened since the planner began
         self._running = 0  # iterations in progress
         self._check_at = math.inf  # when the controller is asked next for what is overdue
@@ -115,15 +116,32 @@ class Loop:
         if self._planned is not None:
             self._replan = True
             return
+        thinks = self.controller.planner.thinks
         plans = self.controller.queued and self.controller.cluster.instances
-        seconds = self._planning_seconds() if plans else 0.0
+        seconds = self._planning_seconds() if plans and not thinks else 0.0
         commands = self.controller.decide(now)
-        if seconds == 0:
+        if thinks:
             self._execute(commands, now)
+            self._deliberate(now)
+        elif seconds == 0:
+            self._execute(commands, now)
+        else:
+            self._planned = commands
+            self.outcome.planning += seconds
+            self._future.at(now + seconds, self._plan_ends)
+
+    def _deliberate(self, now: float) -> None:
+        """Run the planner's long computation; what it returns is known when its time is over."""
+        if self._deliberates or (work := self.controller.deliberate(now)) is None:
             return
-        self._planned = commands
+        seconds, result = self._planning_seconds(), work()
         self.outcome.planning += seconds
-        self._future.at(now + seconds, self._plan_ends)
+        self._deliberates = True
+        self._after(seconds, now, partial(self._conclude, result))
+
+    def _conclude(self, result: object, now: float) -> None:
+        self._deliberates = False
+        self._execute(self.controller.conclude(result, now), now)
 
     def _planning_seconds(self) -> float:
         seconds = self._plan_seconds(self.controller.queued)

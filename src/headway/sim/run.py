@@ -43,7 +43,8 @@ class Simulation:
     max_queued: requests that may wait in the gateway.
     plan_seconds: virtual seconds that the planner takes for that many queued requests. Its commands take
         effect that much later, on a cluster that may have changed. It runs once at a time; events in the
-        meantime are noted, and planned for when it has ended.
+        meantime are noted, and planned for when it has ended. Of a planner that thinks (`Planner.thinks`) it
+        is `deliberate` that takes so long.
     failures: of instances; a failed instance has lost its work, so its requests run again from the start.
     tick: seconds after which the planner runs again while requests wait and no iteration is in progress.
     until: instant at which the run ends; requests without an end by then have NaN.

@@ -1,0 +1,51 @@
+"""Requests by the rank that the planner gave them; who yields is recomputed or swapped by cost (QLM 5)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headway.core.engine_spec import EngineSpec, KvUse
+from headway.core.sorting import ordered
+from headway.memory.budget import KvBudget
+from headway.memory.preemption_cost import SWAP, cheapest, preemption_costs
+from headway.pack.allocation import allocate, free_to_run
+from headway.ports import Packer
+from headway.types import Ints, Jobs, Step
+
+
+@dataclass(frozen=True, slots=True)
+class ByRank(Packer):
+    """The requests of the lowest rank run, those of one rank by arrival (request eviction, QLM 5).
+
+    swaps: KV of a displaced request goes to the host where that costs less than to compute it again, and
+        where the engine has a pool there (GPU-CPU state swapping).
+    """
+
+    spec: EngineSpec
+    swaps: bool = True
+
+    @property
+    def kv(self) -> KvUse:
+        """KV is copied where the engine has a pool on the host."""
+        able = self.spec.host_tokens != 0 and math.isfinite(self.spec.copy_seconds)
+        return KvUse(saves=self.swaps and able, overlaps_copies=True)
+
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
+        """Return the step that gives slots, blocks and tokens by rank and arrival."""
+        spec, rows = self.spec, free_to_run(jobs)
+        columns = np.array([jobs.urgency[rows], jobs.arrival[rows]], float)
+        order = rows[ordered(columns, jobs.serial[rows])]
+        step = allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget, spec.row_chunk)
+        if not (step.evict.size and self.kv.saves):
+            return step
+        saves = np.array([self._is_cheaper_swapped(jobs, int(row)) for row in step.evict], np.bool_)
+        evict: Ints = step.evict
+        return replace(step, evict=evict[~saves], save=evict[saves])
+
+    def _is_cheaper_swapped(self, jobs: Jobs, row: int) -> bool:
+        tokens = int(jobs.computed[row])
+        costs = preemption_costs(self.spec.latency.theta, tokens, math.inf, 1, self.spec.copy_seconds)
+        return bool(tokens and cheapest(costs) == SWAP)

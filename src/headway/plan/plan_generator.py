@@ -1,0 +1,333 @@
+"""From request groups and instances to a `PlanProblem`, and from its solution to an order (QLM 6 and 7)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.core.cluster import Cluster
+from headway.forecast.completion import Inefficiency, Pace, Tokens, pace_of
+from headway.plan import stochastic
+from headway.plan.groups import Group, Kind
+from headway.plan.occupancy import Occupancy
+from headway.plan.queue_order import (
+    PlanProblem,
+    QueueOrder,
+    cost_of,
+    greedy,
+    order_of,
+    outlook_of_all,
+    search,
+)
+from headway.types import OBJECTIVES, Batch, Floats, Instance, Ints
+
+_INTERACTIVE = OBJECTIVES.index("interactive")
+_MOVES = 2_000, 100, 60_000  # of the search: at least, per item, at most
+_BETTER = 0.01  # a new order must cost this much less than the old one, or groups would go to and fro
+_SEED = 0
+# An instance without a latency profile, before anything is known: seconds of a prompt and between tokens.
+_NEVER = 1e6  # seconds: what displacing costs where it is not allowed
+_UNKNOWN_PREFILL, _UNKNOWN_TOKEN = 0.2, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A queued group, or what runs of one kind on one instance; `plan/queue_order.py` orders both.
+
+    group: None = it runs already.
+    """
+
+    kind: Kind
+    size: int
+    group: Group | None = None
+    instance: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """The problem of an instant, with the names that its indices stand for.
+
+    names: of the instances. items: by index. order: as the virtual queues are.
+    """
+
+    names: Sequence[str]
+    items: Sequence[Item]
+    problem: PlanProblem
+    order: QueueOrder
+
+
+class Seen(NamedTuple):
+    """What the estimator says of an order: its cost, and rows late, base, ahead of (3, I)."""
+
+    cost: float
+    late: Floats
+    base: Floats
+    ahead: Floats
+
+    def waiting(self, i: int) -> tuple[float, float]:
+        """Return when an item's model serves, and the seconds of work that are ahead of it from then on."""
+        return float(self.base[i]), float(self.ahead[i])
+
+
+class Normal(NamedTuple):
+    """A normal distribution of seconds."""
+
+    mean: float
+    std: float
+
+
+class Shortage(NamedTuple):
+    """By how much the capacity is short under the best plan found.
+
+    requests: that will be late. seconds: by which the latest of them is.
+    """
+
+    requests: int = 0
+    seconds: float = 0.0
+
+
+class _Serving(NamedTuple):
+    """How one instance serves one model; equal for instances that are alike."""
+
+    latency: Callable[[Batch], float] | None
+    max_running: int
+    kv_tokens: int
+    limit: int
+    factor: float
+
+
+class Estimator:
+    """Completion times of kinds of request on instances (`forecast/completion.py`).
+
+    sure: the probability with which SLOs are to be met (Delta in equation 12).
+    """
+
+    def __init__(self, sure: float) -> None:
+        self.sure = sure
+        self.z = NormalDist().inv_cdf(sure)
+        self.inefficiency = Inefficiency()
+        self.latencies: dict[str, Callable[[Batch], float]] = {}  # as learned, of instances without a profile
+
+    def serving(self, instance: Instance, model: str) -> _Serving | None:
+        """Return how an instance serves a model, None = it cannot."""
+        factor = round(self.inefficiency.factor(instance.id, model), 2)
+        if model == instance.model:
+            latency = instance.latency or self.latencies.get(instance.id)
+            return _Serving(
+                latency, instance.max_running, instance.blocks_total * instance.block_size, instance.limit,
+                factor,
+            )  # fmt: skip
+        for other in instance.loadable:
+            if other.model == model:
+                kv = other.kv_tokens or instance.blocks_total * instance.block_size
+                latency = other.latency or self.latencies.get(instance.id)
+                return _Serving(latency, instance.max_running, kv, other.limit, factor)
+        return None
+
+    def pace(self, serving: _Serving, tokens: Tokens) -> Pace:
+        """Return the pace at which an instance serves requests with these tokens."""
+        if serving.latency is None:
+            return Pace(float(serving.max_running), _UNKNOWN_PREFILL, _UNKNOWN_TOKEN * serving.factor, tokens)
+        return pace_of(serving.latency, tokens, serving.max_running, serving.kv_tokens, serving.factor)
+
+    def completion(
+        self, instance: Instance, kind: Kind, base: float, work: float, before: int = 0,
+        model: str | None = None,
+    ) -> Normal:  # fmt: skip
+        """Return the distribution of the seconds until a request of an instance's queue is complete (eq. 1).
+
+        base, work: see `Seen.waiting`. before: requests of its group that go before it.
+        """
+        serving = self.serving(instance, model or instance.model)
+        assert serving is not None, "a group stands only where it can be served"
+        pace = self.pace(serving, kind.tokens)
+        waiting = max(work + before * pace.share - pace.decode, 0.0)
+        spread = math.hypot(pace.tokens.std * pace.token, math.sqrt(before) * pace.share_std)
+        return Normal(base + waiting + pace.prefill + pace.decode, spread)
+
+    def describe(
+        self, cluster: Cluster, now: float, queues: Mapping[str, Sequence[Group]],
+        unplaced: Sequence[Group], inside: Mapping[str, Occupancy], loading: Mapping[str, float],
+        models: Mapping[int, str], *, pinned: bool = False, evicts: bool = True,
+    ) -> Situation:  # fmt: skip
+        """Return the problem of this instant.
+
+        loading: instance in a model swap -> when it began. pinned: groups stay on the instance they are on.
+        evicts: a group may go before what runs.
+        """
+        fleet = [*cluster.instances.values()]
+        fleet += [instance for instance, _ in cluster.loading.values()]
+        names = [instance.id for instance in fleet]
+        items: list[Item] = []
+        order: list[list[int]] = []
+        for g, name in enumerate(names):
+            running, queue = _running(inside[name], g), queues[name]
+            mine = [*running, *(Item(group.kind, group.size, group, g) for group in queue)]
+            order.append(_by_rank(list(range(len(items), len(items) + len(mine))), mine, inside[name]))
+            items += mine
+        items += [Item(group.kind, group.size, group) for group in unplaced]
+        builder = _Builder(self, cluster, now, fleet, items, models, loading)
+        problem = builder.problem(inside, pinned, evicts)
+        return Situation(names, items, problem, order_of(order, len(items)))
+
+
+def see(situation: Situation, order: QueueOrder | None = None) -> Seen:
+    """Return the outlook of an order; None = of the queues as they are."""
+    order = order or situation.order
+    seen = np.full((3, len(situation.items)), -np.inf)
+    cost = outlook_of_all(situation.problem, order.items, order.length, seen)
+    return Seen(float(cost), *seen)
+
+
+def shortage(situation: Situation, seen: Seen) -> Shortage:
+    """Return how many requests will be late and by how much."""
+    late = np.flatnonzero(seen.late > 0)
+    if not late.size:
+        return Shortage()
+    return Shortage(int(situation.problem.size[late].sum()), float(seen.late[late].max()))
+
+
+def improve(situation: Situation, exact: int, time_limit: float) -> QueueOrder | None:
+    """Return a better order than the queues have, None = there is none worth the change.
+
+    exact: items up to which the stochastic program is solved by HiGHS, within `time_limit` seconds.
+    """
+    problem, before = situation.problem, situation.order
+    least, each, most = _MOVES
+    moves = min(least + each * len(situation.items), most)
+    placed = int(before.length.sum()) == len(situation.items)
+    starts = [QueueOrder(*greedy(problem)), *([before] if placed else [])]
+    starts = [start for start in starts if int(start.length.sum()) == len(situation.items)] or starts[:1]
+    best = min(starts, key=lambda start: float(cost_of(problem, start.items, start.length)))
+    items, length, cost = search(problem, best.items, best.length, moves, np.random.default_rng(_SEED))
+    found = QueueOrder(items, length)
+    if len(situation.items) <= exact and int(length.sum()) == len(situation.items):
+        solution = stochastic.solve(problem, found, time_limit)
+        found, cost = solution.order, solution.cost
+    if placed and cost > float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - 1e-9:
+        return None
+    return found
+
+
+def _running(inside: Occupancy, g: int) -> list[Item]:
+    """Return what an instance runs, one item per kind."""
+    kinds = {request.kind.id: request.kind for request in inside}
+    sizes = Counter(request.kind.id for request in inside)
+    return [Item(kinds[id], size, None, g) for id, size in sizes.items()]
+
+
+def _by_rank(numbers: list[int], items: Sequence[Item], inside: Occupancy) -> list[int]:
+    """Return the numbers of an instance's items in the order of their ranks."""
+    lowest: dict[int, float] = {}
+    for request in inside:
+        lowest[request.kind.id] = min(lowest.get(request.kind.id, math.inf), request.rank)
+    ranks = [lowest[item.kind.id] if item.group is None else item.group.rank for item in items]
+    return [number for _, number in sorted(zip(ranks, numbers, strict=True))]
+
+
+class _Builder:
+    """Fills the arrays of a `PlanProblem`, one kind and one sort of instance at a time."""
+
+    def __init__(
+        self, estimator: Estimator, cluster: Cluster, now: float, fleet: Sequence[Instance],
+        items: Sequence[Item], models: Mapping[int, str], loading: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        self.estimator, self.cluster, self.now, self.fleet = estimator, cluster, now, fleet
+        self.items, self.loading = items, loading
+        codes = sorted({item.kind.sort.model for item in items})
+        self.codes, self.index = codes, {code: m for m, code in enumerate(codes)}
+        self.models = [models[code] for code in codes]
+
+    def problem(self, inside: Mapping[str, Occupancy], pinned: bool, evicts: bool) -> PlanProblem:
+        """Return the arrays."""
+        shape = len(self.fleet), len(self.items)
+        share, variance, finish = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
+        room, first, last = np.zeros(shape), np.full(shape, np.inf), np.full(shape, np.inf)
+        size = np.array([float(item.size) for item in self.items])
+        evict = np.zeros(len(self.items))
+        for g, instance in enumerate(self.fleet):
+            paces: dict[int, Pace | None] = {}
+            for i, item in enumerate(self.items):
+                if item.kind.id not in paces:
+                    paces[item.kind.id] = self._pace(instance, item.kind)
+                pace = paces[item.kind.id]
+                elsewhere = item.instance not in (-1, g)
+                if pace is None or (elsewhere and (pinned or item.group is None)):
+                    continue
+                share[g, i], variance[g, i] = item.size * pace.share, item.size * pace.share_std**2
+                room[g, i] = pace.decode
+                if item.group is None:
+                    finish[g, i] = pace.decode / 2
+                    evict[i] = item.size * pace.prefill if evicts else _NEVER
+                    first[g, i] = last[g, i] = self._latest_running(item, inside[instance.id], pace)
+                else:
+                    finish[g, i] = pace.finish(0.5, item.size)
+                    first[g, i] = item.group.first - self.now - self._needs(item.kind, pace, 1)
+                    last[g, i] = item.group.last - self.now - self._needs(item.kind, pace, item.size)
+        return PlanProblem(
+            size, self._model_of_items(), self._fixed(), share, variance, room, finish, first, last, evict,
+            self._loaded(), self._ready(), self._swap(), self.estimator.z,
+        )  # fmt: skip
+
+    def _pace(self, instance: Instance, kind: Kind) -> Pace | None:
+        serving = self.estimator.serving(instance, self.models[self.index[kind.sort.model]])
+        return None if serving is None else self.estimator.pace(serving, kind.tokens)
+
+    def _needs(self, kind: Kind, pace: Pace, requests: int) -> float:
+        """Return the seconds from a request's start to what its SLO is about, with the wanted probability."""
+        if kind.sort.objective == _INTERACTIVE:
+            return pace.prefill
+        return pace.finish(self.estimator.sure, requests)
+
+    def _latest_running(self, item: Item, inside: Occupancy, pace: Pace) -> float:
+        """Return the latest start of what runs: now for an answer that streams, else by its deadline."""
+        if item.kind.sort.objective == _INTERACTIVE:
+            return 0.0
+        due = min(request.due for request in inside if request.kind.id == item.kind.id)
+        return due - self.now - pace.decode / 2
+
+    def _model_of_items(self) -> Ints:
+        return np.array([self.index[item.kind.sort.model] for item in self.items], np.int64)
+
+    def _fixed(self) -> Ints:
+        return np.array([item.instance if item.group is None else -1 for item in self.items], np.int64)
+
+    def _loaded(self) -> Ints:
+        """Return the model of each instance; -1 = one that no item asks for."""
+        out = []
+        for instance in self.fleet:
+            target = self.cluster.loading.get(instance.id)
+            model = self.cluster.code(target[1] if target else instance.model)
+            out.append(self.index.get(model, -1))
+        return np.array(out, np.int64)
+
+    def _ready(self) -> Floats:
+        out = []
+        for instance in self.fleet:
+            target, since = self.cluster.loading.get(instance.id), self.loading.get(instance.id, self.now)
+            seconds = _load_seconds(instance, target[1]) if target else 0.0
+            out.append(max(seconds - (self.now - since), 0.0))
+        return np.array(out, float)
+
+    def _swap(self) -> Floats:
+        rows = [[_load_seconds(instance, model) for model in self.models] for instance in self.fleet]
+        return np.array(rows, float).reshape(len(self.fleet), len(self.models))
+
+
+def _load_seconds(instance: Instance, model: str) -> float:
+    """Return the seconds until an instance serves a model that it does not serve then, inf = it cannot.
+
+    The model that it serves now comes back from host memory, in the time that the others take on average.
+    """
+    for other in instance.loadable:
+        if other.model == model:
+            return other.warm_s if model in instance.warm else other.cold_s
+    if model != instance.model or not instance.loadable:
+        return math.inf
+    return sum(other.warm_s for other in instance.loadable) / len(instance.loadable)

@@ -1,0 +1,478 @@
+"""QLM's planner: request groups on virtual queues, and what their order makes each instance do (QLM 4, 5, 7).
+
+The order of the groups on an instance's virtual queue decides the LLM serving operations: the head group's
+requests are pulled while there is room; a group that goes before what runs is sent anyway, with a rank that
+makes the engine evict for it (recompute or swap, as its packer chooses); where the head group has another
+model, that is swapped in as soon as what is ahead of it has drained; models further back are brought into
+host memory. New groups go to the place that costs least. When a violation is foreseen, or an instance idles
+while others have queues, the plan generator orders all groups anew, beside the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from headway.core.cluster import Cluster
+from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned
+from headway.forecast.latency.online import OnlineLatency
+from headway.plan import plan_generator as generator
+from headway.plan.group_queues import GroupQueues
+from headway.plan.groups import Group, RequestGroups, Sort, centres_of
+from headway.plan.occupancy import SentRequest
+from headway.plan.plan_generator import Estimator, Item, Normal, Shortage, Situation
+from headway.plan.queue_order import QueueOrder, best_place
+from headway.ports import Planner
+from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
+
+_UPCOMING = 2  # models further back on a virtual queue that are brought into host memory
+
+
+@dataclass(frozen=True, slots=True)
+class QlmOptions:
+    """What QLM leaves open, and its ablations (QLM 8, figures 10, 13, 14 and 18).
+
+    delta: largest group, in batches.
+    sure: probability with which SLOs are to be met (Delta in equation 12).
+    period: seconds between two runs of the plan generator, at least.
+    exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
+    evicts, warms: the LSOs of that name.
+    places: how a new group gets its instance: where it costs least, at random, or in turn. Only the first
+        moves it later.
+    orders: by the plan generator, or by deadline (with model swaps wherever that order has them).
+    """
+
+    delta: float = 4.0
+    sure: float = 0.9
+    period: float = 1.0
+    exact: int = 3
+    time_limit: float = 1.0
+    evicts: bool = True
+    warms: bool = True
+    places: Literal["planned", "random", "in turn"] = "planned"
+    orders: Literal["planned", "deadline"] = "planned"
+
+
+class Generated(NamedTuple):
+    """What the plan generator has worked out: a better order (None = there is none), and new kinds."""
+
+    situation: Situation
+    order: QueueOrder | None
+    centres: list[tuple[Sort, Floats]]
+
+
+class Qlm(Planner):
+    """See the module.
+
+    shortage: by how much the capacity is short, as the plan generator saw it last.
+    """
+
+    swaps = True
+    thinks = True
+
+    def __init__(self, options: QlmOptions | None = None) -> None:
+        self.options = options or QlmOptions()
+        self.shortage = Shortage()
+        self._groups = RequestGroups(self.options.delta)
+        self._estimator = Estimator(self.options.sure)
+        self._queues = GroupQueues()
+        self._sent: dict[str, SentRequest] = {}
+        self._models: dict[int, str] = {}
+        self._loading: dict[str, float] = {}
+        self._rerank: dict[str, dict[str, float]] = {}
+        self._dirty: set[str] = set()  # instances whose queue or contents have changed since the last plan
+        self._fleet_version = -1
+        self._limits: dict[int, list[int]] = {}
+        self._batch: dict[int, float] = {}
+        self._next = -math.inf  # when the plan generator may run again
+        self._turn = 0
+        self._rng = np.random.default_rng(0)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Groups, requests in them, and by how much the capacity is short."""
+        return {
+            "request_groups": float(len(self._groups.groups)),
+            "short_requests": float(self.shortage.requests),
+            "short_seconds": self.shortage.seconds,
+        }
+
+    # ---- events
+
+    def on(self, event: Event, cluster: Cluster, now: float) -> None:
+        """Put arrivals into groups, and take requests out of them; learn from answers."""
+        match event:
+            case Arrived(request):
+                self._models[cluster.code(request.model)] = request.model
+                self._add(cluster, cluster.backlog.row_of[request.id])
+            case Returned(id):
+                self._come_back(cluster, id)
+            case Finished(id, output_tokens):
+                self._leave(cluster, id, now, output_tokens)
+            case Failed(id):
+                self._leave(cluster, id, now, 0)
+            case InstanceDown(id):
+                self._loading.pop(id, None)
+                self._estimator.latencies.pop(id, None)
+            case Learned(id, theta):
+                learned = OnlineLatency()
+                learned.theta = theta
+                self._estimator.latencies[id] = learned.seconds
+
+    def _add(self, cluster: Cluster, row: int) -> None:
+        backlog = cluster.backlog
+        model, longest = int(backlog.model[row]), int(backlog.longest[row])
+        limits = self._limits.get(model, [])
+        size = sum(longest > limit for limit in limits[:-1])
+        group, half = self._groups.add(backlog, row, size, self._batch.get(model, 64.0))
+        self._joined(group)
+        if half is not None:
+            if group.instance:
+                self._queues.after(group, half)
+            else:
+                self._queues.unplaced.append(half)
+
+    def _joined(self, group: Group) -> None:
+        """Note that a request has joined a group, which may be new."""
+        if group.instance:
+            self._dirty.add(group.instance)
+        elif group.size == 1:
+            self._queues.unplaced.append(group)
+
+    def _come_back(self, cluster: Cluster, id: str) -> None:
+        request = self._sent.pop(id, None)
+        if request is not None:
+            self._vacate(request)
+            self._joined(self._groups.put_back(cluster.backlog, cluster.backlog.row_of[id], request.kind))
+
+    def _leave(self, cluster: Cluster, id: str, now: float, output_tokens: int) -> None:
+        request = self._sent.pop(id, None)
+        if request is None:
+            row = cluster.backlog.row_of.get(id)
+            if row is not None:
+                self._ungroup(int(cluster.backlog.serial[row]))
+            return
+        self._vacate(request)
+        if output_tokens:
+            request.kind.answered(float(output_tokens))
+            if request.full:
+                self._learn_pace(cluster, request, now - request.sent, output_tokens)
+
+    def _learn_pace(self, cluster: Cluster, request: SentRequest, taken: float, output_tokens: int) -> None:
+        instance = cluster.instances.get(request.instance)
+        if instance is None:
+            return
+        serving = self._estimator.serving(instance, instance.model)
+        assert serving is not None, "an instance serves its own model"
+        pace = self._estimator.pace(serving._replace(factor=1.0), request.kind.tokens)
+        forecast = pace.prefill + output_tokens * pace.token
+        self._estimator.inefficiency.learn(instance.id, instance.model, taken, forecast)
+
+    def _vacate(self, request: SentRequest) -> None:
+        inside = self._queues.inside.get(request.instance)
+        if inside is not None:
+            inside.remove(request)
+            self._dirty.add(request.instance)
+
+    def _ungroup(self, serial: int) -> None:
+        """Take a request out of its group; an empty group disappears with all its traces."""
+        group = self._groups.left(serial)
+        if group is not None and group.size == 0:
+            if group.instance:
+                self._dirty.add(group.instance)
+            self._queues.remove(group)
+
+    # ---- plans
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        """Return what the virtual queues make their instances do now; costs follow what has changed."""
+        self._follow_fleet(cluster, now)
+        self._place(cluster, now)
+        send, swap, warm = list[Send](), dict[str, str](), dict[str, str]()
+        for name in [name for name in cluster.instances if name in self._dirty]:
+            model = self._swap_to(cluster, name)
+            if model is not None:
+                swap[name] = model
+                self._loading[name] = now
+            else:
+                send += self._pull(cluster, name, now)
+                if self.options.warms and (ahead := self._to_warm(cluster, name)) is not None:
+                    warm[name] = ahead
+        self._dirty -= set(cluster.instances)
+        rerank = [Rerank(name, ranks) for name, ranks in self._rerank.items() if name in cluster.instances]
+        self._rerank.clear()
+        return Plan(send, rerank, swap, warm, final=True)
+
+    def _follow_fleet(self, cluster: Cluster, now: float) -> None:
+        if cluster.fleet_version == self._fleet_version:
+            return
+        self._fleet_version = cluster.fleet_version
+        self._queues.follow([*cluster.instances, *cluster.loading])
+        self._loading = {name: self._loading.get(name, now) for name in cluster.loading}
+        self._dirty |= set(cluster.instances)
+        for group in [group for group in self._groups if group.instance]:
+            if not _serves(cluster, group.instance, self._models[group.kind.sort.model]):
+                self._queues.remove(group)
+                self._queues.unplaced.append(group)
+        limits: dict[int, set[int]] = {}
+        batches: dict[int, list[float]] = {}
+        for instance in _fleet(cluster):
+            for model, limit in _served(instance):
+                limits.setdefault(cluster.code(model), set()).add(limit)
+                batches.setdefault(cluster.code(model), []).append(float(instance.max_running))
+        self._limits = {model: sorted(some) for model, some in limits.items()}
+        self._batch = {model: sum(some) / len(some) for model, some in batches.items()}
+
+    def _pull(self, cluster: Cluster, name: str, now: float) -> Iterator[Send]:
+        """Yield the requests that belong inside an instance by the order of its groups (request pulling)."""
+        backlog, instance, inside = cluster.backlog, cluster.instances[name], self._queues.inside[name]
+        model = cluster.code(instance.model)
+        for group in list(self._queues.queues[name]):
+            if group.kind.sort.model != model:
+                return
+            while (row := group.head(backlog)) is not None:
+                count, blocks = inside.ahead(group.rank if self.options.evicts else math.inf)
+                needs = math.ceil(float(backlog.tokens[row]) / instance.block_size)
+                fits = count < instance.window and blocks + needs <= instance.blocks_total
+                if not fits and count:
+                    return
+                yield self._send(backlog, row, group, instance, needs, now, count)
+
+    def _send(
+        self,
+        backlog: Backlog,
+        row: int,
+        group: Group,
+        instance: Instance,
+        blocks: int,
+        now: float,
+        ahead: int,
+    ) -> Send:
+        id, serial = str(backlog.keys[row]), int(backlog.serial[row])
+        group.entries.popleft()
+        full = 10 * (ahead + 1) >= 9 * instance.max_running
+        request = SentRequest(
+            id, serial, instance.id, group.kind, group.rank, blocks, float(backlog.due[row]), now, full
+        )
+        self._ungroup(serial)
+        if group.size:
+            self._groups.refresh(group, backlog)
+        self._sent[id] = request
+        self._queues.inside[instance.id].add(request)
+        return Send(id, instance.id, group.rank)
+
+    def _swap_to(self, cluster: Cluster, name: str) -> str | None:
+        """Return the model to be swapped in: that of the head group, when nothing that runs is before it."""
+        queue = self._queues.queues[name]
+        if not queue:
+            return None
+        model = self._models[queue[0].kind.sort.model]
+        instance, inside = cluster.instances[name], self._queues.inside[name]
+        if model == instance.model or not instance.can_load(model):
+            return None
+        ahead = inside.ahead(queue[0].rank)[0] if self.options.evicts else len(inside)
+        return model if ahead == 0 else None
+
+    def _to_warm(self, cluster: Cluster, name: str) -> str | None:
+        """Return the next model of a virtual queue that is not in host memory (model warm start)."""
+        instance, upcoming = cluster.instances[name], list[str]()
+        for group in self._queues.queues[name]:
+            model = self._models[group.kind.sort.model]
+            if model != instance.model and model not in upcoming:
+                upcoming.append(model)
+                if model not in instance.warm and instance.can_load(model):
+                    return model
+                if len(upcoming) == _UPCOMING:
+                    return None
+        return None
+
+    # ---- places of new groups
+
+    def _place(self, cluster: Cluster, now: float) -> None:
+        waiting, self._queues.unplaced = self._queues.unplaced, []
+        for group in waiting:
+            names = [
+                instance.id
+                for instance in _fleet(cluster)
+                if _holds(cluster, instance, self._models[group.kind.sort.model], group)
+            ]
+            if not names or not self._put(cluster, group, names, now):
+                self._queues.unplaced.append(group)
+
+    def _put(self, cluster: Cluster, group: Group, names: list[str], now: float) -> bool:
+        """Put a group on one of these instances; tell whether there was a place."""
+        if self.options.places == "planned":
+            name = self._with_room(cluster, group, names)
+            if name is not None:
+                self._queues.append(name, group)
+                self._dirty.add(name)
+                return True
+            if self.options.orders == "planned":
+                return self._put_where_it_costs_least(cluster, group, now)
+            name = min(names, key=lambda one: sum(other.size for other in self._queues.queues[one]))
+        elif self.options.places == "random":
+            name = names[int(self._rng.integers(len(names)))]
+        else:
+            name, self._turn = names[self._turn % len(names)], self._turn + 1
+        self._put_by_deadline(name, group)
+        return True
+
+    def _put_by_deadline(self, name: str, group: Group) -> None:
+        before = [other for other in self._queues.queues[name] if other.first <= group.first]
+        behind = Item(before[-1].kind, before[-1].size, before[-1]) if before else None
+        inside = self._queues.inside[name]
+        if behind is None and any(request.due <= group.first for request in inside):
+            last = max((one for one in inside if one.due <= group.first), key=lambda one: one.rank)
+            behind = Item(last.kind, 1)
+        self._queues.put(name, behind, group)
+        self._dirty.add(name)
+
+    def _with_room(self, cluster: Cluster, group: Group, names: list[str]) -> str | None:
+        """Return an instance that serves the model, has a free slot and no queue: the soonest free one."""
+        model, best, least = self._models[group.kind.sort.model], None, math.inf
+        for name in names:
+            instance = cluster.instances.get(name)
+            if instance is None or instance.model != model or self._queues.queues[name]:
+                continue
+            inside = self._queues.inside[name]
+            if len(inside) + group.size > instance.max_running or self._full(instance, group):
+                continue
+            serving = self._estimator.serving(instance, model)
+            assert serving is not None, "an instance serves its own model"
+            work = (len(inside) + 1) * self._estimator.pace(serving, group.kind.tokens).share
+            if work < least:
+                best, least = name, work
+        return best
+
+    def _full(self, instance: Instance, group: Group) -> bool:
+        tokens = group.kind.tokens
+        needs = group.size * math.ceil((tokens.prompt + tokens.mean) / instance.block_size)
+        return self._queues.inside[instance.id].ahead(math.inf)[1] + needs > instance.blocks_total
+
+    def _put_where_it_costs_least(self, cluster: Cluster, group: Group, now: float) -> bool:
+        situation = self._describe(cluster, now, [group])
+        g, at = best_place(situation.problem, *situation.order, len(situation.items) - 1)
+        if g < 0:
+            return False
+        queue, name = situation.order.queue(g), situation.names[g]
+        self._queues.put(name, situation.items[queue[at - 1]] if at else None, group)
+        self._dirty.add(name)
+        self._next = min(self._next, now + self.options.period)
+        return True
+
+    # ---- the plan generator
+
+    def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
+        """Return a run of the plan generator if a violation is foreseen or an instance idles in vain."""
+        if now < self._next or not self._groups.groups:
+            return None
+        self._next = now + self.options.period
+        stale = [(sort, self._groups.points(sort)) for sort in self._groups.stale()]
+        situation = self._describe(cluster, now, list(self._queues.unplaced))
+        seen = generator.see(situation)
+        self.shortage = generator.shortage(situation, seen)
+        planned = self.options.orders == "planned"
+        wanted = planned and (self.shortage.requests > 0 or self._idles(cluster))
+        if not (stale or wanted):
+            return None
+        options = self.options
+
+        def generate() -> Generated:
+            order = generator.improve(situation, options.exact, options.time_limit) if wanted else None
+            return Generated(situation, order, [(sort, centres_of(points)) for sort, points in stale])
+
+        return generate
+
+    def conclude(self, result: object, cluster: Cluster, now: float) -> None:
+        """Take over a new order, as far as its groups and instances are still there."""
+        assert isinstance(result, Generated)
+        for sort, centres in result.centres:
+            self._groups.refit(sort, centres)
+        if result.order is None:
+            return
+        situation, order = result.situation, result.order
+        seen = generator.see(situation, order)
+        self.shortage = generator.shortage(situation, seen)
+        known = {item.group.id for item in situation.items if item.group is not None}
+        placed: set[int] = set()
+        for g, name in enumerate(situation.names):
+            if name not in self._queues.queues:
+                continue
+            items = [situation.items[i] for i in order.queue(g)]
+            live = [item for item in items if item.group is None or self._is_there(item.group)]
+            placed |= {item.group.id for item in live if item.group is not None}
+            late = [one for one in self._queues.queues[name] if one.id not in known]
+            ranks = self._queues.reorder(name, live)
+            self._rerank.setdefault(name, {}).update(ranks)
+            for group in late:  # it has come while the plan was being made
+                self._queues.unplace(group)
+            self._dirty.add(name)
+        self._queues.unplaced = [one for one in self._queues.unplaced if one.id not in placed]
+
+    def _is_there(self, group: Group) -> bool:
+        return group.id in self._groups.groups
+
+    def _idles(self, cluster: Cluster) -> bool:
+        """Tell whether an instance has room and no queue while groups that it could serve wait elsewhere."""
+        queues, inside = self._queues.queues, self._queues.inside
+        idle = [
+            instance
+            for name, instance in cluster.instances.items()
+            if not queues[name] and 2 * len(inside[name]) < instance.max_running
+        ]
+        models = {self._models[group.kind.sort.model] for group in self._groups}
+        return any(model == one.model or one.can_load(model) for one in idle for model in models)
+
+    def _describe(self, cluster: Cluster, now: float, unplaced: list[Group]) -> Situation:
+        options = self.options
+        return self._estimator.describe(
+            cluster, now, self._queues.queues, unplaced, self._queues.inside, self._loading, self._models,
+            pinned=options.places != "planned", evicts=options.evicts,
+        )  # fmt: skip
+
+    # ---- estimates
+
+    def completion(self, cluster: Cluster, id: str, now: float) -> Normal | None:
+        """Return the distribution of the seconds until a request is complete; None = it has no place yet."""
+        if id in self._sent:
+            sent = self._sent[id]
+            instance = cluster.instances.get(sent.instance)
+            return self._estimator.completion(instance, sent.kind, 0.0, 0.0) if instance else None
+        row = cluster.backlog.row_of.get(id)
+        group = self._groups.of(int(cluster.backlog.serial[row])) if row is not None else None
+        if row is None or group is None or not group.instance:
+            return None
+        situation = self._describe(cluster, now, [])
+        ahead = group.position(int(cluster.backlog.serial[row]), cluster.backlog)
+        i = next(i for i, item in enumerate(situation.items) if item.group is group)
+        base, work = generator.see(situation).waiting(i)
+        instance = next(one for one in _fleet(cluster) if one.id == group.instance)
+        return self._estimator.completion(
+            instance, group.kind, base, work, ahead, self._models[group.kind.sort.model]
+        )
+
+
+def _fleet(cluster: Cluster) -> list[Instance]:
+    """Return all instances, those in a model swap, too."""
+    return [*cluster.instances.values(), *(instance for instance, _ in cluster.loading.values())]
+
+
+def _served(instance: Instance) -> list[tuple[str, int]]:
+    """Return (model, tokens of the longest request) of what an instance has or can load."""
+    return [(instance.model, instance.limit), *((other.model, other.limit) for other in instance.loadable)]
+
+
+def _holds(cluster: Cluster, instance: Instance, model: str, group: Group) -> bool:
+    """Tell whether an instance can serve a group: all its tokens fit, or no other instance is larger."""
+    limits = [limit for one in _fleet(cluster) for name, limit in _served(one) if name == model]
+    here = [limit for name, limit in _served(instance) if name == model]
+    return bool(here) and max(here) >= min(group.longest, max(limits))
+
+
+def _serves(cluster: Cluster, name: str, model: str) -> bool:
+    """Tell whether an instance is there and has a model or can load it."""
+    return any(one.id == name and model in dict(_served(one)) for one in _fleet(cluster))
