@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from headway.bench.output.results import SIMULATED, About, Report, deliver, row_grid
-from headway.bench.papers.qlm_estimates import ESTIMATED, planning, waits
+from headway.bench.papers.qlm_estimates import ESTIMATED, estimates, planning
 from headway.bench.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
 from headway.bench.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
 from headway.recipes.registry import find
@@ -23,9 +23,8 @@ from headway.recipes.registry import find
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd")
 # `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
 SINGLE = (QLM, "vllm", "edf-model-swap", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
-ABLATION = (
-    QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-no-balance", "qlm-no-model-swap-order",
-)  # fmt: skip
+# Without load balancing: groups at random; without an order that minds model swaps: groups by deadline.
+ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-deadline")
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
 # On a fleet where every model has its instances, so that nothing needs to be swapped.
 ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like", "headway")
@@ -155,7 +154,7 @@ def run(plan: Plan, seed: int, *, bar: bool) -> Results:
             progress.advance(task)
         forecasts = []
         for name, profile in ESTIMATED.items():
-            forecasts.append(waits(name, profile, plan.estimated, seed))
+            forecasts += estimates(name, profile, plan.estimated, seed)
             progress.advance(task)
         planned = []
         for queued in plan.queues:

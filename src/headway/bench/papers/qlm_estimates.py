@@ -17,11 +17,11 @@ from headway.bench.papers.qlm_workloads import (
     RUNNING,
     Setting,
     burst,
-    capacity,
 )
 from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.events import Arrived, Event, InstanceUp
+from headway.forecast.completion import Tokens, pace_of
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Planner
 from headway.recipes.recipe import Recipe
@@ -29,7 +29,7 @@ from headway.recipes.registry import find
 from headway.sim import fleet
 from headway.sim.instance import SimulatedInstance
 from headway.sim.run import Simulation
-from headway.types import Floats, Plan, Request, Slo
+from headway.types import Floats, Plan, Request
 
 # The models of QLM 8 by their latency profile: 70B needs four A100s.
 ESTIMATED: Mapping[str, str] = {
@@ -41,8 +41,11 @@ ESTIMATED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """Seconds until the first token of requests that wait in a queue, forecast and simulated."""
+class Estimate:
+    """Seconds of the requests of a queue, in its order: forecast and simulated.
+
+    name: of what is forecast, and of the model.
+    """
 
     name: str
     forecast: Floats
@@ -55,24 +58,32 @@ class Waits:
         return float(1 - off / np.square(self.simulated - self.simulated.mean()).sum())
 
 
-def waits(name: str, profile: str, count: int, seed: int) -> Waits:
-    """Forecast the waits of a queue of `count` ShareGPT requests by Equation 2, and simulate them.
+def estimates(name: str, profile: str, count: int, seed: int) -> list[Estimate]:
+    """Forecast when each of `count` queued ShareGPT requests begins and is complete (QLM 6), and simulate it.
 
-    The forecast knows the mean answer and the throughput of another queue, not the answers of this one.
+    The forecast knows the latency profile, and the lengths of other requests: not the answers of this queue.
     """
-    work = burst("m", count, seed + 1)
-    spec = fleet.Spec(profile, model="m", max_running=RUNNING, max_model_len=LONGEST)
-    first = Simulation(find("vllm"), fleet.build([spec]), work).run().first
-    mean = float(burst("m", 2000, 0).output.mean())
-    ahead = mean * np.maximum(np.arange(len(work)) - RUNNING, 0)
-    return Waits(name, ahead / (mean * capacity(profile)), first)
+    history, work = burst("m", 2000, seed), burst("m", count, seed + 1)
+    spec = fleet.Spec(profile, model="m", max_running=RUNNING, max_model_len=LONGEST).instances()[0]
+    outcome = Simulation(find("vllm"), [spec], work).run()
+    tokens = Tokens(float(history.prompt.mean()), float(history.output.mean()), float(history.output.std()))
+    kv_tokens = spec.instance.blocks_total * spec.instance.block_size
+    pace = pace_of(spec.latency.seconds, tokens, RUNNING, kv_tokens)
+    begins = np.maximum(np.arange(len(work)) - pace.batch, 0) * pace.share + pace.prefill
+    return [
+        Estimate(f"first token, {name}", begins, outcome.first),
+        Estimate(f"completion, {name}", begins + pace.decode, outcome.end),
+    ]
 
 
 # ---- planning time
 
 
 class _Timed(Planner):
-    """A planner whose plans, and events it takes note of, are timed."""
+    """A planner whose plans are timed, and the events that it takes note of.
+
+    noting: wall seconds of events. planning: of plans and of what is computed beside the event loop.
+    """
 
     def __init__(self, planner: Planner) -> None:
         self.planner, self.noting, self.planning = planner, 0.0, 0.0
@@ -87,6 +98,14 @@ class _Timed(Planner):
         plan = self.planner.plan(cluster, now)
         self.planning += time.perf_counter() - began
         return plan
+
+    def generate(self, cluster: Cluster, now: float) -> None:
+        """Run the computation that takes long, if one is due."""
+        began = time.perf_counter()
+        work = self.planner.deliberate(cluster, now)
+        if work is not None:
+            self.planner.conclude(work(), cluster, now)
+        self.planning += time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +126,29 @@ class Planning:
         """Return microseconds of planning per queued request."""
         return self.planning / self.queued * 1e6
 
+    @property
+    def arrival_us(self) -> float:
+        """Return the mean microseconds in which the planner takes note of an arrival."""
+        return self.noting / self.queued * 1e6
+
 
 def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> Planning:
-    """Fill a queue for five models, start a fleet of A100s and plan."""
+    """Start a fleet of A100s, fill a queue for five models, and plan: every group is placed and ordered."""
     setting = Setting("planning", (("a100", gpus),), FIVE, 1.0, 1.0)
     rng, timed = np.random.default_rng(seed), _Timed(recipe.planner())
     core = Controller(timed, TaskLengths(), max_queued=1 << 40)
     work = burst("m", queued + queued // 10, seed)
-    model = rng.integers(0, len(FIVE), len(work)).tolist()
-    slos: list[Slo] = [INTERACTIVE, BATCH]
-    urgent = (rng.random(len(work)) < 0.2).tolist()
+    model = rng.integers(0, len(FIVE), queued).tolist()
+    urgent = (rng.random(queued) < 0.2).tolist()
+    for spec in setting.instances():
+        core.note(InstanceUp(SimulatedInstance(spec, recipe).instance()), 0.0)
     gc.disable()  # nothing is freed while the queue is filled
-    for i, (prompt, fast) in enumerate(zip(work.prompt[:queued].tolist(), urgent, strict=False)):
-        slo, tier = slos[0 if fast else 1], "interactive" if fast else "batch"
+    for i, prompt in enumerate(work.prompt[:queued].tolist()):
+        slo, tier = (INTERACTIVE, "interactive") if urgent[i] else (BATCH, "batch")
         request = Request(f"r{i}", FIVE[model[i]].name, prompt, 512, i / 1e4, slo, task=tier, tier=tier)
         core.note(Arrived(request), i / 1e4)
     gc.enable()
     now, noting = queued / 1e4, timed.noting
-    for spec in setting.instances():
-        core.note(InstanceUp(SimulatedInstance(spec, recipe).instance()), now)
     core.decide(now)
+    timed.generate(core.cluster, now)
     return Planning(queued, gpus, noting, timed.planning)

@@ -68,8 +68,9 @@ def _bars(axes: Axes, title: str, trials: Sequence[Trial], name: str) -> None:
 
 
 def _estimator(results: Results) -> bytes:
-    figure, panels = sheet(1, len(results.waits), 3.2 * len(results.waits), 3.2)
-    for axes, one in zip(panels, results.waits, strict=True):
+    shown = [one for one in results.estimates if one.name.startswith("completion")]
+    figure, panels = sheet(1, len(shown), 3.2 * len(shown), 3.2)
+    for axes, one in zip(panels, shown, strict=True):
         axes.plot(one.simulated, one.forecast, ".", ms=2, color=colour(0))
         end = float(one.simulated.max())
         axes.plot([0, end], [0, end], "--", lw=0.8, color="black")

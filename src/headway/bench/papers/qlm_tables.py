@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headway.bench.output.results import Row
-from headway.bench.papers.qlm_estimates import Planning, Waits
+from headway.bench.papers.qlm_estimates import Estimate, Planning
 from headway.bench.papers.qlm_workloads import Setting
 from headway.recipes.recipe import Recipe
 from headway.sim.outcome import Outcome
@@ -46,7 +46,7 @@ class Results:
 
     trials: Mapping[str, Sequence[Trial]]
     deltas: Mapping[int, Trial]
-    waits: Sequence[Waits]
+    estimates: Sequence[Estimate]
     planning: Sequence[Planning]
 
 
@@ -99,12 +99,12 @@ def _paper(name: str, one: Trial) -> float | None:
 
 
 def _estimates(results: Results) -> list[Row]:
-    found = [Row("estimator.r2", QLM, f"wait, {one.name}", one.r2, "R2", 0.99) for one in results.waits]
+    found = [Row("estimator.r2", QLM, one.name, one.r2, "R2", 0.99) for one in results.estimates]
     for one in results.planning:
         setting = f"{one.queued} queued, {one.instances} instances"
         paper = _GROUP_PAPER if one.queued == 400_000 else None
         found.append(Row("plan.us_per_request", QLM, setting, one.us_per_request, "us", paper))
-        found.append(Row("plan.arrival_us", QLM, setting, one.noting / one.queued * 1e6, "us"))
+        found.append(Row("plan.arrival_us", QLM, setting, one.arrival_us, "us"))
     return found
 
 
