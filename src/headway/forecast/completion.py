@@ -69,6 +69,12 @@ class Pace:
         """Mean seconds D of a whole answer (equation 4)."""
         return self.tokens.mean * self.token
 
+    @property
+    def again(self) -> float:
+        """Mean seconds that an evicted request's tokens take to be computed again."""
+        tokens = self.tokens
+        return self.prefill * (1.0 + tokens.mean / (2.0 * max(tokens.prompt, 1.0)))
+
     def finish(self, probability: float, requests: float = 1.0) -> float:
         """Return the seconds within which requests that start one after another are complete.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from headway.forecast.completion import Tokens
 from headway.types import Backlog, Floats
 
@@ -50,6 +51,11 @@ class Kind:
     output: float
     square: float
     seen: int = 0
+
+    @property
+    def slo(self) -> float:
+        """Typical seconds of its SLO."""
+        return math.exp(float(self.centre[0]))
 
     @property
     def tokens(self) -> Tokens:
@@ -273,7 +279,7 @@ def _distance(one: Floats, other: Iterable[float]) -> float:
     return math.fsum((a - b) ** 2 for a, b in zip(one.tolist(), other, strict=True))
 
 
-def centres_of(points: Floats, most: int = 8, enough: float = 0.2) -> Floats:
+def centres_of(points: Floats, most: int = 4, enough: float = 0.3) -> Floats:
     """Return the centres of the fewest clusters that leave `enough` of the variance (k-means).
 
     points: (n, features). The SLO counts twice as much as the lengths: it decides about the plan.

@@ -28,8 +28,10 @@ from headway.plan.queue_order import (
 from headway.types import OBJECTIVES, Batch, Floats, Instance, Ints
 
 _INTERACTIVE = OBJECTIVES.index("interactive")
-_MOVES = 2_000, 100, 60_000  # of the search: at least, per item, at most
-_BETTER = 0.01  # a new order must cost this much less than the old one, or groups would go to and fro
+_MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
+# A new order must cost this much less than the old one, or groups would go to and fro: a share, and requests.
+_BETTER, _BETTER_BY = 0.05, 0.5
+_PATIENT = 0.6  # share of an SLO that may be set aside for answers longer than usual
 _SEED = 0
 # An instance without a latency profile, before anything is known: seconds of a prompt and between tokens.
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
@@ -130,11 +132,15 @@ class Estimator:
                 return _Serving(latency, instance.max_running, kv, other.limit, factor)
         return None
 
-    def pace(self, serving: _Serving, tokens: Tokens) -> Pace:
-        """Return the pace at which an instance serves requests with these tokens."""
+    def pace(self, serving: _Serving, tokens: Tokens, requests: float = math.inf) -> Pace:
+        """Return the pace at which an instance serves requests with these tokens.
+
+        requests: of the model that the instance has to serve; its batch is no larger.
+        """
+        batch = min(serving.max_running, max(math.ceil(min(requests, 1e9)), 1))
         if serving.latency is None:
-            return Pace(float(serving.max_running), _UNKNOWN_PREFILL, _UNKNOWN_TOKEN * serving.factor, tokens)
-        return pace_of(serving.latency, tokens, serving.max_running, serving.kv_tokens, serving.factor)
+            return Pace(float(batch), _UNKNOWN_PREFILL, _UNKNOWN_TOKEN * serving.factor, tokens)
+        return pace_of(serving.latency, tokens, batch, serving.kv_tokens, serving.factor)
 
     def completion(
         self, instance: Instance, kind: Kind, base: float, work: float, before: int = 0,
@@ -210,7 +216,7 @@ def improve(situation: Situation, exact: int, time_limit: float) -> QueueOrder |
     if len(situation.items) <= exact and int(length.sum()) == len(situation.items):
         solution = stochastic.solve(problem, found, time_limit)
         found, cost = solution.order, solution.cost
-    if placed and cost > float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - 1e-9:
+    if placed and cost > float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - _BETTER_BY:
         return None
     return found
 
@@ -243,6 +249,7 @@ class _Builder:
         codes = sorted({item.kind.sort.model for item in items})
         self.codes, self.index = codes, {code: m for m, code in enumerate(codes)}
         self.models = [models[code] for code in codes]
+        self.requests = self._requests()
 
     def problem(self, inside: Mapping[str, Occupancy], pinned: bool, evicts: bool) -> PlanProblem:
         """Return the arrays."""
@@ -264,7 +271,7 @@ class _Builder:
                 room[g, i] = pace.decode
                 if item.group is None:
                     finish[g, i] = pace.decode / 2
-                    evict[i] = item.size * pace.prefill if evicts else _NEVER
+                    evict[i] = item.size * pace.again if evicts else _NEVER
                     first[g, i] = last[g, i] = self._latest_running(item, inside[instance.id], pace)
                 else:
                     finish[g, i] = pace.finish(0.5, item.size)
@@ -277,13 +284,26 @@ class _Builder:
 
     def _pace(self, instance: Instance, kind: Kind) -> Pace | None:
         serving = self.estimator.serving(instance, self.models[self.index[kind.sort.model]])
-        return None if serving is None else self.estimator.pace(serving, kind.tokens)
+        if serving is None:
+            return None
+        return self.estimator.pace(serving, kind.tokens, self.requests[kind.sort.model])
+
+    def _requests(self) -> dict[int, float]:
+        """Return the requests of each model per instance that serves it, which is how large batches get."""
+        sizes = Counter[int]()
+        for item in self.items:
+            sizes[item.kind.sort.model] += item.size
+        loading = {name: model for name, (_, model) in self.cluster.loading.items()}
+        serving = Counter(self.cluster.code(loading.get(one.id, one.model)) for one in self.fleet)
+        return {model: size / max(serving[model], 1) for model, size in sizes.items()}
 
     def _needs(self, kind: Kind, pace: Pace, requests: int) -> float:
         """Return the seconds from a request's start to what its SLO is about, with the wanted probability."""
         if kind.sort.objective == _INTERACTIVE:
             return pace.prefill
-        return pace.finish(self.estimator.sure, requests)
+        # A short SLO may not leave time for unusually long answers; those that it can meet are planned for.
+        typical = pace.finish(0.5, requests)
+        return max(typical, min(pace.finish(self.estimator.sure, requests), _PATIENT * kind.slo))
 
     def _latest_running(self, item: Item, inside: Occupancy, pace: Pace) -> float:
         """Return the latest start of what runs: now for an answer that streams, else by its deadline."""

@@ -12,49 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from headway.core.cluster import Cluster
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned
 from headway.forecast.latency.online import OnlineLatency
 from headway.plan import plan_generator as generator
-from headway.plan.group_queues import GroupQueues
+from headway.plan.group_placement import GroupPlacement, QlmOptions, fleet_of, served_by, serves
 from headway.plan.groups import Group, RequestGroups, Sort, centres_of
 from headway.plan.occupancy import SentRequest
-from headway.plan.plan_generator import Estimator, Item, Normal, Shortage, Situation
-from headway.plan.queue_order import QueueOrder, best_place
+from headway.plan.plan_generator import Normal, Shortage, Situation
+from headway.plan.queue_order import QueueOrder
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
 
 _UPCOMING = 2  # models further back on a virtual queue that are brought into host memory
-
-
-@dataclass(frozen=True, slots=True)
-class QlmOptions:
-    """What QLM leaves open, and its ablations (QLM 8, figures 10, 13, 14 and 18).
-
-    delta: largest group, in batches.
-    sure: probability with which SLOs are to be met (Delta in equation 12).
-    period: seconds between two runs of the plan generator, at least.
-    exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
-    evicts, warms: the LSOs of that name.
-    places: how a new group gets its instance: where it costs least, at random, or in turn. Only the first
-        moves it later.
-    orders: by the plan generator, or by deadline (with model swaps wherever that order has them).
-    """
-
-    delta: float = 4.0
-    sure: float = 0.9
-    period: float = 1.0
-    exact: int = 3
-    time_limit: float = 1.0
-    evicts: bool = True
-    warms: bool = True
-    places: Literal["planned", "random", "in turn"] = "planned"
-    orders: Literal["planned", "deadline"] = "planned"
 
 
 class Generated(NamedTuple):
@@ -78,19 +50,13 @@ class Qlm(Planner):
         self.options = options or QlmOptions()
         self.shortage = Shortage()
         self._groups = RequestGroups(self.options.delta)
-        self._estimator = Estimator(self.options.sure)
-        self._queues = GroupQueues()
+        self._places = GroupPlacement(self.options)
         self._sent: dict[str, SentRequest] = {}
-        self._models: dict[int, str] = {}
-        self._loading: dict[str, float] = {}
         self._rerank: dict[str, dict[str, float]] = {}
-        self._dirty: set[str] = set()  # instances whose queue or contents have changed since the last plan
         self._fleet_version = -1
         self._limits: dict[int, list[int]] = {}
         self._batch: dict[int, float] = {}
         self._next = -math.inf  # when the plan generator may run again
-        self._turn = 0
-        self._rng = np.random.default_rng(0)
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -107,7 +73,7 @@ class Qlm(Planner):
         """Put arrivals into groups, and take requests out of them; learn from answers."""
         match event:
             case Arrived(request):
-                self._models[cluster.code(request.model)] = request.model
+                self._places.models[cluster.code(request.model)] = request.model
                 self._add(cluster, cluster.backlog.row_of[request.id])
             case Returned(id):
                 self._come_back(cluster, id)
@@ -116,12 +82,12 @@ class Qlm(Planner):
             case Failed(id):
                 self._leave(cluster, id, now, 0)
             case InstanceDown(id):
-                self._loading.pop(id, None)
-                self._estimator.latencies.pop(id, None)
+                self._places.loading.pop(id, None)
+                self._places.estimator.latencies.pop(id, None)
             case Learned(id, theta):
                 learned = OnlineLatency()
                 learned.theta = theta
-                self._estimator.latencies[id] = learned.seconds
+                self._places.estimator.latencies[id] = learned.seconds
 
     def _add(self, cluster: Cluster, row: int) -> None:
         backlog = cluster.backlog
@@ -132,16 +98,16 @@ class Qlm(Planner):
         self._joined(group)
         if half is not None:
             if group.instance:
-                self._queues.after(group, half)
+                self._places.queues.after(group, half)
             else:
-                self._queues.unplaced.append(half)
+                self._places.queues.unplaced.append(half)
 
     def _joined(self, group: Group) -> None:
         """Note that a request has joined a group, which may be new."""
         if group.instance:
-            self._dirty.add(group.instance)
+            self._places.changed.add(group.instance)
         elif group.size == 1:
-            self._queues.unplaced.append(group)
+            self._places.queues.unplaced.append(group)
 
     def _come_back(self, cluster: Cluster, id: str) -> None:
         request = self._sent.pop(id, None)
@@ -166,43 +132,43 @@ class Qlm(Planner):
         instance = cluster.instances.get(request.instance)
         if instance is None:
             return
-        serving = self._estimator.serving(instance, instance.model)
+        serving = self._places.estimator.serving(instance, instance.model)
         assert serving is not None, "an instance serves its own model"
-        pace = self._estimator.pace(serving._replace(factor=1.0), request.kind.tokens)
+        pace = self._places.estimator.pace(serving._replace(factor=1.0), request.kind.tokens)
         forecast = pace.prefill + output_tokens * pace.token
-        self._estimator.inefficiency.learn(instance.id, instance.model, taken, forecast)
+        self._places.estimator.inefficiency.learn(instance.id, instance.model, taken, forecast)
 
     def _vacate(self, request: SentRequest) -> None:
-        inside = self._queues.inside.get(request.instance)
+        inside = self._places.queues.inside.get(request.instance)
         if inside is not None:
             inside.remove(request)
-            self._dirty.add(request.instance)
+            self._places.changed.add(request.instance)
 
     def _ungroup(self, serial: int) -> None:
         """Take a request out of its group; an empty group disappears with all its traces."""
         group = self._groups.left(serial)
         if group is not None and group.size == 0:
             if group.instance:
-                self._dirty.add(group.instance)
-            self._queues.remove(group)
+                self._places.changed.add(group.instance)
+            self._places.queues.remove(group)
 
     # ---- plans
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what the virtual queues make their instances do now; costs follow what has changed."""
         self._follow_fleet(cluster, now)
-        self._place(cluster, now)
+        self._places.place_new(cluster, now)
         send, swap, warm = list[Send](), dict[str, str](), dict[str, str]()
-        for name in [name for name in cluster.instances if name in self._dirty]:
+        for name in [name for name in cluster.instances if name in self._places.changed]:
             model = self._swap_to(cluster, name)
             if model is not None:
                 swap[name] = model
-                self._loading[name] = now
+                self._places.loading[name] = now
             else:
                 send += self._pull(cluster, name, now)
                 if self.options.warms and (ahead := self._to_warm(cluster, name)) is not None:
                     warm[name] = ahead
-        self._dirty -= set(cluster.instances)
+        self._places.changed -= set(cluster.instances)
         rerank = [Rerank(name, ranks) for name, ranks in self._rerank.items() if name in cluster.instances]
         self._rerank.clear()
         return Plan(send, rerank, swap, warm, final=True)
@@ -211,17 +177,17 @@ class Qlm(Planner):
         if cluster.fleet_version == self._fleet_version:
             return
         self._fleet_version = cluster.fleet_version
-        self._queues.follow([*cluster.instances, *cluster.loading])
-        self._loading = {name: self._loading.get(name, now) for name in cluster.loading}
-        self._dirty |= set(cluster.instances)
+        self._places.queues.follow([*cluster.instances, *cluster.loading])
+        self._places.loading = {name: self._places.loading.get(name, now) for name in cluster.loading}
+        self._places.changed |= set(cluster.instances)
         for group in [group for group in self._groups if group.instance]:
-            if not _serves(cluster, group.instance, self._models[group.kind.sort.model]):
-                self._queues.remove(group)
-                self._queues.unplaced.append(group)
+            if not serves(cluster, group.instance, self._places.model(group)):
+                self._places.queues.remove(group)
+                self._places.queues.unplaced.append(group)
         limits: dict[int, set[int]] = {}
         batches: dict[int, list[float]] = {}
-        for instance in _fleet(cluster):
-            for model, limit in _served(instance):
+        for instance in fleet_of(cluster):
+            for model, limit in served_by(instance):
                 limits.setdefault(cluster.code(model), set()).add(limit)
                 batches.setdefault(cluster.code(model), []).append(float(instance.max_running))
         self._limits = {model: sorted(some) for model, some in limits.items()}
@@ -229,9 +195,9 @@ class Qlm(Planner):
 
     def _pull(self, cluster: Cluster, name: str, now: float) -> Iterator[Send]:
         """Yield the requests that belong inside an instance by the order of its groups (request pulling)."""
-        backlog, instance, inside = cluster.backlog, cluster.instances[name], self._queues.inside[name]
+        backlog, instance, inside = cluster.backlog, cluster.instances[name], self._places.queues.inside[name]
         model = cluster.code(instance.model)
-        for group in list(self._queues.queues[name]):
+        for group in list(self._places.queues.queues[name]):
             if group.kind.sort.model != model:
                 return
             while (row := group.head(backlog)) is not None:
@@ -262,16 +228,16 @@ class Qlm(Planner):
         if group.size:
             self._groups.refresh(group, backlog)
         self._sent[id] = request
-        self._queues.inside[instance.id].add(request)
+        self._places.queues.inside[instance.id].add(request)
         return Send(id, instance.id, group.rank)
 
     def _swap_to(self, cluster: Cluster, name: str) -> str | None:
         """Return the model to be swapped in: that of the head group, when nothing that runs is before it."""
-        queue = self._queues.queues[name]
+        queue = self._places.queues.queues[name]
         if not queue:
             return None
-        model = self._models[queue[0].kind.sort.model]
-        instance, inside = cluster.instances[name], self._queues.inside[name]
+        model = self._places.models[queue[0].kind.sort.model]
+        instance, inside = cluster.instances[name], self._places.queues.inside[name]
         if model == instance.model or not instance.can_load(model):
             return None
         ahead = inside.ahead(queue[0].rank)[0] if self.options.evicts else len(inside)
@@ -280,8 +246,8 @@ class Qlm(Planner):
     def _to_warm(self, cluster: Cluster, name: str) -> str | None:
         """Return the next model of a virtual queue that is not in host memory (model warm start)."""
         instance, upcoming = cluster.instances[name], list[str]()
-        for group in self._queues.queues[name]:
-            model = self._models[group.kind.sort.model]
+        for group in self._places.queues.queues[name]:
+            model = self._places.model(group)
             if model != instance.model and model not in upcoming:
                 upcoming.append(model)
                 if model not in instance.warm and instance.can_load(model):
@@ -289,80 +255,6 @@ class Qlm(Planner):
                 if len(upcoming) == _UPCOMING:
                     return None
         return None
-
-    # ---- places of new groups
-
-    def _place(self, cluster: Cluster, now: float) -> None:
-        waiting, self._queues.unplaced = self._queues.unplaced, []
-        for group in waiting:
-            names = [
-                instance.id
-                for instance in _fleet(cluster)
-                if _holds(cluster, instance, self._models[group.kind.sort.model], group)
-            ]
-            if not names or not self._put(cluster, group, names, now):
-                self._queues.unplaced.append(group)
-
-    def _put(self, cluster: Cluster, group: Group, names: list[str], now: float) -> bool:
-        """Put a group on one of these instances; tell whether there was a place."""
-        if self.options.places == "planned":
-            name = self._with_room(cluster, group, names)
-            if name is not None:
-                self._queues.append(name, group)
-                self._dirty.add(name)
-                return True
-            if self.options.orders == "planned":
-                return self._put_where_it_costs_least(cluster, group, now)
-            name = min(names, key=lambda one: sum(other.size for other in self._queues.queues[one]))
-        elif self.options.places == "random":
-            name = names[int(self._rng.integers(len(names)))]
-        else:
-            name, self._turn = names[self._turn % len(names)], self._turn + 1
-        self._put_by_deadline(name, group)
-        return True
-
-    def _put_by_deadline(self, name: str, group: Group) -> None:
-        before = [other for other in self._queues.queues[name] if other.first <= group.first]
-        behind = Item(before[-1].kind, before[-1].size, before[-1]) if before else None
-        inside = self._queues.inside[name]
-        if behind is None and any(request.due <= group.first for request in inside):
-            last = max((one for one in inside if one.due <= group.first), key=lambda one: one.rank)
-            behind = Item(last.kind, 1)
-        self._queues.put(name, behind, group)
-        self._dirty.add(name)
-
-    def _with_room(self, cluster: Cluster, group: Group, names: list[str]) -> str | None:
-        """Return an instance that serves the model, has a free slot and no queue: the soonest free one."""
-        model, best, least = self._models[group.kind.sort.model], None, math.inf
-        for name in names:
-            instance = cluster.instances.get(name)
-            if instance is None or instance.model != model or self._queues.queues[name]:
-                continue
-            inside = self._queues.inside[name]
-            if len(inside) + group.size > instance.max_running or self._full(instance, group):
-                continue
-            serving = self._estimator.serving(instance, model)
-            assert serving is not None, "an instance serves its own model"
-            work = (len(inside) + 1) * self._estimator.pace(serving, group.kind.tokens).share
-            if work < least:
-                best, least = name, work
-        return best
-
-    def _full(self, instance: Instance, group: Group) -> bool:
-        tokens = group.kind.tokens
-        needs = group.size * math.ceil((tokens.prompt + tokens.mean) / instance.block_size)
-        return self._queues.inside[instance.id].ahead(math.inf)[1] + needs > instance.blocks_total
-
-    def _put_where_it_costs_least(self, cluster: Cluster, group: Group, now: float) -> bool:
-        situation = self._describe(cluster, now, [group])
-        g, at = best_place(situation.problem, *situation.order, len(situation.items) - 1)
-        if g < 0:
-            return False
-        queue, name = situation.order.queue(g), situation.names[g]
-        self._queues.put(name, situation.items[queue[at - 1]] if at else None, group)
-        self._dirty.add(name)
-        self._next = min(self._next, now + self.options.period)
-        return True
 
     # ---- the plan generator
 
@@ -372,11 +264,11 @@ class Qlm(Planner):
             return None
         self._next = now + self.options.period
         stale = [(sort, self._groups.points(sort)) for sort in self._groups.stale()]
-        situation = self._describe(cluster, now, list(self._queues.unplaced))
+        situation = self._places.describe(cluster, now, list(self._places.queues.unplaced))
         seen = generator.see(situation)
         self.shortage = generator.shortage(situation, seen)
         planned = self.options.orders == "planned"
-        wanted = planned and (self.shortage.requests > 0 or self._idles(cluster))
+        wanted = planned and (self.shortage.requests > 0 or self._places.idles(cluster))
         if not (stale or wanted):
             return None
         options = self.options
@@ -400,39 +292,21 @@ class Qlm(Planner):
         known = {item.group.id for item in situation.items if item.group is not None}
         placed: set[int] = set()
         for g, name in enumerate(situation.names):
-            if name not in self._queues.queues:
+            if name not in self._places.queues.queues:
                 continue
             items = [situation.items[i] for i in order.queue(g)]
             live = [item for item in items if item.group is None or self._is_there(item.group)]
             placed |= {item.group.id for item in live if item.group is not None}
-            late = [one for one in self._queues.queues[name] if one.id not in known]
-            ranks = self._queues.reorder(name, live)
+            late = [one for one in self._places.queues.queues[name] if one.id not in known]
+            ranks = self._places.queues.reorder(name, live)
             self._rerank.setdefault(name, {}).update(ranks)
             for group in late:  # it has come while the plan was being made
-                self._queues.unplace(group)
-            self._dirty.add(name)
-        self._queues.unplaced = [one for one in self._queues.unplaced if one.id not in placed]
+                self._places.queues.unplace(group)
+            self._places.changed.add(name)
+        self._places.queues.unplaced = [one for one in self._places.queues.unplaced if one.id not in placed]
 
     def _is_there(self, group: Group) -> bool:
         return group.id in self._groups.groups
-
-    def _idles(self, cluster: Cluster) -> bool:
-        """Tell whether an instance has room and no queue while groups that it could serve wait elsewhere."""
-        queues, inside = self._queues.queues, self._queues.inside
-        idle = [
-            instance
-            for name, instance in cluster.instances.items()
-            if not queues[name] and 2 * len(inside[name]) < instance.max_running
-        ]
-        models = {self._models[group.kind.sort.model] for group in self._groups}
-        return any(model == one.model or one.can_load(model) for one in idle for model in models)
-
-    def _describe(self, cluster: Cluster, now: float, unplaced: list[Group]) -> Situation:
-        options = self.options
-        return self._estimator.describe(
-            cluster, now, self._queues.queues, unplaced, self._queues.inside, self._loading, self._models,
-            pinned=options.places != "planned", evicts=options.evicts,
-        )  # fmt: skip
 
     # ---- estimates
 
@@ -441,38 +315,16 @@ class Qlm(Planner):
         if id in self._sent:
             sent = self._sent[id]
             instance = cluster.instances.get(sent.instance)
-            return self._estimator.completion(instance, sent.kind, 0.0, 0.0) if instance else None
+            return self._places.estimator.completion(instance, sent.kind, 0.0, 0.0) if instance else None
         row = cluster.backlog.row_of.get(id)
         group = self._groups.of(int(cluster.backlog.serial[row])) if row is not None else None
         if row is None or group is None or not group.instance:
             return None
-        situation = self._describe(cluster, now, [])
+        situation = self._places.describe(cluster, now, [])
         ahead = group.position(int(cluster.backlog.serial[row]), cluster.backlog)
         i = next(i for i, item in enumerate(situation.items) if item.group is group)
         base, work = generator.see(situation).waiting(i)
-        instance = next(one for one in _fleet(cluster) if one.id == group.instance)
-        return self._estimator.completion(
-            instance, group.kind, base, work, ahead, self._models[group.kind.sort.model]
+        instance = next(one for one in fleet_of(cluster) if one.id == group.instance)
+        return self._places.estimator.completion(
+            instance, group.kind, base, work, ahead, self._places.model(group)
         )
-
-
-def _fleet(cluster: Cluster) -> list[Instance]:
-    """Return all instances, those in a model swap, too."""
-    return [*cluster.instances.values(), *(instance for instance, _ in cluster.loading.values())]
-
-
-def _served(instance: Instance) -> list[tuple[str, int]]:
-    """Return (model, tokens of the longest request) of what an instance has or can load."""
-    return [(instance.model, instance.limit), *((other.model, other.limit) for other in instance.loadable)]
-
-
-def _holds(cluster: Cluster, instance: Instance, model: str, group: Group) -> bool:
-    """Tell whether an instance can serve a group: all its tokens fit, or no other instance is larger."""
-    limits = [limit for one in _fleet(cluster) for name, limit in _served(one) if name == model]
-    here = [limit for name, limit in _served(instance) if name == model]
-    return bool(here) and max(here) >= min(group.longest, max(limits))
-
-
-def _serves(cluster: Cluster, name: str, model: str) -> bool:
-    """Tell whether an instance is there and has a model or can load it."""
-    return any(one.id == name and model in dict(_served(one)) for one in _fleet(cluster))

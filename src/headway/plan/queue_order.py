@@ -84,15 +84,15 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
     """
     base = end = p.ready[g]
     ahead = variance = cost = 0.0
-    model, displaced = p.loaded[g], False
+    model, displaced, swapped = p.loaded[g], False, False
     for k in range(length):
         i = items[k]
         if p.model[i] != model:
             model = p.model[i]
-            base, ahead = end + p.swap[g, model], 0.0
+            base, ahead, swapped = end + p.swap[g, model], 0.0, True
         if p.fixed[i] < 0:
             displaced = True
-        elif displaced and ahead + p.share[g, i] > p.room[g, i]:
+        elif swapped or (displaced and ahead + p.share[g, i] > p.room[g, i]):
             ahead += p.evict[i]
         seen[1, i], seen[2, i] = base, ahead
         first = base + max(ahead - p.room[g, i], 0.0) + p.z * np.sqrt(variance)

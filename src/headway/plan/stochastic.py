@@ -138,11 +138,12 @@ class _Program:
             h.addConstr(new_base >= end + load - big * (1 - swapped))
             h.addConstr(new_ahead >= ahead - big * swapped)
             room, share = _sum(p.room[g], here), _sum(p.share[g], here)
+            beyond = _sum(p.share[g] - p.room[g], here)
             first, last = h.addVariable(0.0, big), h.addVariable(0.0, big)
             h.addConstr(first >= new_base)
             h.addConstr(first >= new_base + new_ahead - room)
             h.addConstr(last >= new_base)
-            h.addConstr(last >= new_base + new_ahead + share - room)
+            h.addConstr(last >= new_base + new_ahead + beyond)
             h.addConstr(new_end >= end)
             h.addConstr(new_end >= last + _sum(p.finish[g], here))
             before, variance = variance, variance + _sum(p.variance[g], here)
@@ -216,4 +217,5 @@ class _Program:
 
 def _sum(column: Floats, here: dict[int, Any]) -> Any:
     """Return the value of a column for whichever group is at a position; 0 where none is."""
-    return sum(float(column[i]) * x for i, x in here.items() if math.isfinite(column[i]) and column[i] != 0.0)
+    terms = ((round(float(column[i]), 6), x) for i, x in here.items() if math.isfinite(column[i]))
+    return sum(value * x for value, x in terms if value)  # HiGHS refuses coefficients near 0

@@ -11,7 +11,8 @@ from functools import partial
 
 from headway.core.engine_spec import EngineSpec
 from headway.pack.by_rank import ByRank
-from headway.plan.qlm import Qlm, QlmOptions
+from headway.plan.group_placement import QlmOptions
+from headway.plan.qlm import Qlm
 from headway.ports import Packer
 from headway.recipes.recipe import Recipe
 

@@ -1,0 +1,175 @@
+"""Where request groups stand: the instance of a new group, and the situation of the whole fleet (QLM 4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from headway.core.cluster import Cluster
+from headway.plan.group_queues import GroupQueues
+from headway.plan.groups import Group
+from headway.plan.plan_generator import Estimator, Item, Situation
+from headway.plan.queue_order import best_place
+from headway.types import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class QlmOptions:
+    """What QLM leaves open, and its ablations (QLM 8, figures 10, 13, 14 and 18).
+
+    delta: largest group, in batches.
+    sure: probability with which SLOs are to be met (Delta in equation 12).
+    period: seconds between two runs of the plan generator, at least.
+    exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
+    evicts, warms: the LSOs of that name.
+    places: how a new group gets its instance: where it costs least, at random, or in turn. Only the first
+        moves it later.
+    orders: by the plan generator, or by deadline (with model swaps wherever that order has them).
+    """
+
+    delta: float = 4.0
+    sure: float = 0.9
+    period: float = 1.0
+    exact: int = 3
+    time_limit: float = 1.0
+    evicts: bool = True
+    warms: bool = True
+    places: Literal["planned", "random", "in turn"] = "planned"
+    orders: Literal["planned", "deadline"] = "planned"
+
+
+class GroupPlacement:
+    """The virtual queues of a fleet, and which of them a group goes to.
+
+    models: code -> name of a model. loading: instance in a model swap -> when that began. changed: instances
+    whose queue or contents have changed since the last plan.
+    """
+
+    def __init__(self, options: QlmOptions) -> None:
+        self.options = options
+        self.estimator = Estimator(options.sure)
+        self.queues = GroupQueues()
+        self.models: dict[int, str] = {}
+        self.loading: dict[str, float] = {}
+        self.changed: set[str] = set()
+        self._turn = 0
+        self._rng = np.random.default_rng(0)
+
+    def model(self, group: Group) -> str:
+        """Return the model that a group asks for."""
+        return self.models[group.kind.sort.model]
+
+    def place_new(self, cluster: Cluster, now: float) -> None:
+        """Put groups that have no place on virtual queues, as far as some instance can serve them."""
+        waiting, self.queues.unplaced = self.queues.unplaced, []
+        for group in waiting:
+            names = [
+                instance.id
+                for instance in fleet_of(cluster)
+                if _holds(cluster, instance, self.model(group), group)
+            ]
+            if not names or not self._put(cluster, group, names, now):
+                self.queues.unplaced.append(group)
+
+    def _put(self, cluster: Cluster, group: Group, names: list[str], now: float) -> bool:
+        """Put a group on one of these instances; tell whether there was a place."""
+        if self.options.places == "planned":
+            name = self._with_room(cluster, group, names)
+            if name is not None:
+                self.queues.append(name, group)
+                self.changed.add(name)
+                return True
+            if self.options.orders == "planned":
+                return self._put_where_it_costs_least(cluster, group, now)
+            name = min(names, key=lambda one: sum(other.size for other in self.queues.queues[one]))
+        elif self.options.places == "random":
+            name = names[int(self._rng.integers(len(names)))]
+        else:
+            name, self._turn = names[self._turn % len(names)], self._turn + 1
+        self._put_by_deadline(name, group)
+        return True
+
+    def _put_by_deadline(self, name: str, group: Group) -> None:
+        before = [other for other in self.queues.queues[name] if other.first <= group.first]
+        behind = Item(before[-1].kind, before[-1].size, before[-1]) if before else None
+        inside = self.queues.inside[name]
+        if behind is None and any(request.due <= group.first for request in inside):
+            last = max((one for one in inside if one.due <= group.first), key=lambda one: one.rank)
+            behind = Item(last.kind, 1)
+        self.queues.put(name, behind, group)
+        self.changed.add(name)
+
+    def _with_room(self, cluster: Cluster, group: Group, names: list[str]) -> str | None:
+        """Return an instance that serves the model, has a free slot and no queue: the soonest free one."""
+        model, best, least = self.model(group), None, math.inf
+        for name in names:
+            instance = cluster.instances.get(name)
+            if instance is None or instance.model != model or self.queues.queues[name]:
+                continue
+            inside = self.queues.inside[name]
+            if len(inside) + group.size > instance.max_running or self._full(instance, group):
+                continue
+            serving = self.estimator.serving(instance, model)
+            assert serving is not None, "an instance serves its own model"
+            work = (len(inside) + 1) * self.estimator.pace(serving, group.kind.tokens).share
+            if work < least:
+                best, least = name, work
+        return best
+
+    def _full(self, instance: Instance, group: Group) -> bool:
+        tokens = group.kind.tokens
+        needs = group.size * math.ceil((tokens.prompt + tokens.mean) / instance.block_size)
+        return self.queues.inside[instance.id].ahead(math.inf)[1] + needs > instance.blocks_total
+
+    def _put_where_it_costs_least(self, cluster: Cluster, group: Group, now: float) -> bool:
+        situation = self.describe(cluster, now, [group])
+        g, at = best_place(situation.problem, *situation.order, len(situation.items) - 1)
+        if g < 0:
+            return False
+        queue, name = situation.order.queue(g), situation.names[g]
+        self.queues.put(name, situation.items[queue[at - 1]] if at else None, group)
+        self.changed.add(name)
+        return True
+
+    def idles(self, cluster: Cluster) -> bool:
+        """Tell whether an instance has room and no queue while groups that it could serve wait elsewhere."""
+        queues, inside = self.queues.queues, self.queues.inside
+        idle = [
+            instance
+            for name, instance in cluster.instances.items()
+            if not queues[name] and 2 * len(inside[name]) < instance.max_running
+        ]
+        models = {self.model(group) for queue in queues.values() for group in queue}
+        return any(model == one.model or one.can_load(model) for one in idle for model in models)
+
+    def describe(self, cluster: Cluster, now: float, unplaced: list[Group]) -> Situation:
+        options = self.options
+        return self.estimator.describe(
+            cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading, self.models,
+            pinned=options.places != "planned", evicts=options.evicts,
+        )  # fmt: skip
+
+
+def fleet_of(cluster: Cluster) -> list[Instance]:
+    """Return all instances, those in a model swap, too."""
+    return [*cluster.instances.values(), *(instance for instance, _ in cluster.loading.values())]
+
+
+def served_by(instance: Instance) -> list[tuple[str, int]]:
+    """Return (model, tokens of the longest request) of what an instance has or can load."""
+    return [(instance.model, instance.limit), *((other.model, other.limit) for other in instance.loadable)]
+
+
+def _holds(cluster: Cluster, instance: Instance, model: str, group: Group) -> bool:
+    """Tell whether an instance can serve a group: all its tokens fit, or no other instance is larger."""
+    limits = [limit for one in fleet_of(cluster) for name, limit in served_by(one) if name == model]
+    here = [limit for name, limit in served_by(instance) if name == model]
+    return bool(here) and max(here) >= min(group.longest, max(limits))
+
+
+def serves(cluster: Cluster, name: str, model: str) -> bool:
+    """Tell whether an instance is there and has a model or can load it."""
+    return any(one.id == name and model in dict(served_by(one)) for one in fleet_of(cluster))
