@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from headway.bench.papers.qlm_workloads import (
+    ANSWER,
     BATCH,
     FIVE,
     INTERACTIVE,
@@ -17,11 +19,12 @@ from headway.bench.papers.qlm_workloads import (
     RUNNING,
     Setting,
     burst,
+    capacity,
 )
 from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.events import Arrived, Event, InstanceUp
-from headway.forecast.completion import Tokens, pace_of
+from headway.forecast.completion import Pace, Tokens, pace_of
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Planner
 from headway.recipes.recipe import Recipe
@@ -29,6 +32,7 @@ from headway.recipes.registry import find
 from headway.sim import fleet
 from headway.sim.instance import SimulatedInstance
 from headway.sim.run import Simulation
+from headway.sim.workload import lengths
 from headway.types import Floats, Plan, Request
 
 # The models of QLM 8 by their latency profile: 70B needs four A100s.
@@ -61,7 +65,8 @@ class Estimate:
 def estimates(name: str, profile: str, count: int, seed: int) -> list[Estimate]:
     """Forecast when each of `count` queued ShareGPT requests begins and is complete (QLM 6), and simulate it.
 
-    The forecast knows the latency profile, and the lengths of other requests: not the answers of this queue.
+    The forecast knows the latency profile, and lengths and throughput of another queue (QLM 6: offline
+    profiling): not the answers of this one.
     """
     history, work = burst("m", 2000, seed), burst("m", count, seed + 1)
     spec = fleet.Spec(profile, model="m", max_running=RUNNING, max_model_len=LONGEST).instances()[0]
@@ -69,11 +74,17 @@ def estimates(name: str, profile: str, count: int, seed: int) -> list[Estimate]:
     tokens = Tokens(float(history.prompt.mean()), float(history.output.mean()), float(history.output.std()))
     kv_tokens = spec.instance.blocks_total * spec.instance.block_size
     pace = pace_of(spec.latency.seconds, tokens, RUNNING, kv_tokens)
+    pace = pace_of(spec.latency.seconds, tokens, RUNNING, kv_tokens, _inefficiency(profile, pace))
     begins = np.maximum(np.arange(len(work)) - pace.batch, 0) * pace.share + pace.prefill
     return [
         Estimate(f"first token, {name}", begins, outcome.first),
         Estimate(f"completion, {name}", begins + pace.decode, outcome.end),
     ]
+
+
+def _inefficiency(profile: str, pace: Pace) -> float:
+    """Return epsilon of Equation 4: the forecast throughput over that of a saturated engine."""
+    return pace.throughput / (capacity(profile) * pace.tokens.mean)
 
 
 # ---- planning time
@@ -133,22 +144,35 @@ class Planning:
 
 
 def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> Planning:
-    """Start a fleet of A100s, fill a queue for five models, and plan: every group is placed and ordered."""
+    """Fill a fleet of A100s with requests of five models, then a queue, and plan for that.
+
+    Every group of the queue is placed and all are ordered.
+    """
     setting = Setting("planning", (("a100", gpus),), FIVE, 1.0, 1.0)
-    rng, timed = np.random.default_rng(seed), _Timed(recipe.planner())
+    timed = _Timed(recipe.planner())
     core = Controller(timed, TaskLengths(), max_queued=1 << 40)
-    work = burst("m", queued + queued // 10, seed)
-    model = rng.integers(0, len(FIVE), queued).tolist()
-    urgent = (rng.random(queued) < 0.2).tolist()
     for spec in setting.instances():
         core.note(InstanceUp(SimulatedInstance(spec, recipe).instance()), 0.0)
+    requests = _crowd(queued + gpus * RUNNING, seed)
+    for request in itertools.islice(requests, gpus * RUNNING):
+        core.on(Arrived(request), request.arrival)
+    timed.noting = timed.planning = now = 0.0
     gc.disable()  # nothing is freed while the queue is filled
-    for i, prompt in enumerate(work.prompt[:queued].tolist()):
-        slo, tier = (INTERACTIVE, "interactive") if urgent[i] else (BATCH, "batch")
-        request = Request(f"r{i}", FIVE[model[i]].name, prompt, 512, i / 1e4, slo, task=tier, tier=tier)
-        core.note(Arrived(request), i / 1e4)
+    for request in requests:
+        now = request.arrival
+        core.note(Arrived(request), now)
     gc.enable()
-    now, noting = queued / 1e4, timed.noting
+    noting = timed.noting
     core.decide(now)
     timed.generate(core.cluster, now)
     return Planning(queued, gpus, noting, timed.planning)
+
+
+def _crowd(count: int, seed: int) -> Iterator[Request]:
+    """Yield ShareGPT requests for five models, a fifth of them latency-sensitive, 10,000 a second."""
+    rng = np.random.default_rng(seed)
+    prompts, _ = lengths.draw("sharegpt", count, rng)
+    models, urgent = rng.integers(0, len(FIVE), count).tolist(), (rng.random(count) < 0.2).tolist()
+    for i, prompt in enumerate(prompts.tolist()):
+        slo, tier = (INTERACTIVE, "interactive") if urgent[i] else (BATCH, "batch")
+        yield Request(f"r{i}", FIVE[models[i]].name, prompt, ANSWER, i / 1e4, slo, task=tier, tier=tier)
