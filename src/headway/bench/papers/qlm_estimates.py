@@ -153,9 +153,10 @@ def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> Planning:
     core = Controller(timed, TaskLengths(), max_queued=1 << 40)
     for spec in setting.instances():
         core.note(InstanceUp(SimulatedInstance(spec, recipe).instance()), 0.0)
-    requests = _crowd(queued + gpus * RUNNING, seed)
-    for request in itertools.islice(requests, gpus * RUNNING):
+    requests = _crowd(queued, gpus * RUNNING, seed)
+    for request in itertools.islice(requests, gpus * RUNNING):  # from these it finds its kinds of requests
         core.on(Arrived(request), request.arrival)
+        timed.generate(core.cluster, request.arrival)
     timed.noting = timed.planning = now = 0.0
     gc.disable()  # nothing is freed while the queue is filled
     for request in requests:
@@ -168,11 +169,15 @@ def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> Planning:
     return Planning(queued, gpus, noting, timed.planning)
 
 
-def _crowd(count: int, seed: int) -> Iterator[Request]:
-    """Yield ShareGPT requests for five models, a fifth of them latency-sensitive, 10,000 a second."""
-    rng = np.random.default_rng(seed)
+def _crowd(queued: int, before: int, seed: int) -> Iterator[Request]:
+    """Yield ShareGPT requests for five models, a fifth of them latency-sensitive: some, then a queue at once.
+
+    Those before come at 100 a second, the others within a second.
+    """
+    rng, count = np.random.default_rng(seed), before + queued
     prompts, _ = lengths.draw("sharegpt", count, rng)
     models, urgent = rng.integers(0, len(FIVE), count).tolist(), (rng.random(count) < 0.2).tolist()
     for i, prompt in enumerate(prompts.tolist()):
+        at = i / 100 if i < before else before / 100 + (i - before) / queued
         slo, tier = (INTERACTIVE, "interactive") if urgent[i] else (BATCH, "batch")
-        yield Request(f"r{i}", FIVE[models[i]].name, prompt, ANSWER, i / 1e4, slo, task=tier, tier=tier)
+        yield Request(f"r{i}", FIVE[models[i]].name, prompt, ANSWER, at, slo, task=tier, tier=tier)
