@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from headway.bench.live.planning_overhead import ByArrival
+from headway.bench.live.planning_overhead import Deliberate
 from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.events import Arrived, Event, Failed, InstanceDown, InstanceUp
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.default import DEFAULT
 from headway.serve import tasks
-from headway.serve.planning import ThreadedPlanning
+from headway.serve.planning import Planning
 from headway.types import Command, Instance, Plan, Request, Send
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
@@ -28,7 +28,7 @@ THINKING = "tests.serve.test_planning:RECIPE"
 SLEEPING = "headway.bench.live.planning_overhead:SLEEPING"
 
 
-class Thinking(ByArrival):
+class Thinking(Deliberate):
     """Returns a plan when `go` is set.
 
     began: plans begun so far. running: plans under way now, most: at most.
@@ -42,12 +42,8 @@ class Thinking(ByArrival):
         Thinking.began = Thinking.running = Thinking.most = 0
         Thinking.go = threading.Event()
 
-    @property
-    def thinks(self) -> bool:
-        return True
-
-    def plan(self, cluster: Cluster, now: float) -> Plan:
-        plan, go = super().plan(cluster, now), Thinking.go
+    def make(self, cluster: Cluster, now: float) -> Plan:
+        plan, go = super().make(cluster, now), Thinking.go
         Thinking.began, Thinking.running = Thinking.began + 1, Thinking.running + 1
         Thinking.most = max(Thinking.most, Thinking.running)
         try:
@@ -158,17 +154,17 @@ class Broken(Thinking):
 
     failed = False
 
-    def plan(self, cluster: Cluster, now: float) -> Plan:
+    def make(self, cluster: Cluster, now: float) -> Plan:
         if not Broken.failed:
             Broken.failed = True
             raise ZeroDivisionError("no plan")
-        return super().plan(cluster, now)
+        return super().make(cluster, now)
 
 
 async def planned(count: int, *later: Event) -> list[Command]:
     """Plan for one request, tell events while it is planned for; return the first `count` commands."""
     out: list[Command] = []
-    loop = ThreadedPlanning(Controller(Thinking(), TaskLengths()), out.extend)
+    loop = Planning(Controller(Thinking(), TaskLengths()), out.extend)
     async with tasks.running(loop.run()):
         loop.note(InstanceUp(instance("a")))
         loop.note(Arrived(request("r0")))
@@ -197,7 +193,7 @@ async def test_a_request_that_failed_meanwhile_is_not_sent() -> None:
 
 async def test_a_planner_that_fails_is_logged_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     out: list[Command] = []
-    loop = ThreadedPlanning(Controller(Broken(), TaskLengths()), out.extend)
+    loop = Planning(Controller(Broken(), TaskLengths()), out.extend)
     Thinking.go.set()
     async with tasks.running(loop.run()):
         loop.note(InstanceUp(instance("a")))

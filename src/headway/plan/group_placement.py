@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from headway.core.cluster import Cluster
+from headway.core.pseudo_random import below, seeded
 from headway.plan.group_queues import GroupQueues
 from headway.plan.groups import Group
 from headway.plan.plan_generator import Estimator, Item, Situation
@@ -56,7 +55,7 @@ class GroupPlacement:
         self.loading: dict[str, float] = {}
         self.changed: set[str] = set()
         self._turn = 0
-        self._rng = np.random.default_rng(0)
+        self._random = seeded(0)
 
     def model(self, group: Group) -> str:
         """Return the model that a group asks for."""
@@ -86,7 +85,7 @@ class GroupPlacement:
                 return self._put_where_it_costs_least(cluster, group, now)
             name = min(names, key=lambda one: sum(other.size for other in self.queues.queues[one]))
         elif self.options.places == "random":
-            name = names[int(self._rng.integers(len(names)))]
+            name = names[below(self._random, len(names))]
         else:
             name, self._turn = names[self._turn % len(names)], self._turn + 1
         self._put_by_deadline(name, group)

@@ -7,7 +7,7 @@ and which lies between those of its neighbours, whether these are queued or runn
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from headway.plan.groups import Group
@@ -80,7 +80,24 @@ class GroupQueues:
         self.queues[name].insert(at, group)
         group.instance, group.rank = name, rank
 
-    def reorder(self, name: str, items: Sequence[Item]) -> dict[str, float]:
+    def adopt(self, orders: Mapping[str, Sequence[Item]]) -> dict[str, dict[str, float]]:
+        """Take over an order of the fleet; return the new ranks of requests inside, by instance.
+
+        Groups that have come since it was made are to be placed anew.
+        """
+        placed = {item.group.id for items in orders.values() for item in items if item.group is not None}
+        new = {name: [one for one in queue if one.id not in placed] for name, queue in self.queues.items()}
+        self.unplaced = [group for group in self.unplaced if group.id not in placed]
+        ranks = {name: self._reorder(name, items) for name, items in orders.items()}
+        for name, groups in new.items():
+            if name not in orders:
+                self.queues[name] = groups
+                continue
+            for group in groups:
+                self.unplace(group)
+        return ranks
+
+    def _reorder(self, name: str, items: Sequence[Item]) -> dict[str, float]:
         """Make an instance's order that of these items; return the new ranks of requests inside.
 
         What runs keeps its ranks where its order is as before, so that few messages are needed.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.core.pseudo_random import seeded
 from headway.forecast.completion import Inefficiency, Pace, Tokens, pace_of
 from headway.plan import stochastic
 from headway.plan.groups import Group, Kind
@@ -211,7 +212,7 @@ def improve(situation: Situation, exact: int, time_limit: float) -> QueueOrder |
     starts = [QueueOrder(*greedy(problem)), *([before] if placed else [])]
     starts = [start for start in starts if int(start.length.sum()) == len(situation.items)] or starts[:1]
     best = min(starts, key=lambda start: float(cost_of(problem, start.items, start.length)))
-    items, length, cost = search(problem, best.items, best.length, moves, np.random.default_rng(_SEED))
+    items, length, cost = search(problem, best.items, best.length, moves, seeded(_SEED))
     found = QueueOrder(items, length)
     if len(situation.items) <= exact and int(length.sum()) == len(situation.items):
         solution = stochastic.solve(problem, found, time_limit)

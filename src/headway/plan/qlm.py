@@ -21,7 +21,7 @@ from headway.plan import plan_generator as generator
 from headway.plan.group_placement import GroupPlacement, QlmOptions, fleet_of, served_by, serves
 from headway.plan.groups import Group, RequestGroups, Sort, centres_of
 from headway.plan.occupancy import SentRequest
-from headway.plan.plan_generator import Normal, Shortage, Situation
+from headway.plan.plan_generator import Item, Normal, Shortage, Situation
 from headway.plan.queue_order import QueueOrder
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
@@ -289,24 +289,21 @@ class Qlm(Planner):
         situation, order = result.situation, result.order
         seen = generator.see(situation, order)
         self.shortage = generator.shortage(situation, seen)
-        known = {item.group.id for item in situation.items if item.group is not None}
-        placed: set[int] = set()
+        orders: dict[str, list[Item]] = {}
         for g, name in enumerate(situation.names):
-            if name not in self._places.queues.queues:
-                continue
-            items = [situation.items[i] for i in order.queue(g)]
-            live = [item for item in items if item.group is None or self._is_there(item.group)]
-            placed |= {item.group.id for item in live if item.group is not None}
-            late = [one for one in self._places.queues.queues[name] if one.id not in known]
-            ranks = self._places.queues.reorder(name, live)
+            if name in self._places.queues.queues:
+                items = [situation.items[i] for i in order.queue(g)]
+                orders[name] = [item for item in items if self._still_holds(cluster, name, item)]
+        for name, ranks in self._places.queues.adopt(orders).items():
             self._rerank.setdefault(name, {}).update(ranks)
-            for group in late:  # it has come while the plan was being made
-                self._places.queues.unplace(group)
-            self._places.changed.add(name)
-        self._places.queues.unplaced = [one for one in self._places.queues.unplaced if one.id not in placed]
+        self._places.changed |= set(self._places.queues.queues)
 
-    def _is_there(self, group: Group) -> bool:
-        return group.id in self._groups.groups
+    def _still_holds(self, cluster: Cluster, name: str, item: Item) -> bool:
+        """Tell whether an item of a plan is still there, and can still be served where the plan has it."""
+        if item.group is None:
+            return True
+        there = item.group.id in self._groups.groups
+        return there and serves(cluster, name, self._places.model(item.group))
 
     # ---- estimates
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
+from headway.core.pseudo_random import State, below, uniform
 from headway.types import Floats, Ints
 
 # What counts, per request: to be late, a second of lateness, a second until it starts (equation 13 sums the
@@ -218,10 +219,10 @@ def _run_at(p: PlanProblem, items: Ints, length: int, at: int) -> tuple[int, int
 
 
 @compiled
-def _target(p: PlanProblem, items: Ints, length: int, model: int, rng: np.random.Generator) -> int:
+def _target(p: PlanProblem, items: Ints, length: int, model: int, random: State) -> int:
     """Return a position at random: any, or (every other time) one after an item of the same model."""
-    at = int(rng.integers(0, length + 1))
-    if rng.random() < 0.5:
+    at = below(random, length + 1)
+    if uniform(random) < 0.5:
         for k in range(length):
             place = (at + k) % length
             if p.model[items[place]] == model:
@@ -238,9 +239,7 @@ def _all_able(p: PlanProblem, g: int, block: Ints, count: int) -> bool:
 
 
 @compiled
-def search(
-    p: PlanProblem, items: Ints, length: Ints, moves: int, rng: np.random.Generator
-) -> tuple[Ints, Ints, float]:
+def search(p: PlanProblem, items: Ints, length: Ints, moves: int, random: State) -> tuple[Ints, Ints, float]:
     """Return the best order found within that many moves, and its cost; the order given is not changed.
 
     An item goes elsewhere, or a run of items of one model does, from any of its items on. Worse orders are
@@ -257,28 +256,28 @@ def search(
     hot = 0.3 * p.size.sum() / max(count, 1)
     block = np.empty(max(count, 1), np.int64)
     for move in range(moves):
-        a = int(rng.integers(0, instances))
+        a = below(random, instances)
         if length[a] == 0:
             continue
-        begin = int(rng.integers(0, length[a]))
+        begin = below(random, length[a])
         taken = 1
-        if rng.random() < 0.25:  # a run of one model, from here or from its beginning on
+        if uniform(random) < 0.25:  # a run of one model, from here or from its beginning on
             start, run = _run_at(p, items[a], length[a], begin)
-            if rng.random() < 0.5:
+            if uniform(random) < 0.5:
                 begin = start
             taken = start + run - begin
-        b = int(rng.integers(0, instances))
+        b = below(random, instances)
         _take_out(items, length, a, begin, taken, block)
         if not _all_able(p, b, block, taken):
             _put_in(items, length, a, begin, taken, block)
             continue
-        at = _target(p, items[b], length[b], p.model[block[0]], rng)
+        at = _target(p, items[b], length[b], p.model[block[0]], random)
         _put_in(items, length, b, at, taken, block)
         new_b = outlook(p, b, items[b], length[b], seen)
         new_a = new_b if a == b else outlook(p, a, items[a], length[a], seen)
         change = new_b - costs[b] if a == b else new_a + new_b - costs[a] - costs[b]
         heat = hot * _COOLING ** (move / moves)
-        if change <= 0 or rng.random() < np.exp(-change / heat):
+        if change <= 0 or uniform(random) < np.exp(-change / heat):
             costs[a], costs[b] = new_a, new_b
             total += change
             if total < best - 1e-9:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,45 @@ class ByArrival(Planner):
         return Plan(sends)
 
 
-class Sleeping(ByArrival):
-    """Takes 200 ms over every plan."""
+class Deliberate(ByArrival):
+    """The same, but every plan takes long: it is made on a snapshot, beside the event loop."""
+
+    def __init__(self) -> None:
+        self._ready = Plan(final=True)
 
     @property
     def thinks(self) -> bool:
         return True
 
+    def make(self, cluster: Cluster, now: float) -> Plan:
+        """Return the plan, after however long."""
+        return super().plan(cluster, now)
+
+    def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
+        """Return the making of the next plan, if requests wait."""
+        if all(cluster.backlog.sent[cluster.backlog.rows()]):
+            return None
+        snapshot = cluster.snapshot()
+        return lambda: replace(self.make(snapshot, now), based_on=snapshot.version, final=True)
+
+    def conclude(self, result: object, cluster: Cluster, now: float) -> None:
+        """Keep a plan that has been made for the next call of `plan`."""
+        assert isinstance(result, Plan)
+        self._ready = result
+
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        plan = super().plan(cluster, now)
+        """Return the plan that is ready, once; the controller carries out what of it still holds."""
+        ready, self._ready = self._ready, Plan(final=True)
+        return ready
+
+
+class Sleeping(Deliberate):
+    """Takes 200 ms over every plan."""
+
+    def make(self, cluster: Cluster, now: float) -> Plan:
+        """Return the plan."""
         time.sleep(0.2)
-        return plan
+        return super().make(cluster, now)
 
 
 AT_ONCE = replace(DEFAULT["vllm"], name="by-arrival", planner=ByArrival)
