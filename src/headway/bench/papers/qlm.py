@@ -81,18 +81,18 @@ def _fleet(seconds: float, name: str) -> Setting:
 
 def full() -> Plan:
     """Return the whole evaluation."""
-    multi, single = _multi(200.0), _single(200.0)
+    multi, single = _multi(120.0), _single(120.0)
     mega = replace(multi, name="W_C", load=0.4)
     queued = replace(single, load=0.5)
     return Plan(
         (
-            Experiment("tail", tuple(replace(multi, tail=t) for t in (0.2, 0.4, 0.6, 0.8, 1.0)), MULTI),
+            Experiment("tail", tuple(replace(multi, tail=t) for t in (0.2, 0.5, 1.0)), MULTI),
             Experiment("multi", tuple(replace(multi, interactive=s) for s in _SHARES), MULTI),
             Experiment("multi-ablation", (multi,), ABLATION),
             Experiment("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
             Experiment("single-ablation", (single,), ABLATION),
-            Experiment("mix", tuple(_mixed(150.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
-            Experiment("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.0025, 0.005, 0.01, 0.02)), MULTI),
+            Experiment("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
+            Experiment("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),
             Experiment(
                 "queue", tuple(replace(queued, queued=n) for n in (0, 300, 1000, 3000, 10_000)), SINGLE[:5]
             ),
@@ -113,8 +113,8 @@ def quick() -> Plan:
     )  # fmt: skip
 
 
-_SHARES = (0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
-_SCALES = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0)
+_SHARES = (0.05, 0.2, 0.5, 0.8, 1.0)
+_SCALES = (1.0, 3.0, 5.0, 8.0, 11.0)
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
