@@ -10,7 +10,7 @@ from headway.core.cluster import Cluster
 from headway.core.pseudo_random import below, seeded
 from headway.plan.group_queues import GroupQueues
 from headway.plan.groups import Group
-from headway.plan.plan_generator import Estimator, Item, Situation
+from headway.plan.plan_generator import Estimator, Item, Situation, limit_of
 from headway.plan.queue_order import best_place
 from headway.types import Instance
 
@@ -164,11 +164,10 @@ def served_by(instance: Instance) -> list[tuple[str, int]]:
 
 def _holds(cluster: Cluster, instance: Instance, model: str, group: Group) -> bool:
     """Tell whether an instance can serve a group: all its tokens fit, or no other instance is larger."""
-    limits = [limit for one in fleet_of(cluster) for name, limit in served_by(one) if name == model]
-    here = [limit for name, limit in served_by(instance) if name == model]
-    return bool(here) and max(here) >= min(group.longest, max(limits))
+    here, most = limit_of(instance, model), max(limit_of(one, model) for one in fleet_of(cluster))
+    return 0 < here >= min(group.longest, most)
 
 
 def serves(cluster: Cluster, name: str, model: str) -> bool:
     """Tell whether an instance is there and has a model or can load it."""
-    return any(one.id == name and model in dict(served_by(one)) for one in fleet_of(cluster))
+    return any(one.id == name and limit_of(one, model) > 0 for one in fleet_of(cluster))

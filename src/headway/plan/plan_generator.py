@@ -251,6 +251,7 @@ class _Builder:
         self.codes, self.index = codes, {code: m for m, code in enumerate(codes)}
         self.models = [models[code] for code in codes]
         self.requests = self._requests()
+        self.limits: dict[str, int] = {}
 
     def problem(self, inside: Mapping[str, Occupancy], pinned: bool, evicts: bool) -> PlanProblem:
         """Return the arrays."""
@@ -267,6 +268,8 @@ class _Builder:
                 pace = paces[item.kind.id]
                 elsewhere = item.instance not in (-1, g)
                 if pace is None or (elsewhere and (pinned or item.group is None)):
+                    continue
+                if item.group is not None and not self._holds(instance, item.group):
                     continue
                 share[g, i], variance[g, i] = item.size * pace.share, item.size * pace.share_std**2
                 room[g, i] = pace.decode
@@ -288,6 +291,13 @@ class _Builder:
         if serving is None:
             return None
         return self.estimator.pace(serving, kind.tokens, self.requests[kind.sort.model])
+
+    def _holds(self, instance: Instance, group: Group) -> bool:
+        """Tell whether all tokens of a group's requests fit here, or no other instance is larger."""
+        model = self.models[self.index[group.kind.sort.model]]
+        if model not in self.limits:
+            self.limits[model] = max(limit_of(one, model) for one in self.fleet)
+        return limit_of(instance, model) >= min(group.longest, self.limits[model])
 
     def _requests(self) -> dict[int, float]:
         """Return the requests of each model per instance that serves it, which is how large batches get."""
@@ -339,6 +349,13 @@ class _Builder:
     def _swap(self) -> Floats:
         rows = [[_load_seconds(instance, model) for model in self.models] for instance in self.fleet]
         return np.array(rows, float).reshape(len(self.fleet), len(self.models))
+
+
+def limit_of(instance: Instance, model: str) -> int:
+    """Return the tokens of a model's longest request that an instance can hold, 0 = it has no such model."""
+    if instance.model == model:
+        return instance.limit
+    return max((other.limit for other in instance.loadable if other.model == model), default=0)
 
 
 def _load_seconds(instance: Instance, model: str) -> float:

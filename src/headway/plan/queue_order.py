@@ -239,51 +239,52 @@ def _all_able(p: PlanProblem, g: int, block: Ints, count: int) -> bool:
 
 
 @compiled
+def _block(p: PlanProblem, items: Ints, length: int, random: State) -> tuple[int, int]:
+    """Return (begin, count) of what a move takes: an item, or a run of one model from an item of it on."""
+    begin = below(random, length)
+    if uniform(random) < 0.75:
+        return begin, 1
+    start, run = _run_at(p, items, length, begin)
+    if uniform(random) < 0.5:
+        begin = start
+    return begin, start + run - begin
+
+
+@compiled
 def search(p: PlanProblem, items: Ints, length: Ints, moves: int, random: State) -> tuple[Ints, Ints, float]:
     """Return the best order found within that many moves, and its cost; the order given is not changed.
 
-    An item goes elsewhere, or a run of items of one model does, from any of its items on. Worse orders are
-    accepted with the Metropolis probability.
+    A move takes an item, or a run of items of one model, elsewhere. Worse orders are accepted with the
+    Metropolis probability.
     """
     items, length = items.copy(), length.copy()
-    instances, count = length.size, p.size.size
-    seen = np.zeros((3, count))
-    costs = np.zeros(instances)
-    for g in range(instances):
+    seen, costs = np.zeros((3, p.size.size)), np.zeros(length.size)
+    for g in range(length.size):
         costs[g] = outlook(p, g, items[g], length[g], seen)
     total = costs.sum()
     best, best_items, best_length = total, items.copy(), length.copy()
-    hot = 0.3 * p.size.sum() / max(count, 1)
-    block = np.empty(max(count, 1), np.int64)
+    hot = 0.3 * p.size.sum() / max(p.size.size, 1)
+    block = np.empty(max(p.size.size, 1), np.int64)
     for move in range(moves):
-        a = below(random, instances)
+        a, b = below(random, length.size), below(random, length.size)
         if length[a] == 0:
             continue
-        begin = below(random, length[a])
-        taken = 1
-        if uniform(random) < 0.25:  # a run of one model, from here or from its beginning on
-            start, run = _run_at(p, items[a], length[a], begin)
-            if uniform(random) < 0.5:
-                begin = start
-            taken = start + run - begin
-        b = below(random, instances)
-        _take_out(items, length, a, begin, taken, block)
-        if not _all_able(p, b, block, taken):
-            _put_in(items, length, a, begin, taken, block)
+        begin, count = _block(p, items[a], length[a], random)
+        _take_out(items, length, a, begin, count, block)
+        if not _all_able(p, b, block, count):
+            _put_in(items, length, a, begin, count, block)
             continue
         at = _target(p, items[b], length[b], p.model[block[0]], random)
-        _put_in(items, length, b, at, taken, block)
+        _put_in(items, length, b, at, count, block)
         new_b = outlook(p, b, items[b], length[b], seen)
-        new_a = new_b if a == b else outlook(p, a, items[a], length[a], seen)
-        change = new_b - costs[b] if a == b else new_a + new_b - costs[a] - costs[b]
-        heat = hot * _COOLING ** (move / moves)
-        if change <= 0 or uniform(random) < np.exp(-change / heat):
-            costs[a], costs[b] = new_a, new_b
+        new_a = 0.0 if a == b else outlook(p, a, items[a], length[a], seen)
+        change = new_a + new_b - costs[b] - (0.0 if a == b else costs[a])
+        if change <= 0 or uniform(random) < np.exp(-change / (hot * _COOLING ** (move / moves))):
+            costs[a], costs[b] = new_a, new_b  # in this order: where a is b, the second counts
             total += change
             if total < best - 1e-9:
-                best = total
-                best_items[:], best_length[:] = items, length
+                best, best_items[:], best_length[:] = total, items, length
         else:
-            _take_out(items, length, b, at, taken, block)
-            _put_in(items, length, a, begin, taken, block)
+            _take_out(items, length, b, at, count, block)
+            _put_in(items, length, a, begin, count, block)
     return best_items, best_length, best

@@ -33,7 +33,8 @@ class Dispatcher:
     """Connects the controller to the engines and to the requests in flight.
 
     engines: makes the engines, given the listener for their `InstanceUp` and `InstanceDown`.
-    drops: some class drops requests, so the controller is told what the engines learn.
+    drops: some class drops requests, so the controller is told what the engines learn (as for planners that
+        think: they plan by it).
     """
 
     def __init__(
@@ -46,19 +47,19 @@ class Dispatcher:
         self._metrics = metrics
         self._planning = Planning(controller, self.execute)
         self._overdue = OverdueWatch(controller, self.engines, self.execute)
-        self._drops = drops
+        self._follows_latency = drops or controller.planner.thinks
         self._ranks = {id: RankUpdates(engine) for id, engine in self.engines.items()}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the engines and the planner until the block ends."""
-        if self._drops:
+        if self._follows_latency:
             await asyncio.to_thread(prepare)
         try:
             for engine in self.engines.values():
                 await engine.start()
             updates = (ranks.run() for ranks in self._ranks.values())
-            learning = [self._overdue.follow_latency(self.dispatch)] if self._drops else []
+            learning = [self._overdue.follow_latency(self.dispatch)] if self._follows_latency else []
             loops = self._tick(), self._planning.run(), *self._overdue.loops(), *learning, *updates
             async with tasks.running(*loops):
                 yield

@@ -13,7 +13,7 @@ from functools import partial
 
 from headway.core.controller import Controller
 from headway.engines.simulated.engine import Ran
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import HeadwayError
 from headway.events import (
     Arrived,
     Event,
@@ -31,6 +31,7 @@ from headway.sim.event_queue import Callback, EventQueue
 from headway.sim.instance import Preempted, SimulatedInstance, Submission
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
+from headway.sim.planning_time import PlanningTime
 from headway.sim.workload.traffic import Workload
 from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
 
@@ -56,13 +57,11 @@ class Loop:
         self.controller, self.observer = controller, observer
         self.instances = {instance.id: instance for instance in instances}
         self._numbers = {name: number for number, name in enumerate(self.instances)}
-        self._plan_seconds, self._tick = plan_seconds, tick
+        self._tick = tick
         self._future = EventQueue()
+        self._planning = PlanningTime(controller, plan_seconds, self._future, self._execute)
         self._inbox: deque[Event] = deque()  # events that the controller has not been told yet
         self._preempted: dict[str, Preempted] = {}
-        self._planned: list[Command] | None = None  # what the planner, which is still running, will command
-        self._deliberates = False  # a long computation of the planner is under way
-        self._replan = False  # something has happened since the planner began
         self._running = 0  # iterations in progress
         self._check_at = math.inf  # when the controller is asked next for what is overdue
         self._polled = -math.inf  # when it was last told what the engines have learned
@@ -96,6 +95,7 @@ class Loop:
                     progress(i)
         if progress is not None:
             progress(size)
+        self.outcome.planning = self._planning.spent
         return self.outcome
 
     # ---- the controller
@@ -108,54 +108,8 @@ class Loop:
     def _drain(self, now: float) -> None:
         while self._inbox:
             if self.controller.note(self._inbox.popleft(), now):
-                self._decide(now)
+                self._planning.decide(now)
         self._set_check()
-
-    def _decide(self, now: float) -> None:
-        """Start the planner unless it is running; its commands are executed when its time is over."""
-        if self._planned is not None:
-            self._replan = True
-            return
-        thinks = self.controller.planner.thinks
-        plans = self.controller.queued and self.controller.cluster.instances
-        seconds = self._planning_seconds() if plans and not thinks else 0.0
-        commands = self.controller.decide(now)
-        if thinks:
-            self._execute(commands, now)
-            self._deliberate(now)
-        elif seconds == 0:
-            self._execute(commands, now)
-        else:
-            self._planned = commands
-            self.outcome.planning += seconds
-            self._future.at(now + seconds, self._plan_ends)
-
-    def _deliberate(self, now: float) -> None:
-        """Run the planner's long computation; what it returns is known when its time is over."""
-        if self._deliberates or (work := self.controller.deliberate(now)) is None:
-            return
-        seconds, result = self._planning_seconds(), work()
-        self.outcome.planning += seconds
-        self._deliberates = True
-        self._after(seconds, now, partial(self._conclude, result))
-
-    def _conclude(self, result: object, now: float) -> None:
-        self._deliberates = False
-        self._execute(self.controller.conclude(result, now), now)
-
-    def _planning_seconds(self) -> float:
-        seconds = self._plan_seconds(self.controller.queued)
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ConfigError(f"A plan cannot take {seconds} s.", "Let plan_seconds give 0 or more.")
-        return seconds
-
-    def _plan_ends(self, now: float) -> None:
-        """Execute the plan; plan again for what has happened since it began."""
-        commands, self._planned = self._planned or [], None
-        replan, self._replan = self._replan, False
-        self._execute(commands, now)
-        if replan:
-            self._decide(now)
 
     def _execute(self, commands: Sequence[Command], now: float) -> None:
         for command in commands:
@@ -266,7 +220,7 @@ class Loop:
         for id, first, evictions in zip(done.ids, done.first.tolist(), done.evictions.tolist(), strict=True):
             self._end_request(id, first, evictions, instance.spec.token_overhead, now)
         if refused:
-            self._decide(now)
+            self._planning.decide(now)
         if instance.leaving:
             self._unload(instance, now)
 
@@ -318,7 +272,7 @@ class Loop:
             if instance.running is None:
                 refused |= self._answer(instance, now)
         if refused:
-            self._decide(now)
+            self._planning.decide(now)
         self._set_check()
 
     def _answer(self, instance: SimulatedInstance, now: float) -> bool:
@@ -393,15 +347,9 @@ class Loop:
         self._running -= instance.running is not None
         preempted = instance.take_all(keep=False)
         instance.up, instance.leaving, instance.loading = False, "", False
-        self._drop_planned(instance.id)
+        self._planning.drop(instance.id)
         self._notify(InstanceDown(instance.id), now)
         self._return(preempted, now)
-
-    def _drop_planned(self, name: str) -> None:
-        """Drop the swaps and warm-ups planned for an instance that has failed in the meantime."""
-        if self._planned is not None:
-            kept = [c for c in self._planned if not (isinstance(c, Swap | Warm) and c.instance == name)]
-            self._planned = kept
 
     def _recover(self, instance: SimulatedInstance, now: float) -> None:
         if not instance.up:
