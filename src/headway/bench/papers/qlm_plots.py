@@ -48,6 +48,7 @@ def _lines(trials: Sequence[Trial], panel: _Panel) -> bytes:
     axes.set_ylim(bottom=0)
     if panel[0] == "queue":
         axes.set_xscale("symlog", linthresh=100)
+        axes.set_xlim(left=0)
     line_legend(figure, 4)
     return png(figure, SIMULATED)
 

@@ -140,6 +140,8 @@ def claims(results: Results) -> list[Row]:
     found = []
     for name, other, experiments, how, paper in CLAIMS:
         trials = [one for experiment in experiments for one in results.trials.get(experiment, ())]
+        if other == "qlm-random":
+            trials = [one for one in trials if _uneven(one.setting)]
         theirs = {one.setting: one.figures[name] for one in trials if one.system == other}
         mine = {one.setting: one.figures[name] for one in trials if one.system == QLM}
         pairs = [(setting, mine[setting], theirs[setting]) for setting in mine if setting in theirs]
@@ -149,6 +151,12 @@ def claims(results: Results) -> list[Row]:
             unit = "points" if how == "points" else "x"
             found.append(Row(f"{name}.{how}", f"qlm vs {other}", setting.describe(), best, unit, paper))
     return found + _scales(results.trials.get("slo", ()))
+
+
+def _uneven(setting: Setting) -> bool:
+    """Tell whether 20 to 50 % of the instances are A10s, for which the paper states its gain (8.3)."""
+    counts = dict(setting.gpus)
+    return 0.2 <= counts.get("a10", 0) / sum(counts.values()) <= 0.5
 
 
 def _compared(how: str, ours: float, theirs: float) -> float:
