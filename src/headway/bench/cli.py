@@ -288,7 +288,7 @@ def beside(
 
 @bench_app.command()
 def papers(
-    name: Annotated[str, typer.Argument(help="The paper: anneal, bros or ecoserve.")],
+    name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve or qlm.")],
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
