@@ -27,8 +27,8 @@ _RECIPES = (
     "ecoserve, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, ecoserve-sdo-oracle, "
     "ecoserve-oracle; SLO-aware scheduling anneal, anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
     "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; the papers' baselines "
-    "vllm-priority, vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over a "
-    "fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
+    "vllm-priority, vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over "
+    "a fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
     "llm-d-like; or module:attribute"
 )
 ConfigFile = Annotated[

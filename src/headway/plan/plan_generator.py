@@ -34,7 +34,9 @@ _MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
 _BETTER, _BETTER_BY = 0.05, 0.5
 _PATIENT = 0.6  # share of an SLO that may be set aside for answers longer than usual
 _SEED = 0
+_SHARE, _VARIANCE, _ROOM, _FINISH, _FIRST, _LAST = range(6)  # columns of `PlanProblem`, in its order
 # An instance without a latency profile, before anything is known: seconds of a prompt and between tokens.
+_PACES = 20_000  # paces that are kept
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
 _UNKNOWN_PREFILL, _UNKNOWN_TOKEN = 0.2, 0.05
 
@@ -105,6 +107,16 @@ class _Serving(NamedTuple):
     factor: float
 
 
+def _rounded(value: float) -> int:
+    """Return a whole number within some per cent of a value, so that few different ones occur."""
+    if value < 16:
+        return max(math.ceil(value), 0)
+    if math.isinf(value):
+        return 1 << 40
+    step = 1 << (int(value).bit_length() - 5)
+    return math.ceil(value / step) * step
+
+
 class Estimator:
     """Completion times of kinds of request on instances (`forecast/completion.py`).
 
@@ -115,11 +127,12 @@ class Estimator:
         self.sure = sure
         self.z = NormalDist().inv_cdf(sure)
         self.inefficiency = Inefficiency()
+        self._paces: dict[tuple[_Serving, Tokens, int], Pace] = {}
         self.latencies: dict[str, Callable[[Batch], float]] = {}  # as learned, of instances without a profile
 
     def serving(self, instance: Instance, model: str) -> _Serving | None:
         """Return how an instance serves a model, None = it cannot."""
-        factor = round(self.inefficiency.factor(instance.id, model), 2)
+        factor = round(20 * self.inefficiency.factor(instance.id, model)) / 20
         if model == instance.model:
             latency = instance.latency or self.latencies.get(instance.id)
             return _Serving(
@@ -138,7 +151,16 @@ class Estimator:
 
         requests: of the model that the instance has to serve; its batch is no larger.
         """
-        batch = min(serving.max_running, max(math.ceil(min(requests, 1e9)), 1))
+        batch = min(serving.max_running, _rounded(max(requests, 1.0)))
+        rough = Tokens(*(float(_rounded(value)) for value in tokens))
+        key = serving, rough, batch
+        if key not in self._paces:
+            if len(self._paces) > _PACES:
+                self._paces.clear()
+            self._paces[key] = self._pace(serving, rough, batch)
+        return self._paces[key]
+
+    def _pace(self, serving: _Serving, tokens: Tokens, batch: int) -> Pace:
         if serving.latency is None:
             return Pace(float(batch), _UNKNOWN_PREFILL, _UNKNOWN_TOKEN * serving.factor, tokens)
         return pace_of(serving.latency, tokens, batch, serving.kv_tokens, serving.factor)
@@ -258,33 +280,35 @@ class _Builder:
     def problem(self, inside: Mapping[str, Occupancy], pinned: bool, evicts: bool) -> PlanProblem:
         """Return the arrays."""
         shape = len(self.fleet), len(self.items)
-        share, variance, finish = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-        room, first, last = np.zeros(shape), np.full(shape, np.inf), np.full(shape, np.inf)
+        table = np.zeros((6, *shape))
+        table[[_SHARE, _FIRST, _LAST]] = np.inf
         size = np.array([float(item.size) for item in self.items])
         evict, leave = np.zeros(len(self.items)), np.zeros(len(self.items))
+        queued = [i for i, item in enumerate(self.items) if item.group is not None]
+        columns: dict[tuple[_Serving | None, ...], Floats] = {}
         for g, instance in enumerate(self.fleet):
-            paces: dict[int, Pace | None] = {}
-            for i, item in enumerate(self.items):
-                if item.kind.id not in paces:
-                    paces[item.kind.id] = self._pace(instance, item.kind)
-                pace = paces[item.kind.id]
-                elsewhere = item.instance not in (-1, g)
-                if pace is None or (elsewhere and (pinned or item.group is None)):
-                    continue
-                if item.group is not None and not self._holds(instance, item.group):
-                    continue
-                share[g, i], variance[g, i] = item.size * pace.share, item.size * pace.share_std**2
-                room[g, i] = pace.decode
-                if item.group is None:
-                    finish[g, i] = pace.decode / 2
-                    evict[i] = item.size * pace.again if evicts else _NEVER
-                    leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else evict[i]
-                    size[i], latest = self._running_in_time(item, inside[instance.id], pace)
-                    first[g, i] = last[g, i] = latest
-                else:
-                    finish[g, i] = pace.finish(0.5, item.size)
-                    first[g, i] = item.group.first - self.now - self._needs(item.kind, pace, 1)
-                    last[g, i] = item.group.last - self.now - self._needs(item.kind, pace, item.size)
+            key = tuple(self.estimator.serving(instance, model) for model in self.models)
+            if key not in columns:
+                columns[key] = self._columns(instance, queued)
+            table[:, g, queued] = columns[key]
+        if pinned:
+            for i in queued:
+                table[
+                    _SHARE, [g for g in range(len(self.fleet)) if self.items[i].instance not in (-1, g)], i
+                ] = np.inf
+        for i, item in enumerate(self.items):
+            if item.group is None:
+                g, instance = item.instance, self.fleet[item.instance]
+                pace = self._pace(instance, item.kind)
+                assert pace is not None, "an instance serves what it runs"
+                size[i], latest = self._running_in_time(item, inside[instance.id], pace)
+                table[:, g, i] = (
+                    item.size * pace.share, item.size * pace.share_std**2, pace.decode, pace.decode / 2,
+                    latest, latest,
+                )  # fmt: skip
+                evict[i] = item.size * pace.again if evicts else _NEVER
+                leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else evict[i]
+        share, variance, room, finish, first, last = table
         return PlanProblem(
             size, self._model_of_items(), self._fixed(), share, variance, room, finish, first, last, evict,
             leave,            self._loaded(), self._ready(), self._swap(), self.estimator.z,
@@ -295,6 +319,26 @@ class _Builder:
         if serving is None:
             return None
         return self.estimator.pace(serving, kind.tokens, self.requests[kind.sort.model])
+
+    def _columns(self, instance: Instance, queued: Sequence[int]) -> Floats:
+        """Return (6, queued) what an instance makes of the queued groups; alike instances have the same."""
+        paces: dict[int, Pace | None] = {}
+        out = np.zeros((6, len(queued)))
+        out[[_SHARE, _FIRST, _LAST]] = np.inf
+        for column, i in enumerate(queued):
+            kind, group = self.items[i].kind, self.items[i].group
+            assert group is not None, "only groups are queued"
+            if kind.id not in paces:
+                paces[kind.id] = self._pace(instance, kind)
+            pace = paces[kind.id]
+            if pace is not None and self._holds(instance, group):
+                out[:, column] = (
+                    group.size * pace.share, group.size * pace.share_std**2, pace.decode,
+                    pace.finish(0.5, group.size),
+                    group.first - self.now - self._needs(kind, pace, 1),
+                    group.last - self.now - self._needs(kind, pace, group.size),
+                )  # fmt: skip
+        return out
 
     def _holds(self, instance: Instance, group: Group) -> bool:
         """Tell whether all tokens of a group's requests fit here, or no other instance is larger."""
