@@ -25,9 +25,11 @@ _RECIPES = (
     "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-no-replacement, "
     "bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
     "ecoserve, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, ecoserve-sdo-oracle, "
-    "ecoserve-oracle; SLO-aware scheduling anneal, anneal-queue; the papers' baselines vllm-priority, "
-    "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over a fleet "
-    "round-robin, least-loaded, shepherd, parrot, vtc, llm-d-like; or module:attribute"
+    "ecoserve-oracle; SLO-aware scheduling anneal, anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
+    "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; the papers' baselines "
+    "vllm-priority, vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over "
+    "a fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
+    "llm-d-like; or module:attribute"
 )
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")

@@ -22,7 +22,7 @@ EXAMPLES = settings(max_examples=100)
 PULLING = [name for name in [*RECIPES, *ROUTERS] if find(name).planner().pull]
 every_recipe = pytest.mark.parametrize("recipe", PULLING)
 # A router binds requests to one instance, shepherd waits for whole batches: others may idle meanwhile.
-BINDING = ("round-robin", "least-loaded", "shepherd")
+BINDING = ("round-robin", "least-loaded", "random", "shepherd")
 # Recipes whose queue overtakes what is inside, and by which rank. Shepherd breaks off whole batches.
 DISPLACES = {"priority": PRIORITY, "edf": DUE, "slack": ATTAINABLE, "headway": ATTAINABLE}
 pulling_recipes = pytest.mark.parametrize("recipe", [name for name in PULLING if name not in BINDING])

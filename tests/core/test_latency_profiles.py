@@ -251,6 +251,7 @@ PLAUSIBLE = [
     ("llama-2-7b-a100", Batch(0, 0, 1024, 1024 * 512), 0.05, 0.12),
     ("llama-2-7b-h100", Batch(64, 64 * 300, 0), 0.009, 0.018),
     ("llama-2-7b-a40", Batch(1, 512, 0), 0.019, 0.035),
+    ("llama-2-7b-a10", Batch(1, 512, 0), 0.024, 0.040),
     ("llama-2-70b-a100-tp4", Batch(16, 16 * 512, 0), 0.025, 0.060),
     ("llama-2-70b-h100-tp4", Batch(64, 64 * 280, 0), 0.020, 0.035),
     # Sarathi-Serve, table 2: 217 ms and 218 ms; not fitted to.

@@ -39,7 +39,8 @@ def problem(
     last = every * np.array(due)
     return PlanProblem(
         np.array(size), np.array(model), np.full(items, -1), share, every * np.array(size) * spread**2,
-        every * room, every * finish, last, last, np.zeros(items), np.array(loaded), np.zeros(instances),
+        every * room, every * finish, last, last, np.zeros(items), np.zeros(items), np.array(loaded),
+        np.zeros(instances),
         np.full((instances, max(model) + 1), swap), z,
     )  # fmt: skip
 

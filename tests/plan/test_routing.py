@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.events import InstanceDown, InstanceUp, Returned
-from headway.plan.baselines.load_balancing import least_loaded, round_robin
+from headway.plan.baselines.load_balancing import at_random, least_loaded, round_robin
 from headway.plan.request_column import RequestColumn
 from headway.types import Backlog, Send
 from tests.plan.place import Place, ask, instance
@@ -93,6 +93,20 @@ def test_a_request_column_does_not_survive_its_row_s_request() -> None:
     assert np.isnan(notes.get(backlog, row)).all()
     backlog.add("more", serial=3)  # the table has grown
     assert np.isnan(notes.get(backlog, backlog.rows())).all()
+
+
+def test_at_random_every_instance_gets_its_share_and_the_seed_says_which() -> None:
+    def dealt(seed: int) -> list[str]:
+        fleet = [instance(f"e{i}", 300) for i in range(3)]
+        place = Place(at_random(seed), *fleet, instance("short", 300, blocks=10))
+        for i in range(300):
+            place.come(ask(f"r{i}", float(i), prompt=200))
+        return [place.inside[f"r{i}"] for i in range(300)]
+
+    counts = {name: dealt(1).count(name) for name in ("e0", "e1", "e2", "short")}
+    assert counts["short"] == 0, "it cannot hold them"
+    assert all(70 < counts[f"e{i}"] < 130 for i in range(3))
+    assert dealt(1) == dealt(1) != dealt(2)
 
 
 def test_a_long_request_passes_over_the_small_instance() -> None:

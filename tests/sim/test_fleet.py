@@ -19,7 +19,7 @@ from headway.recipes.registry import find
 from headway.sim import fleet
 from headway.sim.fleet import Spec, build, spec
 from headway.sim.run import InstanceSpec, Simulation
-from headway.types import Slo
+from headway.types import Batch, Slo
 from tests.sim.machines import Constant, at, machine, random_traffic, together
 
 
@@ -76,6 +76,18 @@ def test_nodes_are_what_their_pace_files_say() -> None:
     assert build([spec("opt-13b-a100,host_kv_gib=0")])[0].host_tokens == 0
     assert nodes[0].load is not None
     assert nodes[2].load is None, "it loads nothing else, so nobody has to know"
+
+
+def test_several_models_may_have_one_profile() -> None:
+    text = "llama-2-7b-a100,model=chat,loads=code@llama-2-7b-a100+opt-13b-a100+law@opt-13b-a100"
+    (node,) = build([spec(text)])
+    assert list(node.variants()) == ["chat", "code", "opt-13b", "law"]
+    assert node.variants()["code"].latency.seconds(Batch(1, 9, 0)) == node.latency.seconds(Batch(1, 9, 0))
+    assert node.variants()["law"].load == node.variants()["opt-13b"].load
+    with pytest.raises(ConfigError, match="one model twice"):
+        build([spec(text + "+code@opt-13b-a100")])
+    with pytest.raises(ConfigError, match="no latency profile"):
+        build([spec("llama-2-7b-a100,loads=code@llama-9")])
 
 
 @pytest.mark.parametrize(

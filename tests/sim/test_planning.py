@@ -23,7 +23,7 @@ from headway.types import Slo
 from tests.sim.machines import at, machine, random_traffic, together
 
 EVERY = [*RECIPES, *ROUTERS]
-_ROUTED = ("round-robin", "least-loaded", "shepherd")
+_ROUTED = ("round-robin", "least-loaded", "random", "shepherd")
 PULLING = [name for name in EVERY if find(name).planner().pull and name not in _ROUTED]
 
 

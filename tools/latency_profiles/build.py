@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.forecast.latency.laws import LAWS, Additive, Error, LatencyLaw, Shapes, errors
+from headway.forecast.latency.laws import LAWS, Additive, Bros, Error, LatencyLaw, Shapes, errors
 from headway.forecast.latency.profiles import LatencyProfile
 from headway.types import Batch, Floats
 from tools.latency_profiles.layers import Attention, Gpu, Layers, Model, Rows, calibrate, grid, read
@@ -31,6 +31,7 @@ A100_PCIE = Gpu("A100-PCIe-80GB", 80 * _GIB, 1.935e12, 312e12)
 H100 = Gpu("H100-SXM5-80GB", 80 * _GIB, 3.352e12, 989e12)
 A40 = Gpu("A40-48GB", 48 * _GIB, 0.696e12, 149.7e12)
 A30 = Gpu("A30-24GB", 24 * _GIB, 0.933e12, 165e12)
+A10 = Gpu("A10-24GB", 24 * _GIB, 0.6e12, 125e12)
 OPT_13B = Model("facebook/opt-13b", 40, 5120, 40, 40, 128, 50272, 25_700_000_000)
 OPT_66B = Model("facebook/opt-66b", 64, 9216, 72, 72, 128, 50272, 131_400_000_000)
 LLAMA_7B = Model("meta-llama/Llama-2-7b-hf", 32, 4096, 32, 32, 128, 32000, 13_476_000_000)
@@ -174,6 +175,30 @@ def sarathi(data: Data) -> Sample:
     )  # fmt: skip
 
 
+def scaled(data: Data, model: Model, base: Sample, here: Gpu, there: Gpu) -> Sample:
+    """Return a sample of one GPU moved to another by the ratios of their data sheets (a roofline).
+
+    Tokens and pairs of prompts, and sequences, are arithmetic; weights (the bases) and the context of answers
+    are memory reads. The CPU's part of the bases is scaled, too, which is too slow for it.
+    """
+    slower, narrower = here.flops / there.flops, here.bandwidth / there.bandwidth
+    fitted = Bros.fit(Shapes.of(base.batches), base.seconds)
+    law = Bros(
+        fitted.prefill_tokens * slower, fitted.prefill_pairs * slower, fitted.prefill_base * narrower,
+        fitted.decode_tokens * slower, fitted.decode_pairs * narrower, fitted.decode_base * narrower,
+    )  # fmt: skip
+    batches = grid(_room(model, there, 1))
+    times = dict(zip(batches, law.seconds(Shapes.of(batches)).tolist(), strict=True))
+    text = (
+        f"NOT measured: the bros law of {model.name} on {here.name} times the ratios of the data sheets: "
+        f"prompts' tokens and pairs and answers' sequences x {slower:.2f} "
+        f"({here.flops / 1e12:g} / {there.flops / 1e12:g} TFLOPS), bases and answers' context x "
+        f"{narrower:.2f} ({here.bandwidth / 1e9:g} / {there.bandwidth / 1e9:g} GB/s). Errors are those of "
+        f"the form against that law. {here.name}: {base.source['coefficients']}"
+    )
+    return _sample(data, model, there, 1, batches, times.__getitem__, coefficients=text, kv=None)
+
+
 def smollm(_: Data) -> Sample:
     """Return what was measured on this project's own machine; the tables above are all there is of it."""
     decode = [
@@ -200,6 +225,9 @@ def smollm(_: Data) -> Sample:
 FILES: dict[str, Callable[[Data], Sample]] = {
     "llama-2-70b-a100-tp4": lambda d: vidur(d, LLAMA_70B, A100, 4, d.on_a100, "a100"),
     "llama-2-70b-h100-tp4": lambda d: vidur(d, LLAMA_70B, H100, 4, d.on_a100, "a100"),
+    "llama-2-7b-a10": lambda d: scaled(
+        d, LLAMA_7B, vidur(d, LLAMA_7B, A100, 1, d.on_a100, "a100"), A100, A10
+    ),
     "llama-2-7b-a100": lambda d: vidur(d, LLAMA_7B, A100, 1, d.on_a100, "a100"),
     "llama-2-7b-a40": lambda d: vidur(d, LLAMA_7B, A40, 1, d.on_a30, "a40"),
     "llama-2-7b-h100": lambda d: vidur(d, LLAMA_7B, H100, 1, d.on_a100, "a100"),

@@ -337,7 +337,7 @@ def fleet(
 
 @bench_app.command()
 def papers(
-    name: Annotated[str, typer.Argument(help="The paper: anneal, bros or ecoserve.")],
+    name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve or qlm.")],
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,

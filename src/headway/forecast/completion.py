@@ -15,14 +15,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 from headway.types import Batch
 
 _NORMAL = NormalDist()
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The tokens of a kind of request (O_q is normal, equation 3).
 
     prompt: mean prompt tokens.

@@ -11,7 +11,7 @@ from headway.core.pseudo_random import below, seeded
 from headway.plan.group_queues import GroupQueues
 from headway.plan.groups import Group
 from headway.plan.plan_generator import Estimator, Item, Situation, limit_of
-from headway.plan.queue_order import best_place
+from headway.plan.queue_order import best_place, insert
 from headway.types import Instance
 
 
@@ -23,6 +23,7 @@ class QlmOptions:
     sure: probability with which SLOs are to be met (Delta in equation 12).
     period: seconds between two runs of the plan generator, at least.
     exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
+    stay: a model stays loaded for this many times the seconds that its swap took, while it has work.
     evicts, warms: the LSOs of that name.
     places: how a new group gets its instance: where it costs least, at random, or in turn. Only the first
         moves it later.
@@ -34,6 +35,7 @@ class QlmOptions:
     period: float = 1.0
     exact: int = 3
     time_limit: float = 1.0
+    stay: float = 10.0
     evicts: bool = True
     warms: bool = True
     places: Literal["planned", "random", "in turn"] = "planned"
@@ -43,8 +45,9 @@ class QlmOptions:
 class GroupPlacement:
     """The virtual queues of a fleet, and which of them a group goes to.
 
-    models: code -> name of a model. loading: instance in a model swap -> when that began. changed: instances
-    whose queue or contents have changed since the last plan.
+    models: code -> name of a model. loading: instance in a model swap -> when that began. stays: instance ->
+    until when its model is not swapped out under what runs. changed: instances whose queue or contents have
+    changed since the last plan.
     """
 
     def __init__(self, options: QlmOptions) -> None:
@@ -53,9 +56,20 @@ class GroupPlacement:
         self.queues = GroupQueues()
         self.models: dict[int, str] = {}
         self.loading: dict[str, float] = {}
+        self.stays: dict[str, float] = {}
         self.changed: set[str] = set()
         self._turn = 0
         self._random = seeded(0)
+
+    def has_loaded(self, name: str, now: float) -> None:
+        """Note that a model swap has ended.
+
+        The model then stays for a multiple of the time that the swap took, whatever else is more urgent,
+        unless the instance has nothing to run: so that swaps take a bounded share of the time.
+        """
+        began = self.loading.pop(name, None)
+        if began is not None:
+            self.stays[name] = now + self.options.stay * (now - began)
 
     def model(self, group: Group) -> str:
         """Return the model that a group asks for."""
@@ -64,17 +78,16 @@ class GroupPlacement:
     def place_new(self, cluster: Cluster, now: float) -> None:
         """Put groups that have no place on virtual queues, as far as some instance can serve them."""
         waiting, self.queues.unplaced = self.queues.unplaced, []
-        for group in waiting:
-            names = [
-                instance.id
-                for instance in fleet_of(cluster)
-                if _holds(cluster, instance, self.model(group), group)
-            ]
-            if not names or not self._put(cluster, group, names, now):
-                self.queues.unplaced.append(group)
+        undecided = [group for group in waiting if not self._put(cluster, group)]
+        if undecided:
+            self._put_where_it_costs_least(cluster, undecided, now)
 
-    def _put(self, cluster: Cluster, group: Group, names: list[str], now: float) -> bool:
-        """Put a group on one of these instances; tell whether there was a place."""
+    def _put(self, cluster: Cluster, group: Group) -> bool:
+        """Put a group where nothing needs to be compared; tell whether there is such a place."""
+        model = self.model(group)
+        names = [one.id for one in fleet_of(cluster) if _holds(cluster, one, model, group)]
+        if not names:
+            return False
         if self.options.places == "planned":
             name = self._with_room(cluster, group, names)
             if name is not None:
@@ -82,7 +95,7 @@ class GroupPlacement:
                 self.changed.add(name)
                 return True
             if self.options.orders == "planned":
-                return self._put_where_it_costs_least(cluster, group, now)
+                return False
             name = min(names, key=lambda one: sum(other.size for other in self.queues.queues[one]))
         elif self.options.places == "random":
             name = names[below(self._random, len(names))]
@@ -123,15 +136,19 @@ class GroupPlacement:
         needs = group.size * math.ceil((tokens.prompt + tokens.mean) / instance.block_size)
         return self.queues.inside[instance.id].ahead(math.inf)[1] + needs > instance.blocks_total
 
-    def _put_where_it_costs_least(self, cluster: Cluster, group: Group, now: float) -> bool:
-        situation = self.describe(cluster, now, [group])
-        g, at = best_place(situation.problem, *situation.order, len(situation.items) - 1)
-        if g < 0:
-            return False
-        queue, name = situation.order.queue(g), situation.names[g]
-        self.queues.put(name, situation.items[queue[at - 1]] if at else None, group)
-        self.changed.add(name)
-        return True
+    def _put_where_it_costs_least(self, cluster: Cluster, groups: list[Group], now: float) -> None:
+        """Put groups, one after the other, where each costs least; those that have no place stay without."""
+        situation = self.describe(cluster, now, groups)
+        items, length = situation.order
+        for i, group in enumerate(groups, len(situation.items) - len(groups)):
+            g, at = best_place(situation.problem, items, length, i)
+            if g < 0:
+                self.queues.unplaced.append(group)
+                continue
+            before = situation.items[items[g, at - 1]] if at else None
+            insert(items, length, g, at, i)
+            self.queues.put(situation.names[g], before, group)
+            self.changed.add(situation.names[g])
 
     def idles(self, cluster: Cluster) -> bool:
         """Tell whether an instance has room and no queue while groups that it could serve wait elsewhere."""
@@ -148,7 +165,7 @@ class GroupPlacement:
         options = self.options
         return self.estimator.describe(
             cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading, self.models,
-            pinned=options.places != "planned", evicts=options.evicts,
+            self.stays, pinned=options.places != "planned", evicts=options.evicts,
         )  # fmt: skip
 
 

@@ -34,7 +34,9 @@ _MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
 _BETTER, _BETTER_BY = 0.05, 0.5
 _PATIENT = 0.6  # share of an SLO that may be set aside for answers longer than usual
 _SEED = 0
+_SHARE, _VARIANCE, _ROOM, _FINISH, _FIRST, _LAST = range(6)  # columns of `PlanProblem`, in its order
 # An instance without a latency profile, before anything is known: seconds of a prompt and between tokens.
+_PACES = 20_000  # paces that are kept
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
 _UNKNOWN_PREFILL, _UNKNOWN_TOKEN = 0.2, 0.05
 
@@ -105,6 +107,16 @@ class _Serving(NamedTuple):
     factor: float
 
 
+def _rounded(value: float) -> int:
+    """Return a whole number within some per cent of a value, so that few different ones occur."""
+    if value < 16:
+        return max(math.ceil(value), 0)
+    if math.isinf(value):
+        return 1 << 40
+    step = 1 << (int(value).bit_length() - 5)
+    return math.ceil(value / step) * step
+
+
 class Estimator:
     """Completion times of kinds of request on instances (`forecast/completion.py`).
 
@@ -115,11 +127,12 @@ class Estimator:
         self.sure = sure
         self.z = NormalDist().inv_cdf(sure)
         self.inefficiency = Inefficiency()
+        self._paces: dict[tuple[_Serving, Tokens, int], Pace] = {}
         self.latencies: dict[str, Callable[[Batch], float]] = {}  # as learned, of instances without a profile
 
     def serving(self, instance: Instance, model: str) -> _Serving | None:
         """Return how an instance serves a model, None = it cannot."""
-        factor = round(self.inefficiency.factor(instance.id, model), 2)
+        factor = round(20 * self.inefficiency.factor(instance.id, model)) / 20
         if model == instance.model:
             latency = instance.latency or self.latencies.get(instance.id)
             return _Serving(
@@ -138,7 +151,16 @@ class Estimator:
 
         requests: of the model that the instance has to serve; its batch is no larger.
         """
-        batch = min(serving.max_running, max(math.ceil(min(requests, 1e9)), 1))
+        batch = min(serving.max_running, _rounded(max(requests, 1.0)))
+        rough = Tokens(*(float(_rounded(value)) for value in tokens))
+        key = serving, rough, batch
+        if key not in self._paces:
+            if len(self._paces) > _PACES:
+                self._paces.clear()
+            self._paces[key] = self._pace(serving, rough, batch)
+        return self._paces[key]
+
+    def _pace(self, serving: _Serving, tokens: Tokens, batch: int) -> Pace:
         if serving.latency is None:
             return Pace(float(batch), _UNKNOWN_PREFILL, _UNKNOWN_TOKEN * serving.factor, tokens)
         return pace_of(serving.latency, tokens, batch, serving.kv_tokens, serving.factor)
@@ -161,12 +183,13 @@ class Estimator:
     def describe(
         self, cluster: Cluster, now: float, queues: Mapping[str, Sequence[Group]],
         unplaced: Sequence[Group], inside: Mapping[str, Occupancy], loading: Mapping[str, float],
-        models: Mapping[int, str], *, pinned: bool = False, evicts: bool = True,
+        models: Mapping[int, str], stays: Mapping[str, float], *, pinned: bool = False, evicts: bool = True,
     ) -> Situation:  # fmt: skip
         """Return the problem of this instant.
 
-        loading: instance in a model swap -> when it began. pinned: groups stay on the instance they are on.
-        evicts: a group may go before what runs.
+        loading: instance in a model swap -> when it began. stays: instance -> until when its model is not
+        swapped out under what runs. pinned: groups stay on the instance they are on. evicts: a group may go
+        before what runs.
         """
         fleet = [*cluster.instances.values()]
         fleet += [instance for instance, _ in cluster.loading.values()]
@@ -179,7 +202,7 @@ class Estimator:
             order.append(_by_rank(list(range(len(items), len(items) + len(mine))), mine, inside[name]))
             items += mine
         items += [Item(group.kind, group.size, group) for group in unplaced]
-        builder = _Builder(self, cluster, now, fleet, items, models, loading)
+        builder = _Builder(self, cluster, now, fleet, items, models, loading, stays)
         problem = builder.problem(inside, pinned, evicts)
         return Situation(names, items, problem, order_of(order, len(items)))
 
@@ -244,9 +267,10 @@ class _Builder:
     def __init__(
         self, estimator: Estimator, cluster: Cluster, now: float, fleet: Sequence[Instance],
         items: Sequence[Item], models: Mapping[int, str], loading: Mapping[str, float],
+        stays: Mapping[str, float],
     ) -> None:  # fmt: skip
         self.estimator, self.cluster, self.now, self.fleet = estimator, cluster, now, fleet
-        self.items, self.loading = items, loading
+        self.items, self.loading, self.stays = items, loading, stays
         codes = sorted({item.kind.sort.model for item in items})
         self.codes, self.index = codes, {code: m for m, code in enumerate(codes)}
         self.models = [models[code] for code in codes]
@@ -256,34 +280,38 @@ class _Builder:
     def problem(self, inside: Mapping[str, Occupancy], pinned: bool, evicts: bool) -> PlanProblem:
         """Return the arrays."""
         shape = len(self.fleet), len(self.items)
-        share, variance, finish = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-        room, first, last = np.zeros(shape), np.full(shape, np.inf), np.full(shape, np.inf)
+        table = np.zeros((6, *shape))
+        table[[_SHARE, _FIRST, _LAST]] = np.inf
         size = np.array([float(item.size) for item in self.items])
-        evict = np.zeros(len(self.items))
+        evict, leave = np.zeros(len(self.items)), np.zeros(len(self.items))
+        queued = [i for i, item in enumerate(self.items) if item.group is not None]
+        columns: dict[tuple[_Serving | None, ...], Floats] = {}
         for g, instance in enumerate(self.fleet):
-            paces: dict[int, Pace | None] = {}
-            for i, item in enumerate(self.items):
-                if item.kind.id not in paces:
-                    paces[item.kind.id] = self._pace(instance, item.kind)
-                pace = paces[item.kind.id]
-                elsewhere = item.instance not in (-1, g)
-                if pace is None or (elsewhere and (pinned or item.group is None)):
-                    continue
-                if item.group is not None and not self._holds(instance, item.group):
-                    continue
-                share[g, i], variance[g, i] = item.size * pace.share, item.size * pace.share_std**2
-                room[g, i] = pace.decode
-                if item.group is None:
-                    finish[g, i] = pace.decode / 2
-                    evict[i] = item.size * pace.again if evicts else _NEVER
-                    first[g, i] = last[g, i] = self._latest_running(item, inside[instance.id], pace)
-                else:
-                    finish[g, i] = pace.finish(0.5, item.size)
-                    first[g, i] = item.group.first - self.now - self._needs(item.kind, pace, 1)
-                    last[g, i] = item.group.last - self.now - self._needs(item.kind, pace, item.size)
+            key = tuple(self.estimator.serving(instance, model) for model in self.models)
+            if key not in columns:
+                columns[key] = self._columns(instance, queued)
+            table[:, g, queued] = columns[key]
+        if pinned:
+            for i in queued:
+                table[
+                    _SHARE, [g for g in range(len(self.fleet)) if self.items[i].instance not in (-1, g)], i
+                ] = np.inf
+        for i, item in enumerate(self.items):
+            if item.group is None:
+                g, instance = item.instance, self.fleet[item.instance]
+                pace = self._pace(instance, item.kind)
+                assert pace is not None, "an instance serves what it runs"
+                size[i], latest = self._running_in_time(item, inside[instance.id], pace)
+                table[:, g, i] = (
+                    item.size * pace.share, item.size * pace.share_std**2, pace.decode, pace.decode / 2,
+                    latest, latest,
+                )  # fmt: skip
+                evict[i] = item.size * pace.again if evicts else _NEVER
+                leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else evict[i]
+        share, variance, room, finish, first, last = table
         return PlanProblem(
             size, self._model_of_items(), self._fixed(), share, variance, room, finish, first, last, evict,
-            self._loaded(), self._ready(), self._swap(), self.estimator.z,
+            leave,            self._loaded(), self._ready(), self._swap(), self.estimator.z,
         )  # fmt: skip
 
     def _pace(self, instance: Instance, kind: Kind) -> Pace | None:
@@ -291,6 +319,26 @@ class _Builder:
         if serving is None:
             return None
         return self.estimator.pace(serving, kind.tokens, self.requests[kind.sort.model])
+
+    def _columns(self, instance: Instance, queued: Sequence[int]) -> Floats:
+        """Return (6, queued) what an instance makes of the queued groups; alike instances have the same."""
+        paces: dict[int, Pace | None] = {}
+        out = np.zeros((6, len(queued)))
+        out[[_SHARE, _FIRST, _LAST]] = np.inf
+        for column, i in enumerate(queued):
+            kind, group = self.items[i].kind, self.items[i].group
+            assert group is not None, "only groups are queued"
+            if kind.id not in paces:
+                paces[kind.id] = self._pace(instance, kind)
+            pace = paces[kind.id]
+            if pace is not None and self._holds(instance, group):
+                out[:, column] = (
+                    group.size * pace.share, group.size * pace.share_std**2, pace.decode,
+                    pace.finish(0.5, group.size),
+                    group.first - self.now - self._needs(kind, pace, 1),
+                    group.last - self.now - self._needs(kind, pace, group.size),
+                )  # fmt: skip
+        return out
 
     def _holds(self, instance: Instance, group: Group) -> bool:
         """Tell whether all tokens of a group's requests fit here, or no other instance is larger."""
@@ -316,12 +364,17 @@ class _Builder:
         typical = pace.finish(0.5, requests)
         return max(typical, min(pace.finish(self.estimator.sure, requests), _PATIENT * kind.slo))
 
-    def _latest_running(self, item: Item, inside: Occupancy, pace: Pace) -> float:
-        """Return the latest start of what runs: now for an answer that streams, else by its deadline."""
+    def _running_in_time(self, item: Item, inside: Occupancy, pace: Pace) -> tuple[float, float]:
+        """Return how many requests of what runs can still be in time, and until when they must go on.
+
+        An answer that streams must go on at once. Of the others the first quarter may be given up.
+        """
+        mine = [request for request in inside if request.kind.id == item.kind.id]
         if item.kind.sort.objective == _INTERACTIVE:
-            return 0.0
-        due = min(request.due for request in inside if request.kind.id == item.kind.id)
-        return due - self.now - pace.decode / 2
+            return float(len(mine)), 0.0
+        latest = sorted(request.due - self.now - pace.decode / 2 for request in mine)
+        kept = [seconds for seconds in latest if seconds >= 0]
+        return float(len(kept)), kept[len(kept) // 4] if kept else math.inf
 
     def _model_of_items(self) -> Ints:
         return np.array([self.index[item.kind.sort.model] for item in self.items], np.int64)

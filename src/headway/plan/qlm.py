@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from headway.core.cluster import Cluster
-from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned
+from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.forecast.latency.online import OnlineLatency
 from headway.plan import plan_generator as generator
 from headway.plan.group_placement import GroupPlacement, QlmOptions, fleet_of, served_by, serves
@@ -81,8 +81,11 @@ class Qlm(Planner):
                 self._leave(cluster, id, now, output_tokens)
             case Failed(id):
                 self._leave(cluster, id, now, 0)
+            case Swapped(instance):
+                self._places.has_loaded(instance.id, now)
             case InstanceDown(id):
                 self._places.loading.pop(id, None)
+                self._places.stays.pop(id, None)
                 self._places.estimator.latencies.pop(id, None)
             case Learned(id, theta):
                 learned = OnlineLatency()

@@ -34,7 +34,7 @@ class PlanProblem(NamedTuple):
     room: (G, I) seconds of work that a batch holds at once: what is ahead delays a request by the rest.
     finish: (G, I) mean seconds from the last request's start to its end.
     first, last: (G, I) latest starts of its oldest and of its youngest request; inf = no SLO.
-    evict: (I,) seconds lost when a running item is displaced.
+    evict, leave: (I,) seconds lost when a running item is displaced, and when its model is swapped out.
     loaded: (G,) the model that each instance has, or is loading. ready: (G,) seconds until it takes work.
     swap: (G, M) seconds until another model serves; inf = it cannot be loaded.
     z: standard deviations of the waiting time that a start must hold for (Delta in equation 12).
@@ -50,6 +50,7 @@ class PlanProblem(NamedTuple):
     first: Floats
     last: Floats
     evict: Floats
+    leave: Floats
     loaded: Ints
     ready: Floats
     swap: Floats
@@ -93,7 +94,9 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
             base, ahead, swapped = end + p.swap[g, model], 0.0, True
         if p.fixed[i] < 0:
             displaced = True
-        elif swapped or (displaced and ahead + p.share[g, i] > p.room[g, i]):
+        elif swapped:
+            ahead += p.leave[i]
+        elif displaced and ahead + p.share[g, i] > p.room[g, i]:
             ahead += p.evict[i]
         seen[1, i], seen[2, i] = base, ahead
         first = base + max(ahead - p.room[g, i], 0.0) + p.z * np.sqrt(variance)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.core.engine_spec import EngineSpec
-from headway.core.ranks import ARRIVAL
+from headway.core.ranks import ARRIVAL, DUE
 from headway.pack import ranked as packers
 from headway.pack.baselines.chunked import Chunked
 from headway.pack.baselines.fastserve import FastServe
@@ -20,6 +20,7 @@ from headway.pack.baselines.srtf import Srtf
 from headway.pack.baselines.vllm_v0 import VllmV0
 from headway.plan.baselines import load_balancing
 from headway.plan.baselines.flow_control import FlowControl
+from headway.plan.baselines.model_swap import ModelSwap
 from headway.plan.baselines.parrot import Parrot
 from headway.plan.baselines.shepherd import Shepherd
 from headway.plan.baselines.vtc import VirtualTokenCounter
@@ -112,6 +113,24 @@ ROUTERS = {
             "each request to the instance with the fewest, first come first served inside",
             load_balancing.least_loaded,
             lambda spec: packers.Fcfs(spec.max_running),
+        ),
+        Recipe(
+            "random",
+            "each request to an instance drawn at random, first come first served inside",
+            lambda: load_balancing.at_random(seed=0),
+            lambda spec: packers.Fcfs(spec.max_running),
+        ),
+        Recipe(
+            "vllm-model-swap",
+            "first come, first served over all models, swapped as requests ask for them (as in QLM 8)",
+            lambda: ModelSwap(ARRIVAL),
+            lambda spec: packers.Fcfs(spec.max_running),
+        ),
+        Recipe(
+            "edf-model-swap",
+            "earliest deadline first over all models, swapped as requests ask for them (as in QLM 2.4, 8)",
+            lambda: ModelSwap(DUE),
+            lambda spec: packers.Ranked(packers.by_due, spec.max_running, spec.token_budget),
         ),
         Recipe(
             "shepherd",

@@ -1,7 +1,8 @@
 """The simulated fleet: from a line of text or a TOML table to `InstanceSpec`s, with errors that name the fix.
 
 `profile[:count][,key=value...]`, such as `opt-13b-a100:2,kv_tokens=40000` or, for instances that may swap
-models, `opt-13b-a100,loads=llama-2-7b-a100,host_gb=64`. In TOML the same keys are those of [[instances]].
+models, `opt-13b-a100,loads=llama-2-7b-a100+code-7b@llama-2-7b-a100,host_gb=64`. In TOML the same keys are
+those of [[instances]].
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Spec:
     budget: tokens per iteration.
     max_model_len: tokens of the longest request.
     kv_tokens: tokens of KV; None = as the profile says.
-    loads: latency profiles of the models that these instances can load instead of their first.
+    loads: latency profiles of the models that these instances can load instead of their first, as `profile`
+        or `model@profile`: several models, such as fine-tuned ones, may have one profile.
     host_gb: host memory in which weights stay warm, in 1e9 bytes.
     host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = none.
     """
@@ -56,12 +58,14 @@ class Spec:
     def instances(self, first: int = 0) -> list[InstanceSpec]:
         """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
         file = profiles.load(self.profile)
-        others = [profiles.load(name) for name in self.loads]
-        names = [self.model or short(file), *(short(other) for other in others)]
+        named = [_named(text) for text in self.loads]
+        others = [profiles.load(profile) for _, profile in named]
+        names = [self.model or short(file)]
+        names += [model or short(other) for (model, _), other in zip(named, others, strict=True)]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"An instance of {self.profile} has one model twice: {', '.join(names)}.",
-                "Let it load each model once, or name its first with model=.",
+                "Let it load each model once, name its first with model= or others as in loads=name@profile.",
             )
         return [self._instance(f"e{first + i}", file, names, others) for i in range(self.count)]
 
@@ -163,6 +167,12 @@ _ADAPTER = TypeAdapter(Spec)
 def short(file: LatencyProfile) -> str:
     """Return the name that a latency profile's model has by default: the last part of it in lower case."""
     return file.model.rsplit("/", 1)[-1].lower()
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Return the model's name, "" = the profile's own, and the latency profile of an entry of `loads`."""
+    model, at, profile = text.partition("@")
+    return (model, profile) if at and "/" not in model else ("", text)
 
 
 def _counted(head: str) -> bool:

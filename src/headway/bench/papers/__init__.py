@@ -4,4 +4,5 @@ PAPERS = {
     "anneal": "headway.bench.papers.anneal:main",
     "bros": "headway.bench.papers.bros:main",
     "ecoserve": "headway.bench.papers.ecoserve:main",
+    "qlm": "headway.bench.papers.qlm:main",
 }

@@ -1,4 +1,4 @@
-"""Load balancers: round robin and least loaded.
+"""Load balancers: round robin, random and least loaded.
 
 A request is bound to one instance when it arrives and waits there, first come, first served, whatever happens
 elsewhere. It is bound anew only when its instance dies or changes its model.
@@ -7,6 +7,7 @@ elsewhere. It is bound anew only when its instance dies or changes its model.
 from __future__ import annotations
 
 from collections import defaultdict
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -95,6 +96,23 @@ class _InTurn:
 
 def _emptiest(cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str:
     return min(fits, key=lambda name: load[name] / cluster.instances[name].max_running)
+
+
+class _AtRandom:
+    """Any instance that fits, drawn by a hash of a seed and a count: the same events, the same instances."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._drawn = seed, 0
+
+    def __call__(self, cluster: Cluster, names: list[str], fits: list[str], load: dict[str, int]) -> str:
+        self._drawn += 1
+        drawn = blake2b(f"{self._seed} {self._drawn}".encode(), digest_size=8).digest()
+        return fits[int.from_bytes(drawn, "big") % len(fits)]
+
+
+def at_random(seed: int) -> Router:
+    """Return a router that draws the instance of each request, each equally likely."""
+    return Router(_AtRandom(seed))
 
 
 def round_robin() -> Router:
