@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from headway.bench.live import fleet
-from headway.bench.live.fleet import Run, Served, State, Trial, Watched
-from headway.bench.live.fleet_report import main, rows_of, total
+from headway.bench.live.fleet import Run, Served, State, Trial, Watched, total
+from headway.bench.live.fleet_report import main, rows_of
 from headway.bench.load import mix
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
 from headway.errors import ConfigError
@@ -47,8 +47,7 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
         with serving(Config(name, Server(port=8000), engines, queue, classes=classes)) as gateway:
             ports = {id: str(one.port) for id, one in zip(fleet.INSTANCES, engines, strict=True)}
             served = Served(gateway.url, os.getpid(), ports)
-            while not all(state.model for state in (await served.states()).values()):  # noqa: ASYNC110
-                await fleet.asyncio.sleep(0.05)
+            await served.up()
             yield served
 
     monkeypatch.setattr(fleet, "running", running)
@@ -138,14 +137,21 @@ def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[st
 
 
 def test_figures_from_counters() -> None:
-    swaps, loads = "headway_model_swaps_total", "headway_model_swap_seconds"
+    swaps, loads, requeued = (
+        "headway_model_swaps_total", "headway_model_swap_seconds", "headway_requeue_seconds",
+    )  # fmt: skip
     counts: dict[tuple[str, ...], float] = {
-        (swaps, "e0", "in_place", "a", "loaded"): 3, (swaps, "e1", "restart", "c", "loaded"): 1,
-        (swaps, "e1", "restart", "c", "failed"): 2, (f"{loads}_count", "e0", "in_place", "a", "warm"): 3,
-        (f"{loads}_sum", "e0", "in_place", "a", "warm"): 6, (f"{loads}_count", "e1", "restart", "c", "cold"): 1,
-        (f"{loads}_sum", "e1", "restart", "c", "cold"): 30, ("headway_requests_total", "fast", "a", "finished"): 2,
-        ("headway_requeue_seconds_count", "engine_gone"): 4, ("headway_requeue_seconds_sum", "engine_gone"): 2,
-    }  # fmt: skip
+        (swaps, "e0", "in_place", "a", "loaded"): 3,
+        (swaps, "e1", "restart", "c", "loaded"): 1,
+        (swaps, "e1", "restart", "c", "failed"): 2,
+        (f"{loads}_count", "e0", "in_place", "a", "warm"): 3,
+        (f"{loads}_sum", "e0", "in_place", "a", "warm"): 6,
+        (f"{loads}_count", "e1", "restart", "c", "cold"): 1,
+        (f"{loads}_sum", "e1", "restart", "c", "cold"): 30,
+        (fleet.FINISHED, "fast", "a", "finished"): 2,
+        (f"{requeued}_count", "engine_gone"): 4,
+        (f"{requeued}_sum", "engine_gone"): 2,
+    }
     assert total(counts, swaps, "loaded") == 4
     found = run(counts, Watched())
     assert [found["swaps", way] for way in ("in_place", "restart", "all")] == [3, 1, 4]

@@ -41,7 +41,8 @@ INSTANCES = ("e0", "e1")
 RATE, TAIL, DURATION = 1.2, 0.06, 600.0  # what the settings of figures do not name
 _LAYERS = 12  # of the model of another shape
 _NOISE = 0.01  # answers stay sensible
-_POLL = 0.5  # seconds
+_POLL, _PATIENCE = 0.5, 20  # seconds, and how often to look for what is due
+FINISHED = "headway_requests_total"
 _FAST = mix.Tier(
     "fast", 0.6, Slo(e2e=20.0), "sharegpt_first_turn", max_tokens=32, ignore_eos=True, prompt_tokens=(8, 100)
 )
@@ -174,8 +175,7 @@ async def running(name: str, trial: Trial, logs: Path) -> AsyncIterator[Served]:
         assert child.process is not None
         ports = {id: str(engine.port) for id, engine in zip(INSTANCES, engines, strict=True)}
         served = Served(url, child.process.pid, ports)
-        while not all(state.model for state in (await served.states()).values()):  # noqa: ASYNC110
-            await asyncio.sleep(_POLL)
+        await served.up()
         yield served
 
 
@@ -205,6 +205,11 @@ class Served:
             id: State(one["model"] if one["up"] and not one["loading"] else None, one["loading"])
             for id, one in engines.items()
         }
+
+    async def up(self) -> None:
+        """Wait until all instances serve."""
+        while not all(state.model for state in (await self.states()).values()):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL)
 
     async def counts(self) -> Counts:
         """Return the gateway's counters: (name, *values of the labels in the order of their names)."""
@@ -282,20 +287,23 @@ async def run(trial: Trial) -> dict[str, Run]:
     for number, name in enumerate(trial.systems):
         _console.print(f"[dim]starting {name} ...[/]")
         async with running(name, trial, logs) as served:
-            await _warm(served, trial)
+            before = await _warm(served, trial)
             _console.print(f"[bold]{name}[/], system {number + 1} of {len(trial.systems)}")
-            found[name] = await measure(served, trial, calls)
+            found[name] = await measure(served, trial, calls, before)
     return found
 
 
-async def measure(served: Served, trial: Trial, calls: Sequence[Call]) -> Run:
-    """Send the calls to a system and watch its instances; KeyboardInterrupt when it was cut off."""
-    watched, before, start = Watched(), await served.counts(), time.monotonic()
+async def measure(served: Served, trial: Trial, calls: Sequence[Call], before: Counts) -> Run:
+    """Send the calls to a system and watch its instances; KeyboardInterrupt when it was cut off.
+
+    before: the counters at the start.
+    """
+    watched, start = Watched(), time.monotonic()
     tasks = [asyncio.create_task(_watch(served, watched, start))]
     if trial.kill:
         tasks.append(asyncio.create_task(_kill(served, watched, start, trial.duration / 2)))
     try:
-        records = await generator.run(served.url, trial.models[0].name, calls, stream=False)
+        records = await generator.run(served.url, "", calls, stream=False)
         if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
             raise KeyboardInterrupt  # a comparison needs complete runs
         if trial.kill:
@@ -307,7 +315,7 @@ async def measure(served: Served, trial: Trial, calls: Sequence[Call]) -> Run:
     for error in ended:  # a watch that failed has seen nothing
         if isinstance(error, Exception):
             raise error
-    after = await served.counts()
+    after = await _counted(served, before, sum(record.ok for record in records))
     return Run(records, {key: value - before.get(key, 0.0) for key, value in after.items()}, watched)
 
 
@@ -337,8 +345,25 @@ async def _until_back(watched: Watched) -> None:
                 await asyncio.sleep(_POLL)
 
 
-async def _warm(served: Served, trial: Trial) -> None:
-    """Send each engine a few requests that are not measured: its first batches are slow."""
+async def _warm(served: Served, trial: Trial) -> Counts:
+    """Send each engine a few requests that are not measured (its first batches are slow); return counters."""
     first = {engine.name for engine in trial.engines()}
-    calls = [replace(call, at=0.0, max_tokens=8) for call in trial.calls() if call.model in first]
-    await generator.run(served.url, trial.models[0].name, calls[:8], progress=False, stream=False)
+    calls = [replace(call, at=0.0, max_tokens=8) for call in trial.calls() if call.model in first][:8]
+    before = await served.counts()
+    records = await generator.run(served.url, "", calls, progress=False, stream=False)
+    return await _counted(served, before, sum(record.ok for record in records))
+
+
+async def _counted(served: Served, before: Counts, answered: int) -> Counts:
+    """Return the counters once the gateway has counted these answers: it does after the client has them."""
+    for _ in range(_PATIENCE):
+        after = await served.counts()
+        if total(after, FINISHED, "finished") - total(before, FINISHED, "finished") >= answered:
+            break
+        await asyncio.sleep(_POLL)
+    return after
+
+
+def total(counts: Counts, name: str, *labels: str) -> float:
+    """Return the sum of a counter over all samples that have these values among their labels."""
+    return sum(value for key, value in counts.items() if key[0] == name and set(labels) <= set(key[1:]))

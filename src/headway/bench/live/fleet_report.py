@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.bench.live import fleet
-from headway.bench.live.fleet import Counts, Run, Trial
+from headway.bench.live.fleet import FINISHED, Counts, Run, Trial, total
 from headway.bench.load import metrics, mix, report
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 
@@ -100,7 +100,7 @@ def _figures(run: Run) -> Iterator[Figure]:
     yield from _swaps(counts)
     yield "swaps.taken_back", "all", total(counts, f"{_REQUEUED}_count", "model_swap"), "count"
     yield "lost", "all", float(len(records) - answered), "count"
-    finished = total(counts, "headway_requests_total", "finished")
+    finished = total(counts, FINISHED, "finished")
     yield "answered_twice", "all", max(finished - answered, 0.0), "count"
     if run.watched.killed is not None:
         again = total(counts, f"{_REQUEUED}_count", "engine_gone")
@@ -121,11 +121,6 @@ def _swaps(counts: Counts) -> Iterator[Figure]:
         seconds = total(counts, f"{_LOADS}_sum", *labels)
         yield "swap.seconds", way or "all", seconds / loads if loads else None, "s"
     yield "swaps.failed", "all", total(counts, _SWAPS, "failed"), "count"
-
-
-def total(counts: Counts, name: str, *labels: str) -> float:
-    """Return the sum of a counter over all samples that have these values among their labels."""
-    return sum(value for key, value in counts.items() if key[0] == name and set(labels) <= set(key[1:]))
 
 
 # ---- pictures
