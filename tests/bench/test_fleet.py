@@ -22,7 +22,13 @@ from headway.types import Slo
 from tests.serve.gateway import serving
 from tests.serve.swapping import make_model, use_fake_engines
 
-MIX = mix.Mix("m", (mix.Tier("fast", 0.5, Slo(e2e=8.0)), mix.Tier("batch", 0.5, Slo(e2e=60.0))))
+MIX = mix.Mix(
+    "m",
+    (
+        mix.Tier("fast", 0.5, Slo(e2e=8.0), prompt_tokens=(5, 50)),
+        mix.Tier("batch", 0.5, Slo(e2e=60.0), prompt_tokens=(5, 50)),
+    ),
+)
 FIGURES = {
     "attainment", "e2el.p99", "throughput.req_per_s", "swaps", "swap.seconds", "swaps.failed",
     "swaps.taken_back", "lost", "answered_twice",
@@ -52,7 +58,7 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
 
     monkeypatch.setattr(fleet, "running", running)
     monkeypatch.setattr(fleet, "check", lambda _: None)
-    return Trial(models, ("qlm", "shepherd"), MIX, rate=20.0, tail=0.2, duration=2.0)
+    return Trial(models, ("qlm", "vllm-model-swap"), MIX, rate=20.0, tail=0.2, duration=1.0)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], float | None]:
@@ -67,7 +73,7 @@ def test_every_system_gets_the_same_calls_for_all_models(
     main(trial, quick=False, as_json=True, out=tmp_path / "out")
     rows = printed(capsys)
     end = f", {trial.variant}"
-    assert end == ", 20 req/s, 20% tail, 2 s"
+    assert end == ", 20 req/s, 20% tail, 1 s"
     for name in trial.systems:
         assert {id for id, system, _ in rows if system == name} == FIGURES
         assert rows["lost", name, f"all{end}"] == rows["answered_twice", name, f"all{end}"] == 0
@@ -90,7 +96,7 @@ def test_nothing_is_lost_when_an_engine_is_killed(trial: Trial, capsys: pytest.C
 
 
 def test_a_quick_run_has_no_model_of_another_shape(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
-    main(replace(trial, systems=("shepherd", "qlm")), quick=True, as_json=True, out=None)
+    main(replace(trial, systems=("edf-model-swap", "qlm")), quick=True, as_json=True, out=None)
     rows = printed(capsys)
     assert {system for _, system, _ in rows} == {"qlm"}
     assert {setting.partition(",")[0] for _, _, setting in rows} == {

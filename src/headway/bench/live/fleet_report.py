@@ -13,6 +13,7 @@ import numpy as np
 from headway.bench.live import fleet
 from headway.bench.live.fleet import FINISHED, Counts, Run, Trial, total
 from headway.bench.load import metrics, mix, report
+from headway.bench.load.records import Results
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 
 _QUICK_SECONDS, _QUICK_TAIL = 10.0, 0.3
@@ -113,10 +114,9 @@ def _figures(run: Run) -> Iterator[Figure]:
 def _swaps(counts: Counts) -> Iterator[Figure]:
     ways = ("in_place", "restart", None)
     for way in ways:
-        labels = ("loaded",) if way is None else ("loaded", way)
-        yield "swaps", way or "all", total(counts, _SWAPS, *labels), "count"
+        yield "swaps", way or "all", total(counts, _SWAPS, "loaded", *([] if way is None else [way])), "count"
     for way in ways:
-        labels = () if way is None else (way,)
+        labels = [] if way is None else [way]
         loads = total(counts, f"{_LOADS}_count", *labels)
         seconds = total(counts, f"{_LOADS}_sum", *labels)
         yield "swap.seconds", way or "all", seconds / loads if loads else None, "s"
@@ -130,7 +130,7 @@ def draw(runs: Mapping[str, Run]) -> dict[str, bytes]:
     """Return {name: PNG}: attainment and latency by class and system, and what the instances served."""
     from headway.bench.load import plots
 
-    results = {name: (run.records, {}) for name, run in runs.items()}
+    results: Results = {name: (run.records, {}) for name, run in runs.items()}
     return plots.draw(results) | {"models": _models(runs)}
 
 
