@@ -20,7 +20,6 @@ class QlmOptions:
     """What QLM leaves open, and its ablations (QLM 8, figures 10, 13, 14 and 18).
 
     delta: largest group, in batches.
-    sure: probability with which SLOs are to be met (Delta in equation 12).
     period: seconds between two runs of the plan generator, at least.
     exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
     stay: a model stays loaded for this many times the seconds that its swap took, while it has work.
@@ -31,7 +30,6 @@ class QlmOptions:
     """
 
     delta: float = 4.0
-    sure: float = 0.9
     period: float = 1.0
     exact: int = 3
     time_limit: float = 1.0
@@ -52,7 +50,7 @@ class GroupPlacement:
 
     def __init__(self, options: QlmOptions) -> None:
         self.options = options
-        self.estimator = Estimator(options.sure)
+        self.estimator = Estimator()
         self.queues = GroupQueues()
         self.models: dict[int, str] = {}
         self.loading: dict[str, float] = {}

@@ -18,6 +18,7 @@ from headway.plan import stochastic
 from headway.plan.groups import Group, Kind
 from headway.plan.occupancy import Occupancy
 from headway.plan.queue_order import (
+    LEVELS,
     PlanProblem,
     QueueOrder,
     cost_of,
@@ -32,10 +33,14 @@ _INTERACTIVE = OBJECTIVES.index("interactive")
 _MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
 # A new order must cost this much less than the old one, or groups would go to and fro: a share, and requests.
 _BETTER, _BETTER_BY = 0.05, 0.5
-_PATIENT = 0.6  # share of an SLO that may be set aside for answers longer than usual
 _SEED = 0
-_SHARE, _VARIANCE, _ROOM, _FINISH, _FIRST, _LAST = range(6)  # columns of `PlanProblem`, in its order
+# Columns of a table of items: those of `PlanProblem`; of the latest starts one for each level.
+_SHARE, _VARIANCE, _ROOM, _FINISH = range(4)
+_FIRST, _LAST = slice(4, 4 + len(LEVELS)), slice(4 + len(LEVELS), 4 + 2 * len(LEVELS))
+_COLUMNS = 4 + 2 * len(LEVELS)
+_Z = np.array([max(NormalDist().inv_cdf(level), 0.0) for level in LEVELS])
 # An instance without a latency profile, before anything is known: seconds of a prompt and between tokens.
+_FULL = 0.75  # share of the KV that requests inside are to fill, from which on pausing them is not free
 _PACES = 20_000  # paces that are kept
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
 _UNKNOWN_PREFILL, _UNKNOWN_TOKEN = 0.2, 0.05
@@ -118,14 +123,9 @@ def _rounded(value: float) -> int:
 
 
 class Estimator:
-    """Completion times of kinds of request on instances (`forecast/completion.py`).
+    """Completion times of kinds of request on instances (`forecast/completion.py`)."""
 
-    sure: the probability with which SLOs are to be met (Delta in equation 12).
-    """
-
-    def __init__(self, sure: float) -> None:
-        self.sure = sure
-        self.z = NormalDist().inv_cdf(sure)
+    def __init__(self) -> None:
         self.inefficiency = Inefficiency()
         self._paces: dict[tuple[_Serving, Tokens, int], Pace] = {}
         self.latencies: dict[str, Callable[[Batch], float]] = {}  # as learned, of instances without a profile
@@ -280,8 +280,7 @@ class _Builder:
     def problem(self, inside: Mapping[str, Occupancy], pinned: bool, evicts: bool) -> PlanProblem:
         """Return the arrays."""
         shape = len(self.fleet), len(self.items)
-        table = np.zeros((6, *shape))
-        table[[_SHARE, _FIRST, _LAST]] = np.inf
+        table = _empty(*shape)
         size = np.array([float(item.size) for item in self.items])
         evict, leave = np.zeros(len(self.items)), np.zeros(len(self.items))
         queued = [i for i, item in enumerate(self.items) if item.group is not None]
@@ -302,16 +301,16 @@ class _Builder:
                 pace = self._pace(instance, item.kind)
                 assert pace is not None, "an instance serves what it runs"
                 size[i], latest = self._running_in_time(item, inside[instance.id], pace)
-                table[:, g, i] = (
-                    item.size * pace.share, item.size * pace.share_std**2, pace.decode, pace.decode / 2,
-                    latest, latest,
-                )  # fmt: skip
-                evict[i] = item.size * pace.again if evicts else _NEVER
-                leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else evict[i]
-        share, variance, room, finish, first, last = table
+                table[:_FINISH, g, i] = item.size * pace.share, item.size * pace.share_std**2, pace.decode
+                table[_FINISH, g, i], table[_FINISH + 1 :, g, i] = pace.decode / 2, latest
+                again = item.size * pace.again if evicts else _NEVER
+                full = inside[instance.id].blocks > _FULL * instance.blocks_total
+                evict[i] = again if full or not evicts else 0.0  # else it is paused and keeps its KV
+                leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else again
+        share, variance, room, finish = table[: _FINISH + 1]
         return PlanProblem(
-            size, self._model_of_items(), self._fixed(), share, variance, room, finish, first, last, evict,
-            leave,            self._loaded(), self._ready(), self._swap(), self.estimator.z,
+            size, self._model_of_items(), self._fixed(), share, variance, room, finish, table[_FIRST],
+            table[_LAST], evict, leave, self._loaded(), self._ready(), self._swap(), _Z,
         )  # fmt: skip
 
     def _pace(self, instance: Instance, kind: Kind) -> Pace | None:
@@ -321,10 +320,9 @@ class _Builder:
         return self.estimator.pace(serving, kind.tokens, self.requests[kind.sort.model])
 
     def _columns(self, instance: Instance, queued: Sequence[int]) -> Floats:
-        """Return (6, queued) what an instance makes of the queued groups; alike instances have the same."""
+        """Return (columns, queued) what an instance makes of the groups; alike instances have the same."""
         paces: dict[int, Pace | None] = {}
-        out = np.zeros((6, len(queued)))
-        out[[_SHARE, _FIRST, _LAST]] = np.inf
+        out = _empty(len(queued))
         for column, i in enumerate(queued):
             kind, group = self.items[i].kind, self.items[i].group
             assert group is not None, "only groups are queued"
@@ -332,12 +330,11 @@ class _Builder:
                 paces[kind.id] = self._pace(instance, kind)
             pace = paces[kind.id]
             if pace is not None and self._holds(instance, group):
-                out[:, column] = (
-                    group.size * pace.share, group.size * pace.share_std**2, pace.decode,
-                    pace.finish(0.5, group.size),
-                    group.first - self.now - self._needs(kind, pace, 1),
-                    group.last - self.now - self._needs(kind, pace, group.size),
-                )  # fmt: skip
+                out[:_FINISH, column] = group.size * pace.share, group.size * pace.share_std**2, pace.decode
+                out[_FINISH, column] = pace.finish(0.5, group.size)
+                needs = _needs(kind, pace)
+                out[_FIRST, column] = group.first - self.now - needs
+                out[_LAST, column] = group.last - self.now - needs
         return out
 
     def _holds(self, instance: Instance, group: Group) -> bool:
@@ -355,14 +352,6 @@ class _Builder:
         loading = {name: model for name, (_, model) in self.cluster.loading.items()}
         serving = Counter(self.cluster.code(loading.get(one.id, one.model)) for one in self.fleet)
         return {model: size / max(serving[model], 1) for model, size in sizes.items()}
-
-    def _needs(self, kind: Kind, pace: Pace, requests: int) -> float:
-        """Return the seconds from a request's start to what its SLO is about, with the wanted probability."""
-        if kind.sort.objective == _INTERACTIVE:
-            return pace.prefill
-        # A short SLO may not leave time for unusually long answers; those that it can meet are planned for.
-        typical = pace.finish(0.5, requests)
-        return max(typical, min(pace.finish(self.estimator.sure, requests), _PATIENT * kind.slo))
 
     def _running_in_time(self, item: Item, inside: Occupancy, pace: Pace) -> tuple[float, float]:
         """Return how many requests of what runs can still be in time, and until when they must go on.
@@ -402,6 +391,20 @@ class _Builder:
     def _swap(self) -> Floats:
         rows = [[_load_seconds(instance, model) for model in self.models] for instance in self.fleet]
         return np.array(rows, float).reshape(len(self.fleet), len(self.models))
+
+
+def _empty(*shape: int) -> Floats:
+    """Return a table of items that no instance can serve and that have no SLO."""
+    table = np.zeros((_COLUMNS, *shape))
+    table[_SHARE], table[_FINISH + 1 :] = np.inf, np.inf
+    return table
+
+
+def _needs(kind: Kind, pace: Pace) -> Floats:
+    """Return, by level, the seconds from a request's start to what its SLO is about."""
+    if kind.sort.objective == _INTERACTIVE:
+        return np.full(len(LEVELS), pace.prefill)
+    return np.array([pace.finish(level) for level in LEVELS])
 
 
 def limit_of(instance: Instance, model: str) -> int:
