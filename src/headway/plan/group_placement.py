@@ -8,9 +8,10 @@ from typing import Literal
 
 from headway.core.cluster import Cluster
 from headway.core.pseudo_random import below, seeded
+from headway.plan.estimator import Estimator, limit_of
 from headway.plan.group_queues import GroupQueues
 from headway.plan.groups import Group
-from headway.plan.plan_generator import Estimator, Item, Situation, limit_of
+from headway.plan.plan_generator import Item, Situation, describe
 from headway.plan.queue_order import best_place, insert
 from headway.types import Instance
 
@@ -161,9 +162,9 @@ class GroupPlacement:
 
     def describe(self, cluster: Cluster, now: float, unplaced: list[Group]) -> Situation:
         options = self.options
-        return self.estimator.describe(
-            cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading, self.models,
-            self.stays, pinned=options.places != "planned", evicts=options.evicts,
+        return describe(
+            self.estimator, cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading,
+            self.models, self.stays, pinned=options.places != "planned", evicts=options.evicts,
         )  # fmt: skip
 
 

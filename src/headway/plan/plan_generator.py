@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
@@ -13,8 +13,9 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.core.pseudo_random import seeded
-from headway.forecast.completion import Inefficiency, Pace, Tokens, pace_of
+from headway.forecast.completion import Pace
 from headway.plan import stochastic
+from headway.plan.estimator import Estimator, Serving, limit_of
 from headway.plan.groups import Group, Kind
 from headway.plan.occupancy import Occupancy
 from headway.plan.queue_order import (
@@ -27,7 +28,7 @@ from headway.plan.queue_order import (
     outlook_of_all,
     search,
 )
-from headway.types import OBJECTIVES, Batch, Floats, Instance, Ints
+from headway.types import OBJECTIVES, Floats, Instance, Ints
 
 _INTERACTIVE = OBJECTIVES.index("interactive")
 _MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
@@ -39,11 +40,8 @@ _SHARE, _VARIANCE, _ROOM, _FINISH = range(4)
 _FIRST, _LAST = slice(4, 4 + len(LEVELS)), slice(4 + len(LEVELS), 4 + 2 * len(LEVELS))
 _COLUMNS = 4 + 2 * len(LEVELS)
 _Z = np.array([max(NormalDist().inv_cdf(level), 0.0) for level in LEVELS])
-# An instance without a latency profile, before anything is known: seconds of a prompt and between tokens.
 _FULL = 0.75  # share of the KV that requests inside are to fill, from which on pausing them is not free
-_PACES = 20_000  # paces that are kept
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
-_UNKNOWN_PREFILL, _UNKNOWN_TOKEN = 0.2, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +83,6 @@ class Seen(NamedTuple):
         return float(self.base[i]), float(self.ahead[i])
 
 
-class Normal(NamedTuple):
-    """A normal distribution of seconds."""
-
-    mean: float
-    std: float
-
-
 class Shortage(NamedTuple):
     """By how much the capacity is short under the best plan found.
 
@@ -102,109 +93,31 @@ class Shortage(NamedTuple):
     seconds: float = 0.0
 
 
-class _Serving(NamedTuple):
-    """How one instance serves one model; equal for instances that are alike."""
+def describe(
+    estimator: Estimator, cluster: Cluster, now: float, queues: Mapping[str, Sequence[Group]],
+    unplaced: Sequence[Group], inside: Mapping[str, Occupancy], loading: Mapping[str, float],
+    models: Mapping[int, str], stays: Mapping[str, float], *, pinned: bool = False, evicts: bool = True,
+) -> Situation:  # fmt: skip
+    """Return the problem of this instant.
 
-    latency: Callable[[Batch], float] | None
-    max_running: int
-    kv_tokens: int
-    limit: int
-    factor: float
-
-
-def _rounded(value: float) -> int:
-    """Return a whole number within some per cent of a value, so that few different ones occur."""
-    if value < 16:
-        return max(math.ceil(value), 0)
-    if math.isinf(value):
-        return 1 << 40
-    step = 1 << (int(value).bit_length() - 5)
-    return math.ceil(value / step) * step
-
-
-class Estimator:
-    """Completion times of kinds of request on instances (`forecast/completion.py`)."""
-
-    def __init__(self) -> None:
-        self.inefficiency = Inefficiency()
-        self._paces: dict[tuple[_Serving, Tokens, int], Pace] = {}
-        self.latencies: dict[str, Callable[[Batch], float]] = {}  # as learned, of instances without a profile
-
-    def serving(self, instance: Instance, model: str) -> _Serving | None:
-        """Return how an instance serves a model, None = it cannot."""
-        factor = round(20 * self.inefficiency.factor(instance.id, model)) / 20
-        if model == instance.model:
-            latency = instance.latency or self.latencies.get(instance.id)
-            return _Serving(
-                latency, instance.max_running, instance.blocks_total * instance.block_size, instance.limit,
-                factor,
-            )  # fmt: skip
-        for other in instance.loadable:
-            if other.model == model:
-                kv = other.kv_tokens or instance.blocks_total * instance.block_size
-                latency = other.latency or self.latencies.get(instance.id)
-                return _Serving(latency, instance.max_running, kv, other.limit, factor)
-        return None
-
-    def pace(self, serving: _Serving, tokens: Tokens, requests: float = math.inf) -> Pace:
-        """Return the pace at which an instance serves requests with these tokens.
-
-        requests: of the model that the instance has to serve; its batch is no larger.
-        """
-        batch = min(serving.max_running, _rounded(max(requests, 1.0)))
-        rough = Tokens(*(float(_rounded(value)) for value in tokens))
-        key = serving, rough, batch
-        if key not in self._paces:
-            if len(self._paces) > _PACES:
-                self._paces.clear()
-            self._paces[key] = self._pace(serving, rough, batch)
-        return self._paces[key]
-
-    def _pace(self, serving: _Serving, tokens: Tokens, batch: int) -> Pace:
-        if serving.latency is None:
-            return Pace(float(batch), _UNKNOWN_PREFILL, _UNKNOWN_TOKEN * serving.factor, tokens)
-        return pace_of(serving.latency, tokens, batch, serving.kv_tokens, serving.factor)
-
-    def completion(
-        self, instance: Instance, kind: Kind, base: float, work: float, before: int = 0,
-        model: str | None = None,
-    ) -> Normal:  # fmt: skip
-        """Return the distribution of the seconds until a request of an instance's queue is complete (eq. 1).
-
-        base, work: see `Seen.waiting`. before: requests of its group that go before it.
-        """
-        serving = self.serving(instance, model or instance.model)
-        assert serving is not None, "a group stands only where it can be served"
-        pace = self.pace(serving, kind.tokens)
-        waiting = max(work + before * pace.share - pace.decode, 0.0)
-        spread = math.hypot(pace.tokens.std * pace.token, math.sqrt(before) * pace.share_std)
-        return Normal(base + waiting + pace.prefill + pace.decode, spread)
-
-    def describe(
-        self, cluster: Cluster, now: float, queues: Mapping[str, Sequence[Group]],
-        unplaced: Sequence[Group], inside: Mapping[str, Occupancy], loading: Mapping[str, float],
-        models: Mapping[int, str], stays: Mapping[str, float], *, pinned: bool = False, evicts: bool = True,
-    ) -> Situation:  # fmt: skip
-        """Return the problem of this instant.
-
-        loading: instance in a model swap -> when it began. stays: instance -> until when its model is not
-        swapped out under what runs. pinned: groups stay on the instance they are on. evicts: a group may go
-        before what runs.
-        """
-        fleet = [*cluster.instances.values()]
-        fleet += [instance for instance, _ in cluster.loading.values()]
-        names = [instance.id for instance in fleet]
-        items: list[Item] = []
-        order: list[list[int]] = []
-        for g, name in enumerate(names):
-            running, queue = _running(inside[name], g), queues[name]
-            mine = [*running, *(Item(group.kind, group.size, group, g) for group in queue)]
-            order.append(_by_rank(list(range(len(items), len(items) + len(mine))), mine, inside[name]))
-            items += mine
-        items += [Item(group.kind, group.size, group) for group in unplaced]
-        builder = _Builder(self, cluster, now, fleet, items, models, loading, stays)
-        problem = builder.problem(inside, pinned, evicts)
-        return Situation(names, items, problem, order_of(order, len(items)))
+    loading: instance in a model swap -> when it began. stays: instance -> until when its model is not
+    swapped out under what runs. pinned: groups stay on the instance they are on. evicts: a group may go
+    before what runs.
+    """
+    fleet = [*cluster.instances.values()]
+    fleet += [instance for instance, _ in cluster.loading.values()]
+    names = [instance.id for instance in fleet]
+    items: list[Item] = []
+    order: list[list[int]] = []
+    for g, name in enumerate(names):
+        running, queue = _running(inside[name], g), queues[name]
+        mine = [*running, *(Item(group.kind, group.size, group, g) for group in queue)]
+        order.append(_by_rank(list(range(len(items), len(items) + len(mine))), mine, inside[name]))
+        items += mine
+    items += [Item(group.kind, group.size, group) for group in unplaced]
+    builder = _Builder(estimator, cluster, now, fleet, items, models, loading, stays)
+    problem = builder.problem(inside, pinned, evicts)
+    return Situation(names, items, problem, order_of(order, len(items)))
 
 
 def see(situation: Situation, order: QueueOrder | None = None) -> Seen:
@@ -284,7 +197,7 @@ class _Builder:
         size = np.array([float(item.size) for item in self.items])
         evict, leave = np.zeros(len(self.items)), np.zeros(len(self.items))
         queued = [i for i, item in enumerate(self.items) if item.group is not None]
-        columns: dict[tuple[_Serving | None, ...], Floats] = {}
+        columns: dict[tuple[Serving | None, ...], Floats] = {}
         for g, instance in enumerate(self.fleet):
             key = tuple(self.estimator.serving(instance, model) for model in self.models)
             if key not in columns:
@@ -305,7 +218,8 @@ class _Builder:
                 table[_FINISH, g, i], table[_FINISH + 1 :, g, i] = pace.decode / 2, latest
                 again = item.size * pace.again if evicts else _NEVER
                 full = inside[instance.id].blocks > _FULL * instance.blocks_total
-                evict[i] = again if full or not evicts else 0.0  # else it is paused and keeps its KV
+                # Else it is paused and keeps its KV; being half done on average speaks for letting it end.
+                evict[i] = again if full or not evicts else item.size * pace.share / 2
                 leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else again
         share, variance, room, finish = table[: _FINISH + 1]
         return PlanProblem(
@@ -405,13 +319,6 @@ def _needs(kind: Kind, pace: Pace) -> Floats:
     if kind.sort.objective == _INTERACTIVE:
         return np.full(len(LEVELS), pace.prefill)
     return np.array([pace.finish(level) for level in LEVELS])
-
-
-def limit_of(instance: Instance, model: str) -> int:
-    """Return the tokens of a model's longest request that an instance can hold, 0 = it has no such model."""
-    if instance.model == model:
-        return instance.limit
-    return max((other.limit for other in instance.loadable if other.model == model), default=0)
 
 
 def _load_seconds(instance: Instance, model: str) -> float:
