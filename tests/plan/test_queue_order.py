@@ -30,18 +30,17 @@ from headway.plan.stochastic import solve
 def problem(
     size: list[float], model: list[int], due: list[float], *, loaded: tuple[int, ...] = (0,),
     each: float = 1.0, swap: float = 5.0, room: float = 0.0, finish: float = 2.0, z: float = 0.0,
-    spread: float = 0.0,
+    spread: float = 0.0, needs: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> PlanProblem:  # fmt: skip
-    """Groups of requests that take `each` seconds of any instance; due = latest start of their last."""
+    """Groups of requests that take `each` seconds anywhere; due = latest start, less `needs` by level."""
     items, instances = len(size), len(loaded)
     every = np.ones((instances, items))
     share = every * np.array(size) * each
-    last = every * np.array(due)
+    last = np.stack([every * (np.array(due) - seconds) for seconds in needs])
     return PlanProblem(
         np.array(size), np.array(model), np.full(items, -1), share, every * np.array(size) * spread**2,
         every * room, every * finish, last, last, np.zeros(items), np.zeros(items), np.array(loaded),
-        np.zeros(instances),
-        np.full((instances, max(model) + 1), swap), z,
+        np.zeros(instances), np.full((instances, max(model) + 1), swap), z * np.array([0.0, 0.25, 1.0]),
     )  # fmt: skip
 
 
@@ -53,6 +52,7 @@ def drawn(seed: int, items: int, instances: int, z: float = 0.0) -> PlanProblem:
         rng.integers(1, 20, items).astype(float).tolist(), rng.integers(0, models, items).tolist(),
         rng.uniform(-5, 60, items).tolist(), loaded=tuple(rng.integers(0, models, instances).tolist()),
         each=float(rng.uniform(0.1, 1.0)), room=float(rng.uniform(0, 5)), z=z, spread=0.3 if z else 0.0,
+        needs=tuple(np.sort(rng.uniform(0, 20, 3)).tolist()),
     )  # fmt: skip
     return plain._replace(
         share=plain.share * speed,
@@ -86,7 +86,7 @@ def test_the_cost_of_an_order_by_hand() -> None:
     cost = outlook_of_all(p, order.items, order.length, seen)
     # The first starts at 0, its last request at 10 and ends at 12; the swap takes 5; the other starts at 17.
     np.testing.assert_allclose(seen, [[-90.0, 10.0], [0.0, 17.0], [0.0, 0.0]])
-    assert cost == pytest.approx(10 * WAITING * 10 + 5 * (LATE + TARDY * 10 + WAITING * 22))
+    assert cost == pytest.approx(10 * WAITING * 10 + 5 * (sum(LATE) + TARDY * 10 + WAITING * 22))
 
 
 def test_a_batch_with_room_starts_at_once() -> None:

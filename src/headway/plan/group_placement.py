@@ -8,9 +8,10 @@ from typing import Literal
 
 from headway.core.cluster import Cluster
 from headway.core.pseudo_random import below, seeded
+from headway.plan.estimator import Estimator, limit_of
 from headway.plan.group_queues import GroupQueues
 from headway.plan.groups import Group
-from headway.plan.plan_generator import Estimator, Item, Situation, limit_of
+from headway.plan.plan_generator import Item, Situation, describe
 from headway.plan.queue_order import best_place, insert
 from headway.types import Instance
 
@@ -20,7 +21,6 @@ class QlmOptions:
     """What QLM leaves open, and its ablations (QLM 8, figures 10, 13, 14 and 18).
 
     delta: largest group, in batches.
-    sure: probability with which SLOs are to be met (Delta in equation 12).
     period: seconds between two runs of the plan generator, at least.
     exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
     stay: a model stays loaded for this many times the seconds that its swap took, while it has work.
@@ -31,7 +31,6 @@ class QlmOptions:
     """
 
     delta: float = 4.0
-    sure: float = 0.9
     period: float = 1.0
     exact: int = 3
     time_limit: float = 1.0
@@ -52,7 +51,7 @@ class GroupPlacement:
 
     def __init__(self, options: QlmOptions) -> None:
         self.options = options
-        self.estimator = Estimator(options.sure)
+        self.estimator = Estimator()
         self.queues = GroupQueues()
         self.models: dict[int, str] = {}
         self.loading: dict[str, float] = {}
@@ -163,9 +162,9 @@ class GroupPlacement:
 
     def describe(self, cluster: Cluster, now: float, unplaced: list[Group]) -> Situation:
         options = self.options
-        return self.estimator.describe(
-            cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading, self.models,
-            self.stays, pinned=options.places != "planned", evicts=options.evicts,
+        return describe(
+            self.estimator, cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading,
+            self.models, self.stays, pinned=options.places != "planned", evicts=options.evicts,
         )  # fmt: skip
 
 

@@ -31,12 +31,15 @@ class SentRequest:
 
 
 class Occupancy:
-    """What is inside one instance."""
+    """What is inside one instance.
+
+    blocks: KV blocks that it may be expected to fill.
+    """
 
     def __init__(self) -> None:
         self._ranks: list[tuple[float, int]] = []
         self._requests: dict[int, SentRequest] = {}  # by serial
-        self._blocks = 0
+        self.blocks = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -58,13 +61,13 @@ class Occupancy:
         """Add a request that is sent."""
         insort(self._ranks, (request.rank, request.serial))
         self._requests[request.serial] = request
-        self._blocks += request.blocks
+        self.blocks += request.blocks
 
     def remove(self, request: SentRequest) -> None:
         """Remove a request that has ended or come back."""
         if self._requests.pop(request.serial, None) is not None:
             del self._ranks[bisect_right(self._ranks, (request.rank, request.serial)) - 1]
-            self._blocks -= request.blocks
+            self.blocks -= request.blocks
 
     def rerank(self, request: SentRequest, rank: float) -> None:
         """Change the rank of a request that is inside."""
@@ -76,5 +79,5 @@ class Occupancy:
         """Return how many requests go before a queued one of this rank, and their KV blocks."""
         count = bisect_right(self._ranks, (rank, 1 << 62))
         if count == len(self._ranks):
-            return count, self._blocks
+            return count, self.blocks
         return count, sum(self._requests[serial].blocks for _, serial in self._ranks[:count])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
@@ -13,11 +13,13 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.core.pseudo_random import seeded
-from headway.forecast.completion import Inefficiency, Pace, Tokens, pace_of
+from headway.forecast.completion import Pace
 from headway.plan import stochastic
+from headway.plan.estimator import Estimator, Serving, limit_of
 from headway.plan.groups import Group, Kind
 from headway.plan.occupancy import Occupancy
 from headway.plan.queue_order import (
+    LEVELS,
     PlanProblem,
     QueueOrder,
     cost_of,
@@ -26,19 +28,20 @@ from headway.plan.queue_order import (
     outlook_of_all,
     search,
 )
-from headway.types import OBJECTIVES, Batch, Floats, Instance, Ints
+from headway.types import OBJECTIVES, Floats, Instance, Ints
 
 _INTERACTIVE = OBJECTIVES.index("interactive")
 _MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
 # A new order must cost this much less than the old one, or groups would go to and fro: a share, and requests.
 _BETTER, _BETTER_BY = 0.05, 0.5
-_PATIENT = 0.6  # share of an SLO that may be set aside for answers longer than usual
 _SEED = 0
-_SHARE, _VARIANCE, _ROOM, _FINISH, _FIRST, _LAST = range(6)  # columns of `PlanProblem`, in its order
-# An instance without a latency profile, before anything is known: seconds of a prompt and between tokens.
-_PACES = 20_000  # paces that are kept
+# Columns of a table of items: those of `PlanProblem`; of the latest starts one for each level.
+_SHARE, _VARIANCE, _ROOM, _FINISH = range(4)
+_FIRST, _LAST = slice(4, 4 + len(LEVELS)), slice(4 + len(LEVELS), 4 + 2 * len(LEVELS))
+_COLUMNS = 4 + 2 * len(LEVELS)
+_Z = np.array([max(NormalDist().inv_cdf(level), 0.0) for level in LEVELS])
+_FULL = 0.75  # share of the KV that requests inside are to fill, from which on pausing them is not free
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
-_UNKNOWN_PREFILL, _UNKNOWN_TOKEN = 0.2, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +83,6 @@ class Seen(NamedTuple):
         return float(self.base[i]), float(self.ahead[i])
 
 
-class Normal(NamedTuple):
-    """A normal distribution of seconds."""
-
-    mean: float
-    std: float
-
-
 class Shortage(NamedTuple):
     """By how much the capacity is short under the best plan found.
 
@@ -97,114 +93,31 @@ class Shortage(NamedTuple):
     seconds: float = 0.0
 
 
-class _Serving(NamedTuple):
-    """How one instance serves one model; equal for instances that are alike."""
+def describe(
+    estimator: Estimator, cluster: Cluster, now: float, queues: Mapping[str, Sequence[Group]],
+    unplaced: Sequence[Group], inside: Mapping[str, Occupancy], loading: Mapping[str, float],
+    models: Mapping[int, str], stays: Mapping[str, float], *, pinned: bool = False, evicts: bool = True,
+) -> Situation:  # fmt: skip
+    """Return the problem of this instant.
 
-    latency: Callable[[Batch], float] | None
-    max_running: int
-    kv_tokens: int
-    limit: int
-    factor: float
-
-
-def _rounded(value: float) -> int:
-    """Return a whole number within some per cent of a value, so that few different ones occur."""
-    if value < 16:
-        return max(math.ceil(value), 0)
-    if math.isinf(value):
-        return 1 << 40
-    step = 1 << (int(value).bit_length() - 5)
-    return math.ceil(value / step) * step
-
-
-class Estimator:
-    """Completion times of kinds of request on instances (`forecast/completion.py`).
-
-    sure: the probability with which SLOs are to be met (Delta in equation 12).
+    loading: instance in a model swap -> when it began. stays: instance -> until when its model is not
+    swapped out under what runs. pinned: groups stay on the instance they are on. evicts: a group may go
+    before what runs.
     """
-
-    def __init__(self, sure: float) -> None:
-        self.sure = sure
-        self.z = NormalDist().inv_cdf(sure)
-        self.inefficiency = Inefficiency()
-        self._paces: dict[tuple[_Serving, Tokens, int], Pace] = {}
-        self.latencies: dict[str, Callable[[Batch], float]] = {}  # as learned, of instances without a profile
-
-    def serving(self, instance: Instance, model: str) -> _Serving | None:
-        """Return how an instance serves a model, None = it cannot."""
-        factor = round(20 * self.inefficiency.factor(instance.id, model)) / 20
-        if model == instance.model:
-            latency = instance.latency or self.latencies.get(instance.id)
-            return _Serving(
-                latency, instance.max_running, instance.blocks_total * instance.block_size, instance.limit,
-                factor,
-            )  # fmt: skip
-        for other in instance.loadable:
-            if other.model == model:
-                kv = other.kv_tokens or instance.blocks_total * instance.block_size
-                latency = other.latency or self.latencies.get(instance.id)
-                return _Serving(latency, instance.max_running, kv, other.limit, factor)
-        return None
-
-    def pace(self, serving: _Serving, tokens: Tokens, requests: float = math.inf) -> Pace:
-        """Return the pace at which an instance serves requests with these tokens.
-
-        requests: of the model that the instance has to serve; its batch is no larger.
-        """
-        batch = min(serving.max_running, _rounded(max(requests, 1.0)))
-        rough = Tokens(*(float(_rounded(value)) for value in tokens))
-        key = serving, rough, batch
-        if key not in self._paces:
-            if len(self._paces) > _PACES:
-                self._paces.clear()
-            self._paces[key] = self._pace(serving, rough, batch)
-        return self._paces[key]
-
-    def _pace(self, serving: _Serving, tokens: Tokens, batch: int) -> Pace:
-        if serving.latency is None:
-            return Pace(float(batch), _UNKNOWN_PREFILL, _UNKNOWN_TOKEN * serving.factor, tokens)
-        return pace_of(serving.latency, tokens, batch, serving.kv_tokens, serving.factor)
-
-    def completion(
-        self, instance: Instance, kind: Kind, base: float, work: float, before: int = 0,
-        model: str | None = None,
-    ) -> Normal:  # fmt: skip
-        """Return the distribution of the seconds until a request of an instance's queue is complete (eq. 1).
-
-        base, work: see `Seen.waiting`. before: requests of its group that go before it.
-        """
-        serving = self.serving(instance, model or instance.model)
-        assert serving is not None, "a group stands only where it can be served"
-        pace = self.pace(serving, kind.tokens)
-        waiting = max(work + before * pace.share - pace.decode, 0.0)
-        spread = math.hypot(pace.tokens.std * pace.token, math.sqrt(before) * pace.share_std)
-        return Normal(base + waiting + pace.prefill + pace.decode, spread)
-
-    def describe(
-        self, cluster: Cluster, now: float, queues: Mapping[str, Sequence[Group]],
-        unplaced: Sequence[Group], inside: Mapping[str, Occupancy], loading: Mapping[str, float],
-        models: Mapping[int, str], stays: Mapping[str, float], *, pinned: bool = False, evicts: bool = True,
-    ) -> Situation:  # fmt: skip
-        """Return the problem of this instant.
-
-        loading: instance in a model swap -> when it began. stays: instance -> until when its model is not
-        swapped out under what runs. pinned: groups stay on the instance they are on. evicts: a group may go
-        before what runs.
-        """
-        fleet = [*cluster.instances.values()]
-        fleet += [instance for instance, _ in cluster.loading.values()]
-        names = [instance.id for instance in fleet]
-        items: list[Item] = []
-        order: list[list[int]] = []
-        for g, name in enumerate(names):
-            running, queue = _running(inside[name], g), queues[name]
-            mine = [*running, *(Item(group.kind, group.size, group, g) for group in queue)]
-            order.append(_by_rank(list(range(len(items), len(items) + len(mine))), mine, inside[name]))
-            items += mine
-        items += [Item(group.kind, group.size, group) for group in unplaced]
-        builder = _Builder(self, cluster, now, fleet, items, models, loading, stays)
-        problem = builder.problem(inside, pinned, evicts)
-        return Situation(names, items, problem, order_of(order, len(items)))
+    fleet = [*cluster.instances.values()]
+    fleet += [instance for instance, _ in cluster.loading.values()]
+    names = [instance.id for instance in fleet]
+    items: list[Item] = []
+    order: list[list[int]] = []
+    for g, name in enumerate(names):
+        running, queue = _running(inside[name], g), queues[name]
+        mine = [*running, *(Item(group.kind, group.size, group, g) for group in queue)]
+        order.append(_by_rank(list(range(len(items), len(items) + len(mine))), mine, inside[name]))
+        items += mine
+    items += [Item(group.kind, group.size, group) for group in unplaced]
+    builder = _Builder(estimator, cluster, now, fleet, items, models, loading, stays)
+    problem = builder.problem(inside, pinned, evicts)
+    return Situation(names, items, problem, order_of(order, len(items)))
 
 
 def see(situation: Situation, order: QueueOrder | None = None) -> Seen:
@@ -280,12 +193,11 @@ class _Builder:
     def problem(self, inside: Mapping[str, Occupancy], pinned: bool, evicts: bool) -> PlanProblem:
         """Return the arrays."""
         shape = len(self.fleet), len(self.items)
-        table = np.zeros((6, *shape))
-        table[[_SHARE, _FIRST, _LAST]] = np.inf
+        table = _empty(*shape)
         size = np.array([float(item.size) for item in self.items])
         evict, leave = np.zeros(len(self.items)), np.zeros(len(self.items))
         queued = [i for i, item in enumerate(self.items) if item.group is not None]
-        columns: dict[tuple[_Serving | None, ...], Floats] = {}
+        columns: dict[tuple[Serving | None, ...], Floats] = {}
         for g, instance in enumerate(self.fleet):
             key = tuple(self.estimator.serving(instance, model) for model in self.models)
             if key not in columns:
@@ -302,16 +214,17 @@ class _Builder:
                 pace = self._pace(instance, item.kind)
                 assert pace is not None, "an instance serves what it runs"
                 size[i], latest = self._running_in_time(item, inside[instance.id], pace)
-                table[:, g, i] = (
-                    item.size * pace.share, item.size * pace.share_std**2, pace.decode, pace.decode / 2,
-                    latest, latest,
-                )  # fmt: skip
-                evict[i] = item.size * pace.again if evicts else _NEVER
-                leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else evict[i]
-        share, variance, room, finish, first, last = table
+                table[:_FINISH, g, i] = item.size * pace.share, item.size * pace.share_std**2, pace.decode
+                table[_FINISH, g, i], table[_FINISH + 1 :, g, i] = pace.decode / 2, latest
+                again = item.size * pace.again if evicts else _NEVER
+                full = inside[instance.id].blocks > _FULL * instance.blocks_total
+                # Else it is paused and keeps its KV; being half done on average speaks for letting it end.
+                evict[i] = again if full or not evicts else item.size * pace.share / 2
+                leave[i] = _NEVER if self.stays.get(instance.id, -math.inf) > self.now else again
+        share, variance, room, finish = table[: _FINISH + 1]
         return PlanProblem(
-            size, self._model_of_items(), self._fixed(), share, variance, room, finish, first, last, evict,
-            leave,            self._loaded(), self._ready(), self._swap(), self.estimator.z,
+            size, self._model_of_items(), self._fixed(), share, variance, room, finish, table[_FIRST],
+            table[_LAST], evict, leave, self._loaded(), self._ready(), self._swap(), _Z,
         )  # fmt: skip
 
     def _pace(self, instance: Instance, kind: Kind) -> Pace | None:
@@ -321,10 +234,9 @@ class _Builder:
         return self.estimator.pace(serving, kind.tokens, self.requests[kind.sort.model])
 
     def _columns(self, instance: Instance, queued: Sequence[int]) -> Floats:
-        """Return (6, queued) what an instance makes of the queued groups; alike instances have the same."""
+        """Return (columns, queued) what an instance makes of the groups; alike instances have the same."""
         paces: dict[int, Pace | None] = {}
-        out = np.zeros((6, len(queued)))
-        out[[_SHARE, _FIRST, _LAST]] = np.inf
+        out = _empty(len(queued))
         for column, i in enumerate(queued):
             kind, group = self.items[i].kind, self.items[i].group
             assert group is not None, "only groups are queued"
@@ -332,12 +244,11 @@ class _Builder:
                 paces[kind.id] = self._pace(instance, kind)
             pace = paces[kind.id]
             if pace is not None and self._holds(instance, group):
-                out[:, column] = (
-                    group.size * pace.share, group.size * pace.share_std**2, pace.decode,
-                    pace.finish(0.5, group.size),
-                    group.first - self.now - self._needs(kind, pace, 1),
-                    group.last - self.now - self._needs(kind, pace, group.size),
-                )  # fmt: skip
+                out[:_FINISH, column] = group.size * pace.share, group.size * pace.share_std**2, pace.decode
+                out[_FINISH, column] = pace.finish(0.5, group.size)
+                needs = _needs(kind, pace)
+                out[_FIRST, column] = group.first - self.now - needs
+                out[_LAST, column] = group.last - self.now - needs
         return out
 
     def _holds(self, instance: Instance, group: Group) -> bool:
@@ -355,14 +266,6 @@ class _Builder:
         loading = {name: model for name, (_, model) in self.cluster.loading.items()}
         serving = Counter(self.cluster.code(loading.get(one.id, one.model)) for one in self.fleet)
         return {model: size / max(serving[model], 1) for model, size in sizes.items()}
-
-    def _needs(self, kind: Kind, pace: Pace, requests: int) -> float:
-        """Return the seconds from a request's start to what its SLO is about, with the wanted probability."""
-        if kind.sort.objective == _INTERACTIVE:
-            return pace.prefill
-        # A short SLO may not leave time for unusually long answers; those that it can meet are planned for.
-        typical = pace.finish(0.5, requests)
-        return max(typical, min(pace.finish(self.estimator.sure, requests), _PATIENT * kind.slo))
 
     def _running_in_time(self, item: Item, inside: Occupancy, pace: Pace) -> tuple[float, float]:
         """Return how many requests of what runs can still be in time, and until when they must go on.
@@ -404,11 +307,18 @@ class _Builder:
         return np.array(rows, float).reshape(len(self.fleet), len(self.models))
 
 
-def limit_of(instance: Instance, model: str) -> int:
-    """Return the tokens of a model's longest request that an instance can hold, 0 = it has no such model."""
-    if instance.model == model:
-        return instance.limit
-    return max((other.limit for other in instance.loadable if other.model == model), default=0)
+def _empty(*shape: int) -> Floats:
+    """Return a table of items that no instance can serve and that have no SLO."""
+    table = np.zeros((_COLUMNS, *shape))
+    table[_SHARE], table[_FINISH + 1 :] = np.inf, np.inf
+    return table
+
+
+def _needs(kind: Kind, pace: Pace) -> Floats:
+    """Return, by level, the seconds from a request's start to what its SLO is about."""
+    if kind.sort.objective == _INTERACTIVE:
+        return np.full(len(LEVELS), pace.prefill)
+    return np.array([pace.finish(level) for level in LEVELS])
 
 
 def _load_seconds(instance: Instance, model: str) -> float:

@@ -2,9 +2,10 @@
 
 A `PlanProblem` holds what the completion time estimator says about every group on every instance. `cost_of`
 walks along a virtual queue: a group starts when those ahead of it have drained so far that the batch has room
-(equation 10's waiting), or when the model has been swapped; it is late when one of its requests would be,
-with the probability asked for (equation 12). `search` improves an order by simulated annealing over moves of
-groups and of runs of groups of one model.
+(equation 10's waiting), or when the model has been swapped. What a start costs is the number of requests that
+are then expected to be late: the distribution of completion times is taken as a staircase of `LEVELS`, of
+which the highest is that of equation 12 (P(p <= 0) > Delta). `search` improves an order by simulated
+annealing over moves of groups and of runs of groups of one model.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from headway.compiled import compiled
 from headway.core.pseudo_random import State, below, uniform
 from headway.types import Floats, Ints
 
-# What counts, per request: to be late, a second of lateness, a second until it starts (equation 13 sums the
-# penalties alone; without the first term ten requests a little late would weigh as much as one very late).
-LATE, TARDY, WAITING = 1.0, 0.1 / 60.0, 0.001 / 60.0
+# Completion times are met with these probabilities; the share of requests that is late when a group starts
+# too late for that one of them, but not for those before it.
+LEVELS = (0.3, 0.6, 0.9)
+LATE = (0.45, 0.3, 0.25)
+# What else counts, per request: a second of lateness (at the first level), a second until it starts. Equation
+# 13 sums the penalties alone; then ten requests a little late would weigh as much as one very late.
+TARDY, WAITING = 0.1 / 60.0, 0.001 / 60.0
 _COOLING = 1e-3  # temperature at the end, as a share of that at the beginning
 
 
@@ -33,11 +38,11 @@ class PlanProblem(NamedTuple):
     variance: (G, I) of `share`.
     room: (G, I) seconds of work that a batch holds at once: what is ahead delays a request by the rest.
     finish: (G, I) mean seconds from the last request's start to its end.
-    first, last: (G, I) latest starts of its oldest and of its youngest request; inf = no SLO.
+    first, last: (K, G, I) latest starts of its oldest and of its youngest request, by level; inf = no SLO.
     evict, leave: (I,) seconds lost when a running item is displaced, and when its model is swapped out.
     loaded: (G,) the model that each instance has, or is loading. ready: (G,) seconds until it takes work.
     swap: (G, M) seconds until another model serves; inf = it cannot be loaded.
-    z: standard deviations of the waiting time that a start must hold for (Delta in equation 12).
+    z: (K,) standard deviations of the waiting time that a start must hold for, by level.
     """
 
     size: Floats
@@ -54,7 +59,7 @@ class PlanProblem(NamedTuple):
     loaded: Ints
     ready: Floats
     swap: Floats
-    z: float
+    z: Floats
 
 
 class QueueOrder(NamedTuple):
@@ -81,8 +86,8 @@ def order_of(queues: list[list[int]], items: int) -> QueueOrder:
 def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> float:
     """Return the cost of an instance's queue.
 
-    seen: (3, I) is set, for each of its items, to the seconds by which it is late (negative = in time), when
-    its model serves, and the seconds of work that are ahead of it from then on.
+    seen: (3, I) is set, for each of its items, to the seconds by which it is late at the highest level
+    (negative = in time), when its model serves, and the seconds of work that are ahead of it from then on.
     """
     base = end = p.ready[g]
     ahead = variance = cost = 0.0
@@ -99,15 +104,19 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
         elif displaced and ahead + p.share[g, i] > p.room[g, i]:
             ahead += p.evict[i]
         seen[1, i], seen[2, i] = base, ahead
-        first = base + max(ahead - p.room[g, i], 0.0) + p.z * np.sqrt(variance)
+        first, spread = base + max(ahead - p.room[g, i], 0.0), np.sqrt(variance)
         ahead += p.share[g, i]
         variance += p.variance[g, i]
-        start = base + max(ahead - p.room[g, i], 0.0)
-        last = start + p.z * np.sqrt(variance)
-        end = max(end, start + p.finish[g, i])
-        late = max(first - p.first[g, i], last - p.last[g, i])
+        last, more = base + max(ahead - p.room[g, i], 0.0), np.sqrt(variance)
+        end = max(end, last + p.finish[g, i])
+        each = WAITING * last
+        for level in range(len(LATE)):
+            late = max(first + p.z[level] * spread - p.first[level, g, i],
+                       last + p.z[level] * more - p.last[level, g, i])  # fmt: skip
+            each += LATE[level] if late > 0 else 0.0
+            each += TARDY * max(late, 0.0) if level == 0 else 0.0
         seen[0, i] = late
-        cost += p.size[i] * ((LATE if late > 0 else 0.0) + TARDY * max(late, 0.0) + WAITING * start)
+        cost += p.size[i] * each
     return cost
 
 
@@ -182,7 +191,7 @@ def greedy(p: PlanProblem) -> tuple[Ints, Ints]:
         urgency[i] = np.inf
         for g in range(p.loaded.size):
             if _able(p, g, i):
-                urgency[i] = min(urgency[i], p.first[g, i])
+                urgency[i] = min(urgency[i], p.first[-1, g, i])
         if p.fixed[i] >= 0:
             urgency[i] = -np.inf  # what runs is there already
     for i in np.argsort(urgency, kind="mergesort"):

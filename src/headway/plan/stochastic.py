@@ -5,8 +5,8 @@ swaps: t[g, j] is 1 where the model differs from that before (equation 9, big-M)
 add up along the queue (equation 10). The chance constraint P(p <= 0) > Delta (equation 12) has, for normal
 completion times, a deterministic equivalent: the mean and z standard deviations lie before the deadline. The
 standard deviation of a sum is not linear; its tangent is, and lies above it, so that what the program holds
-to be safe is safe. Where not all groups can be in time, the program loses as little as it can (`late`),
-which equation 12 leaves open.
+to be safe is safe. Where not all groups can meet the constraint, which equation 12 leaves open, the program
+loses as little as it can: each level of `queue_order.LEVELS` that a group misses costs its share.
 
 The number of binaries grows with groups x positions x instances, so this is for small problems;
 `queue_order.search` optimises the same objective for any size.
@@ -58,12 +58,21 @@ def solve(problem: PlanProblem, start: QueueOrder, time_limit: float, nodes: int
     return Solution(found, cost, proved) if cost < first.cost else Solution(start, first.cost, proved)
 
 
+def _missed(late: list[Any]) -> Any:
+    """Return the share of a group's requests that is late, by the levels that it misses."""
+    return sum(share * missed for share, missed in zip(LATE, late, strict=True))
+
+
 def _horizon(p: PlanProblem) -> float:
     """Return seconds after which every queue has drained in any order: the big M."""
     able = np.isfinite(p.share)
     swap = float(np.max(p.swap, where=np.isfinite(p.swap), initial=0.0))
     each = np.max(np.where(able, p.share + p.finish, 0.0), axis=0) + swap
-    return float(each.sum() + p.ready.max() + p.z * math.sqrt(float(np.where(able, p.variance, 0.0).sum())))
+    return float(
+        each.sum()
+        + p.ready.max()
+        + float(p.z.max()) * math.sqrt(float(np.where(able, p.variance, 0.0).sum()))
+    )
 
 
 class _Program:
@@ -77,8 +86,8 @@ class _Program:
         self.big = _horizon(problem)
         self.groups, self.instances = problem.size.size, problem.loaded.size
         self.able = self._able()
-        self.late = [self.h.addBinary() for _ in range(self.groups)]
-        self.tardy = [self.h.addVariable(0.0, self.big) for _ in range(self.groups)]
+        self.late = [[self.h.addBinary() for _ in LATE] for _ in range(self.groups)]
+        self.tardy = [self.h.addVariable(0.0, math.inf) for _ in range(self.groups)]
         self.starts = [self.h.addVariable(0.0, self.big) for _ in range(self.groups)]
         self.x: dict[tuple[int, int, int], Any] = {}
         for g in range(self.instances):
@@ -88,11 +97,9 @@ class _Program:
         self._assign()
         for g in range(self.instances):
             self._queue(g)
-        for i in range(self.groups):
-            self._deadline(i)
         self.h.minimize(
             sum(
-                float(n) * (LATE * self.late[i] + TARDY * self.tardy[i] + WAITING * self.starts[i])
+                float(n) * (_missed(self.late[i]) + TARDY * self.tardy[i] + WAITING * self.starts[i])
                 for i, n in enumerate(problem.size)
             )
         )
@@ -147,16 +154,21 @@ class _Program:
             h.addConstr(new_end >= end)
             h.addConstr(new_end >= last + _sum(p.finish[g], here))
             before, variance = variance, variance + _sum(p.variance[g], here)
-            self._starts(g, here, first + self._margin(g, before), last + self._margin(g, variance), last)
+            for i, x in here.items():
+                h.addConstr(self.starts[i] >= last - 2 * big * (1 - x))
+                for level in range(len(LATE)):
+                    margins = self._margin(g, before, level), self._margin(g, variance, level)
+                    self._late(i, level, x, first + margins[0], float(p.first[level, g, i]))
+                    self._late(i, level, x, last + margins[1], float(p.last[level, g, i]))
             base, end, ahead = new_base, new_end, new_ahead + share
 
-    def _margin(self, g: int, variance: Any) -> Any:
+    def _margin(self, g: int, variance: Any, level: int) -> Any:
         """Return z standard deviations as the tangent of the root, at the variance of half the queue."""
         p = self.p
-        middle = float(np.where(self.able[g], p.variance[g], 0.0).sum()) / 2
-        if middle == 0 or p.z == 0:
+        middle, z = float(np.where(self.able[g], p.variance[g], 0.0).sum()) / 2, float(p.z[level])
+        if middle == 0 or z == 0:
             return 0.0
-        return (p.z / (2 * math.sqrt(middle))) * variance + p.z * math.sqrt(middle) / 2
+        return (z / (2 * math.sqrt(middle))) * variance + z * math.sqrt(middle) / 2
 
     def _swapped(self, g: int, j: int, here: dict[int, Any]) -> Any:
         """Return t[g, j] of equation 9: 1 unless this group has the model of the one before."""
@@ -171,22 +183,15 @@ class _Program:
                 self.h.addConstr(t >= mine - before)
         return t
 
-    def _starts(self, g: int, here: dict[int, Any], first: Any, last: Any, start: Any) -> None:
-        """Equation 11: lateness of whichever group is at a position."""
-        p, h, big = self.p, self.h, 2 * self.big
-        for i, x in here.items():
-            h.addConstr(self.starts[i] >= start - big * (1 - x))
-            for when, latest in ((first, p.first[g, i]), (last, p.last[g, i])):
-                if math.isfinite(latest):
-                    # A latest start in the past adds to the lateness, so the big M must cover it, too.
-                    more = big + abs(float(latest))
-                    h.addConstr(self.tardy[i] >= when - float(latest) - more * (1 - x))
-
-    def _deadline(self, i: int) -> None:
-        """Equation 12, made soft: a group is late or it is not."""
-        worst = float(np.max(np.abs(self.p.first[:, i]), where=np.isfinite(self.p.first[:, i]), initial=0.0))
-        self.h.changeColBounds(self.tardy[i].index, 0.0, 2 * self.big + worst)
-        self.h.addConstr(self.tardy[i] <= (2 * self.big + worst) * self.late[i])
+    def _late(self, i: int, level: int, x: Any, when: Any, latest: float) -> None:
+        """Equations 11 and 12, made soft, for a group that may be at this position."""
+        if not math.isfinite(latest):
+            return
+        # A latest start in the past adds to the lateness, so the big M must cover it, too.
+        big = 3 * self.big + abs(latest)
+        self.h.addConstr(when - latest <= big * self.late[i][level] + big * (1 - x))
+        if level == 0:
+            self.h.addConstr(self.tardy[i] >= when - latest - big * (1 - x))
 
     def begin_at(self, order: QueueOrder) -> None:
         """Give HiGHS a place to begin at (its binaries; the rest follows)."""

@@ -94,7 +94,7 @@ def full() -> Plan:
             Experiment("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
             Experiment("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),
             Experiment(
-                "queue", tuple(replace(queued, queued=n) for n in (0, 300, 1000, 3000, 10_000)), SINGLE[:5]
+                "queue", tuple(replace(queued, queued=n) for n in (0, 1000, 10_000)), SINGLE[:5]
             ),
             Experiment("slo", tuple(replace(multi, slo_scale=s) for s in _SCALES), MULTI),
             Experiment("fleet", (_fleet(120.0, "W_A on a fleet"),), ROUTED),
@@ -113,8 +113,8 @@ def quick() -> Plan:
     )  # fmt: skip
 
 
-_SHARES = (0.05, 0.2, 0.5, 0.8, 1.0)
-_SCALES = (1.0, 3.0, 5.0, 8.0, 11.0)
+_SHARES = (0.05, 0.2, 0.5, 1.0)
+_SCALES = (1.0, 3.0, 11.0)
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:

@@ -77,8 +77,7 @@ class _Bounded(Packer):
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         step = self.packer.pack(jobs, kv_budget, now)
-        fits = self.engine.fitting(step.save)
-        if fits == step.save.size:
+        if not step.save.size or (fits := self.engine.fitting(step.save)) == step.save.size:
             return step
         lost = np.concatenate([step.evict, step.save[fits:]])
         return replace(step, evict=lost, save=step.save[:fits])
