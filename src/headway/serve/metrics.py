@@ -43,6 +43,13 @@ class Metrics:
         self.evictions = Gauge(
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
+        self._add_swaps(r)
+        self._by_class: dict[tuple[str, str], list[int]] = {}
+        self._counted = _Counted()
+        r.register(self._counted)
+
+    def _add_swaps(self, r: CollectorRegistry) -> None:
+        """Add the metrics of models, their swaps, and what goes back to the queue."""
         self._swaps = Counter(
             "headway_model_swaps", "Model swaps ended, by way and outcome.",
             ["instance", "model", "kind", "outcome"], registry=r,
@@ -62,9 +69,6 @@ class Metrics:
             registry=r,
         )
         self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
-        self._by_class: dict[tuple[str, str], list[int]] = {}
-        self._counted = _Counted()
-        r.register(self._counted)
 
     def counted(self, instance: str, counters: Mapping[str, float]) -> None:
         """Store the totals of an instance's scheduler since it started (`hook.py`, `scheduler_stats.py`)."""
