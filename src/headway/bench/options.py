@@ -86,7 +86,7 @@ FleetQuick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="About a minute, most of it to start two engines: one system (qlm), 10 s of arrivals, two models "
-        "of one shape; leaves out the model that needs a restart of vLLM.",
+        help="About a minute, most of it to start two engines: one system (qlm), 10 s of arrivals, two "
+        "models of one shape; leaves out the model that needs a restart of vLLM.",
     ),
 ]
