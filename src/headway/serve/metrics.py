@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -61,6 +61,8 @@ class Metrics:
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._counted = _Counted()
         r.register(self._counted)
+        self._planned = _Planned()
+        r.register(self._planned)
 
     def counted(self, instance: str, counters: Mapping[str, float]) -> None:
         """Store the totals of an instance's scheduler since it started (`hook.py`, `scheduler_stats.py`)."""
@@ -86,6 +88,10 @@ class Metrics:
             self._models.labels(instance, model).set(1)
         for model, count in queued.items():
             self._queued_by_model.labels(model).set(count)
+
+    def planned(self, gauges: Mapping[str, float]) -> None:
+        """Store what the planner sees at the moment (`Planner.gauges`)."""
+        self._planned.gauges = gauges
 
     def dropped(self, reason: str) -> None:
         """Count a refusal."""
@@ -142,6 +148,19 @@ class _Counted(Collector):
                 )
                 families.setdefault(name, fresh).add_metric([instance], value)
         return list(families.values())
+
+
+class _Planned(Collector):
+    """What the planner sees, as `headway_plan_NAME`."""
+
+    def __init__(self) -> None:
+        self.gauges: Mapping[str, float] = {}
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        return [
+            GaugeMetricFamily(f"headway_plan_{name}", f"The planner's {name}.", value=value)
+            for name, value in self.gauges.items()
+        ]
 
 
 class _Relabelled(Collector):
