@@ -171,6 +171,7 @@ def test_an_engine_that_dies_before_the_first_byte(serve: Serve, mortal: Fake) -
         assert events(streamed)[-1] == "[DONE]"
         assert mortal.last()["asked"] == 2, "each was run again once"
         assert [state for state, _ in until(lambda: closed(gateway))] == ["done", "done"]
+        assert gateway.metric('headway_requeue_seconds_count{reason="engine_gone"}') == 2
 
 
 def test_requests_for_an_engine_that_is_gone_wait_for_it(serve: Serve, mortal: Fake) -> None:

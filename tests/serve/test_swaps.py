@@ -95,6 +95,8 @@ def test_what_has_not_sent_a_byte_goes_back_and_is_answered_later(start: Any, ev
         assert all('"model":"a"' in one.result().text for one in held)
         assert [request.attempts for request in requests] == [0, 0], "a swap is not the death of an engine"
         assert {state for state, _ in gateway.jobs().values()} == {"done"}
+        assert gateway.metric('headway_requeue_seconds_count{reason="model_swap"}') == 2
+        assert gateway.metric('headway_requeue_seconds_sum{reason="model_swap"}') > 0
 
 
 def test_a_stream_that_has_begun_ends_before_the_swap(start: Any, events: list[Event]) -> None:

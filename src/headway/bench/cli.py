@@ -13,72 +13,39 @@ import numpy as np
 import typer
 
 from headway.bench.load import mix as mixes
+from headway.bench.options import (
+    Burstiness,
+    Duration,
+    Endpoint,
+    FleetQuick,
+    FleetRate,
+    HostKv,
+    Json,
+    Kill,
+    KvBlocks,
+    Limit,
+    Load,
+    MaxRunning,
+    MixName,
+    Model,
+    Out,
+    Quick,
+    Rate,
+    Rounds,
+    Seed,
+    ServerUrl,
+    Slos,
+    Swapping,
+    Systems,
+    Tail,
+    Tight,
+    Together,
+    Trace,
+)
 from headway.bench.output.results import About, Pictures, deliver
 from headway.errors import ConfigError
 
 bench_app = typer.Typer(help="Benchmarks: SLO attainment, latency, overhead and cost.", no_args_is_help=True)
-
-Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Seed = Annotated[int, typer.Option(help="Seed of the workload.")]
-Out = Annotated[
-    Path | None, typer.Option(help="Directory for plots (PNG), report.json, report.html and report.md.")
-]
-MixName = Annotated[
-    str,
-    typer.Option(
-        "--mix", help="Traffic mix: chat-batch, deadlines, or a TOML file with one table per class."
-    ),
-]
-Slos = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--slo", help='SLO of a class in ms, as in "chat ttft:1500 tpot:150" (metrics: ttft, tpot, e2el).'
-    ),
-]
-Rate = Annotated[float | None, typer.Option(min=0.001, help="Request rate (requests/s).")]
-Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals, per round or replay.")]
-Model = Annotated[str, typer.Option(help="Model name, directory or hub id.")]
-MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit of every engine (vLLM's --max-num-seqs).")]
-
-
-ServerUrl = Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")]
-Burstiness = Annotated[
-    float, typer.Option(min=0.01, help="Burstiness of the arrivals: 1 = Poisson, lower is burstier.")
-]
-Trace = Annotated[str | None, typer.Option(help="Take arrival times from a trace (Azure, Mooncake).")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N arrivals of the trace.")]
-Endpoint = Annotated[str, typer.Option(help="API to use: chat or completions.")]
-Systems = Annotated[
-    str | None,
-    typer.Option(
-        help="Comma-separated: vllm-fcfs, vllm-priority (stock vLLM) and recipes. Default: both with edf, "
-        "slack and headway; with --tight, both with slack, bros, ecoserve and headway.",
-    ),
-]
-Load = Annotated[
-    float,
-    typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate)."),
-]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
-Together = Annotated[
-    bool,
-    typer.Option(
-        "--together", help="Keep all systems running at once: fewer starts, memory for all engines."
-    ),
-]
-Tight = Annotated[
-    bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")
-]
-KvBlocks = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-blocks", "--blocks", min=1, help="KV blocks of every engine (vLLM's --num-gpu-blocks-override)."
-    ),
-]
-HostKv = Annotated[
-    float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")
-]
 
 
 @bench_app.command()
@@ -287,6 +254,38 @@ def beside(
 
 
 @bench_app.command()
+def fleet(
+    systems: Swapping = None,
+    model: Model = "smollm2",
+    slo: Slos = None,
+    rate: FleetRate = 1.2,
+    tail: Tail = 0.06,
+    burstiness: Burstiness = 1.0,
+    duration: Duration = 600.0,
+    max_running: MaxRunning = 8,
+    kill: Kill = False,
+    quick: FleetQuick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Serve three models on two real vLLM instances (a core each) that swap them, one recipe after the other.
+
+    Two models have one shape and are loaded in place; the third, rare one needs a restart. Variants of the
+    model are made once, in Headway's cache directory (models/variants).
+    """
+    from headway.bench.live import fleet as live
+    from headway.bench.live.fleet_report import main
+
+    mix = _with_slos(live.MIX, slo)
+    names = live.standard() if systems is None else _names(systems)
+    trial = live.Trial(
+        live.make_models(model), names, mix, rate, tail, burstiness, duration, max_running, kill, seed
+    )
+    main(trial, quick=quick, as_json=as_json, out=out)
+
+
+@bench_app.command()
 def papers(
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve or qlm.")],
     quick: Quick = False,
@@ -333,7 +332,10 @@ def _kv_size(engine: Any) -> str:
 
 
 def _mix(name: str, slos: list[str] | None) -> mixes.Mix:
-    mix = mixes.load(name)
+    return _with_slos(mixes.load(name), slos)
+
+
+def _with_slos(mix: mixes.Mix, slos: list[str] | None) -> mixes.Mix:
     for text in slos or ():
         mix = mixes.override(mix, text)
     return mix

@@ -100,10 +100,15 @@ def fetch(out: Path | None = None, *, force: bool = False, check: bool = True, v
 def _target(out: Path | None) -> Path:
     if out is not None:
         return out.expanduser().absolute()
+    return cache_dir() / NAME
+
+
+def cache_dir() -> Path:
+    """Return where models are that Headway has made: ``models`` in ``$HEADWAY_CACHE`` or the user's cache."""
     cache = os.environ.get("HEADWAY_CACHE")
     if not cache:
         cache = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "headway")
-    return Path(cache).expanduser().absolute() / "models" / NAME
+    return Path(cache).expanduser().absolute() / "models"
 
 
 # --- is it there, and whole? ---

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -21,7 +22,7 @@ from headway.serve.metrics import Metrics
 from headway.serve.overdue import OverdueWatch
 from headway.serve.planning import Planning
 from headway.serve.refusals import refusal
-from headway.serve.requests import InFlightRequest
+from headway.serve.requests import InFlightRequest, ReturnReason
 from headway.serve.swaps import ModelSwaps
 from headway.types import Command, Reject, Rerank, Send, Swap, Warm
 
@@ -86,9 +87,9 @@ class Dispatcher:
         if unavailable is not None:  # given up while the request was stored, or before it was recovered
             in_flight.refuse(unavailable)
 
-    def requeue(self, in_flight: InFlightRequest) -> None:
+    def requeue(self, in_flight: InFlightRequest, reason: ReturnReason) -> None:
         """Queue a request again whose engine died, or began to load another model, before it answered."""
-        in_flight.await_engine_again()
+        in_flight.await_engine_again(reason)
         self.dispatch(Returned(in_flight.id))
 
     def remove(self, in_flight: InFlightRequest, event: Event) -> None:
@@ -125,6 +126,10 @@ class Dispatcher:
         in_flight.rank = send.rank
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])
+        if in_flight.returned is not None:
+            since, reason = in_flight.returned
+            self._metrics.requeued(reason, time.monotonic() - since)
+            in_flight.returned = None
 
     def _rerank(self, rerank: Rerank) -> None:
         for id, rank in rerank.ranks.items():

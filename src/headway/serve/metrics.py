@@ -43,6 +43,15 @@ class Metrics:
         self.evictions = Gauge(
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
+        self._add_swaps(r)
+        self._by_class: dict[tuple[str, str], list[int]] = {}
+        self._counted = _Counted()
+        r.register(self._counted)
+        self._planned = _Planned()
+        r.register(self._planned)
+
+    def _add_swaps(self, r: CollectorRegistry) -> None:
+        """Add the metrics of models, their swaps, and what goes back to the queue."""
         self._swaps = Counter(
             "headway_model_swaps", "Model swaps ended, by way and outcome.",
             ["instance", "model", "kind", "outcome"], registry=r,
@@ -51,6 +60,10 @@ class Metrics:
             "headway_model_swap_seconds", "Loads of swaps, by way and where the weights were.",
             ["instance", "model", "kind", "weights"], buckets=_SWAP, registry=r,
         )  # fmt: skip
+        self._requeue = Histogram(
+            "headway_requeue_seconds", "From a return to the queue, by reason, until it is sent again.",
+            ["reason"], buckets=_SWAP, registry=r,
+        )  # fmt: skip
         self._models = Gauge(
             "headway_engine_model",
             "1 for the model that an instance serves.",
@@ -58,11 +71,6 @@ class Metrics:
             registry=r,
         )
         self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
-        self._by_class: dict[tuple[str, str], list[int]] = {}
-        self._counted = _Counted()
-        r.register(self._counted)
-        self._planned = _Planned()
-        r.register(self._planned)
 
     def counted(self, instance: str, counters: Mapping[str, float]) -> None:
         """Store the totals of an instance's scheduler since it started (`hook.py`, `scheduler_stats.py`)."""
@@ -80,6 +88,10 @@ class Metrics:
             weights = "warm" if report.warm else "cold"
             labels = self._swap_seconds.labels(instance, report.model, report.way, weights)
             labels.observe(report.seconds)
+
+    def requeued(self, reason: str, seconds: float) -> None:
+        """Count a request that went back to the queue from an engine, when it is sent again."""
+        self._requeue.labels(reason).observe(seconds)
 
     def models(self, serving: Mapping[str, str], queued: Mapping[str, int]) -> None:
         """Set what each instance that is up serves (instance -> model), and how many wait for each model."""

@@ -98,7 +98,7 @@ class RequestPath:
                     raise TakenBack
                 response = await self._open_unless_refused(engine, in_flight)
             except TakenBack:
-                self._dispatcher.requeue(in_flight)
+                self._dispatcher.requeue(in_flight, "model_swap")
             except EngineGone:
                 if not await engine.lives():
                     engine.lost()
@@ -106,7 +106,7 @@ class RequestPath:
                 in_flight.raise_if_refused()
                 if attempts >= self._limits.max_attempts:
                     raise
-                self._dispatcher.requeue(in_flight)
+                self._dispatcher.requeue(in_flight, "engine_gone")
             else:
                 in_flight.first_token = time.time()
                 self._dispatcher.dispatch(Started(in_flight.id))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from pydantic import TypeAdapter
@@ -27,6 +28,7 @@ class TakenBack(Exception):
     """The engine of a request begins to load another model."""
 
 
+ReturnReason = Literal["engine_gone", "model_swap"]
 ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 
@@ -47,6 +49,7 @@ class InFlightRequest:
     opening: the task that waits for the engine's first byte, of a request that may be refused or taken back
         meanwhile.
     taken_back: its engine loads another model, so it is queued again.
+    returned: when (monotonic) and why it came back to the queue; None = it has not, or was sent again.
     waited: what it had to wait for when it was queued, as told in a header of its response; None = nothing.
     refusal: what its client is told instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine.
@@ -62,6 +65,7 @@ class InFlightRequest:
     engine_future: asyncio.Future[VllmEngine] = field(default_factory=_new_future)
     opening: asyncio.Task[EngineResponse] | None = None
     taken_back: bool = False
+    returned: tuple[float, ReturnReason] | None = None
     waited: str | None = None
     refusal: HeadwayError | None = None
     rank: float = 0.0
@@ -117,9 +121,10 @@ class InFlightRequest:
         if self.refusal is not None:
             raise self.refusal
 
-    def await_engine_again(self) -> None:
+    def await_engine_again(self, reason: ReturnReason) -> None:
         """Replace the engine future: the engine that it named has died, or serves another model."""
         self.engine_future, self.taken_back = _new_future(), False
+        self.returned = time.monotonic(), reason
 
     def body(self, metadata: dict[str, str | float]) -> bytes:
         """Return the body for the engine: the client's, with metadata for the scheduler."""

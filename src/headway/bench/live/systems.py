@@ -72,11 +72,21 @@ async def running(name: str, engine: Engine, logs: Path, classes: Iterable[str])
     port = free_port()
     started = _stock if name in STOCK else partial(_headway, classes=classes)
     child = started(name, engine, port, logs)
+    url = f"http://127.0.0.1:{port}"
+    async with answering(name, child, f"{url}/health" if name in STOCK else f"{url}/ready"):
+        yield url
+
+
+@asynccontextmanager
+async def answering(name: str, child: Child, url: str) -> AsyncIterator[None]:
+    """Start a server, wait until a GET of `url` is answered with 200, and stop its processes in the end.
+
+    Raises EngineError, with the last lines of the log, when it does not start.
+    """
     child.start()
     try:
-        url = f"http://127.0.0.1:{port}"
-        await _ready(name, child, f"{url}/health" if name in STOCK else f"{url}/ready")
-        yield url
+        await _ready(name, child, url)
+        yield
     finally:
         await asyncio.to_thread(child.stop, 15.0)
 
@@ -87,19 +97,24 @@ def _stock(name: str, engine: Engine, port: int, logs: Path) -> Child:
 
 
 def _headway(name: str, engine: Engine, port: int, logs: Path, classes: Iterable[str]) -> Child:
-    """Return a gateway with sqlite and one engine; requests bring their own SLOs."""
+    """Return a gateway with one engine."""
+    return gateway(name, (_usable(name, engine),), port, logs, classes)
+
+
+def gateway(name: str, engines: tuple[Engine, ...], port: int, logs: Path, classes: Iterable[str]) -> Child:
+    """Return a gateway with sqlite in front of these engines; requests bring their own SLOs."""
     folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
     config = Config(
         recipe=name,
         server=Server(port=port, max_queued=100_000),
-        engines=(_usable(name, engine),),
+        engines=engines,
         broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"))),
         classes={name: Tier() for name in ("default", *classes)},
     )
     file = folder / "headway.toml"
     file.write_text(write(config))
     argv = [sys.executable, "-m", "headway.cli", "serve", "--config", str(file), "--logs", str(folder)]
-    return Child(argv, environment(engine), logs / f"{name.replace(':', '-')}.log")
+    return Child(argv, environment(engines[0]), logs / f"{name.replace(':', '-')}.log")
 
 
 async def _ready(name: str, child: Child, url: str) -> None:

@@ -45,6 +45,7 @@ async def run(
     send_priority: bool = True,
     progress: bool = True,
     patience: float = 3600.0,
+    stream: bool = True,
 ) -> list[Record]:
     """Send every call at its time (seconds from now) to `url`; return the records by planned arrival.
 
@@ -53,6 +54,7 @@ async def run(
         priority)
     progress: show a bar on stderr
     patience: seconds that one call may take
+    stream: ask for streams; without, an answer comes as a whole
 
     Refusals, 5xx, disconnects and timeouts are recorded, never raised. When cancelled (Ctrl-C) it returns the
     calls sent so far, open ones as "cancelled".
@@ -60,7 +62,7 @@ async def run(
     loop = asyncio.get_running_loop()
     _allow_files(len(calls) + _SPARE_FILES)
     tally = Tally()
-    shots = [Shot(call, _body(model, call, endpoint, send_priority), tally) for call in calls]
+    shots = [Shot(call, _body(model, call, endpoint, send_priority, stream), tally) for call in calls]
     shots.sort(key=lambda shot: shot.call.at)
     with _bar(len(calls), tally) if progress else nullcontext():
         try:
@@ -128,7 +130,9 @@ async def _send(session: aiohttp.ClientSession, url: str, shot: Shot, start: flo
     try:
         async with session.post(url, data=shot.body, headers=_headers(shot.call)) as answer:
             shot.status, shot.id = answer.status, answer.headers.get("x-request-id")
-            if answer.status == 200:
+            if answer.status == 200 and answer.content_type == "application/json":
+                shot.whole(await answer.read(), clock() - start)
+            elif answer.status == 200:
                 await listen(answer, shot, clock, start)
             else:
                 shot.error = _refusal(answer.status, await answer.content.read(4096))
@@ -172,11 +176,12 @@ def _headers(call: Call) -> dict[str, str]:
     return headers
 
 
-def _body(model: str, call: Call, endpoint: Endpoint, send_priority: bool) -> bytes:
+def _body(model: str, call: Call, endpoint: Endpoint, send_priority: bool, stream: bool) -> bytes:
     body: dict[str, Any] = {
-        "model": model, "max_tokens": call.max_tokens, "temperature": 0, "stream": True,
-        "stream_options": {"include_usage": True},
+        "model": call.model or model, "max_tokens": call.max_tokens, "temperature": 0, "stream": stream,
     }  # fmt: skip
+    if stream:
+        body["stream_options"] = {"include_usage": True}
     if endpoint == "chat":
         body["messages"] = [{"role": "user", "content": call.prompt}]
     else:
@@ -267,6 +272,10 @@ class Shot:
         for choice in event.get("choices") or ():
             self._token(choice, now)
 
+    def whole(self, body: bytes, now: float) -> None:
+        """Read an answer that was not streamed."""
+        self.usage, self.first, self.latest, self.closed = json.loads(body).get("usage"), now, now, True
+
     def _token(self, choice: dict[str, Any], now: float) -> None:
         """Count a chunk as a token; the first visible text is the first token, a role alone is not.
 
@@ -308,6 +317,7 @@ class Shot:
             output_tokens=self.chunks if output_tokens is None else int(output_tokens),
             itl=np.array(self.gaps, np.float32), status=self.status, error=self.error, slo=self.call.slo,
             counted=output_tokens is None and self.error is None, id=self.id,
+            model=self.call.model,
         )  # fmt: skip
 
 

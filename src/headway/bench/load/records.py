@@ -20,6 +20,7 @@ class Call:
 
     tier: class of the request
     priority: lower is more urgent, as in vLLM
+    model: that it asks for, None = the one of the run
     """
 
     at: float
@@ -29,6 +30,7 @@ class Call:
     ignore_eos: bool = False
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,13 +38,14 @@ class Record:
     """One request as the client measured it; times are seconds after the start of the run.
 
     at: planned arrival, from which ttft and e2el count, so that a late sender hides no queueing
-    first: first visible token
+    first: first visible token; of an answer that is not streamed, its arrival
     last: end of the response, or of the attempt
     itl: seconds between visible chunks
     status: HTTP status, None = no response
     error: None = completed; the text up to the first colon is the kind of failure
     counted: the endpoint reported no usage; output_tokens counts chunks and prompt_tokens is 0
     id: x-request-id of the response, None without one
+    model: as in `Call`
     """
 
     tier: str
@@ -58,6 +61,7 @@ class Record:
     slo: Slo
     counted: bool = False
     id: str | None = None
+    model: str | None = None
 
     @property
     def ok(self) -> bool:

@@ -203,9 +203,9 @@ class VllmEngine(EngineConnection):
             self.models.postpone(model)
             await self._serve(InstanceUp)
             return
+        began = time.monotonic()  # the engine is empty from here on
         way = await asyncio.to_thread(self.models.way, model)
         warm = await asyncio.to_thread(self.models.is_warm, model)
-        began = time.monotonic()
         try:
             await self._load(model, way)
         except EngineError as error:

@@ -1,0 +1,92 @@
+"""The options that several commands of `headway bench` take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Seed = Annotated[int, typer.Option(help="Seed of the workload.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Directory for plots (PNG), report.json, report.html and report.md.")
+]
+MixName = Annotated[
+    str,
+    typer.Option(
+        "--mix", help="Traffic mix: chat-batch, deadlines, or a TOML file with one table per class."
+    ),
+]
+Slos = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slo", help='SLO of a class in ms, as in "chat ttft:1500 tpot:150" (metrics: ttft, tpot, e2el).'
+    ),
+]
+Rate = Annotated[float | None, typer.Option(min=0.001, help="Request rate (requests/s).")]
+Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals, per round or replay.")]
+Model = Annotated[str, typer.Option(help="Model name, directory or hub id.")]
+MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit of every engine (vLLM's --max-num-seqs).")]
+ServerUrl = Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")]
+Burstiness = Annotated[
+    float, typer.Option(min=0.01, help="Burstiness of the arrivals: 1 = Poisson, lower is burstier.")
+]
+Trace = Annotated[str | None, typer.Option(help="Take arrival times from a trace (Azure, Mooncake).")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N arrivals of the trace.")]
+Endpoint = Annotated[str, typer.Option(help="API to use: chat or completions.")]
+Systems = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated: vllm-fcfs, vllm-priority (stock vLLM) and recipes. Default: both with edf, "
+        "slack and headway; with --tight, both with slack, bros, ecoserve and headway.",
+    ),
+]
+Load = Annotated[
+    float,
+    typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate)."),
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
+Together = Annotated[
+    bool,
+    typer.Option(
+        "--together", help="Keep all systems running at once: fewer starts, memory for all engines."
+    ),
+]
+Tight = Annotated[
+    bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")
+]
+KvBlocks = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-blocks", "--blocks", min=1, help="KV blocks of every engine (vLLM's --num-gpu-blocks-override)."
+    ),
+]
+HostKv = Annotated[
+    float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")
+]
+
+# ---- of `headway bench fleet`
+
+Swapping = Annotated[
+    str | None,
+    typer.Option(
+        "--systems",
+        help="Comma-separated recipes that swap models. Default: vllm-model-swap, edf-model-swap, shepherd, "
+        "qlm, and headway if it swaps.",
+    ),
+]
+FleetRate = Annotated[float, typer.Option("--rate", min=0.001, help="Requests/s, of all models.")]
+Tail = Annotated[
+    float, typer.Option(min=0, max=1, help="Share of the requests that asks for the rare model.")
+]
+Kill = Annotated[bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")]
+FleetQuick = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="About a minute, most of it to start two engines: one system (qlm), 10 s of arrivals, two "
+        "models of one shape; leaves out the model that needs a restart of vLLM.",
+    ),
+]

@@ -1,0 +1,194 @@
+"""`headway bench fleet` on gateways of this process, whose engines are FAKE child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.bench.live import fleet
+from headway.bench.live.fleet import Run, Served, State, Trial, Watched, total
+from headway.bench.live.fleet_report import main, rows_of
+from headway.bench.load import mix
+from headway.config import Broker, Config, Model, Server, Sqlite, Tier
+from headway.errors import ConfigError
+from headway.types import Slo
+from tests.serve.gateway import serving
+from tests.serve.swapping import make_model, use_fake_engines
+
+MIX = mix.Mix(
+    "m",
+    (
+        mix.Tier("fast", 0.5, Slo(e2e=8.0), prompt_tokens=(5, 50)),
+        mix.Tier("batch", 0.5, Slo(e2e=60.0), prompt_tokens=(5, 50)),
+    ),
+)
+FIGURES = {
+    "attainment", "e2el.p99", "throughput.req_per_s", "swaps", "swap.seconds", "swaps.failed",
+    "swaps.taken_back", "lost", "answered_twice",
+}  # fmt: skip
+KILLED = {"replanned", "replanned.seconds", "back.seconds"}
+
+
+@pytest.fixture
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+    """Return a trial whose systems are gateways of this process."""
+    use_fake_engines(monkeypatch)
+    models = tuple(
+        Model(str(make_model(tmp_path, name, layers=layers)), name)
+        for name, layers in (("a", 1), ("b", 1), ("c", 2))
+    )
+
+    @asynccontextmanager
+    async def running(name: str, trial: Trial, logs: Path) -> AsyncIterator[Served]:
+        engines = trial.engines()
+        queue = Broker(sqlite=Sqlite(str(logs / f"{name}.sqlite"), "normal"))
+        classes = {"default": Tier()} | dict.fromkeys(trial.mix.names, Tier())
+        with serving(Config(name, Server(port=8000), engines, queue, classes=classes)) as gateway:
+            ports = {id: str(one.port) for id, one in zip(fleet.INSTANCES, engines, strict=True)}
+            served = Served(gateway.url, os.getpid(), ports)
+            await served.up()
+            yield served
+
+    monkeypatch.setattr(fleet, "running", running)
+    monkeypatch.setattr(fleet, "check", lambda _: None)
+    return Trial(models, ("qlm", "vllm-model-swap"), MIX, rate=20.0, tail=0.2, duration=1.0)
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], float | None]:
+    result = json.loads(capsys.readouterr().out)
+    assert (result["bench"], result["host"]) == ("fleet", "vllm")
+    return {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
+
+
+def test_every_system_gets_the_same_calls_for_all_models(
+    trial: Trial, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    main(trial, quick=False, as_json=True, out=tmp_path / "out")
+    rows = printed(capsys)
+    end = f", {trial.variant}"
+    assert end == ", 20 req/s, 20% tail, 1 s"
+    for name in trial.systems:
+        assert {id for id, system, _ in rows if system == name} == FIGURES
+        assert rows["lost", name, f"all{end}"] == rows["answered_twice", name, f"all{end}"] == 0
+        settings = {setting for id, system, setting in rows if (id, system) == ("attainment", name)}
+        assert settings == {f"{one}{end}" for one in ("fast", "batch", "all", "a", "b", "c")}
+        restarts = rows["swaps", name, f"restart{end}"]
+        assert restarts is not None
+        assert restarts >= 1, "c has another shape"
+        assert (rows["swap.seconds", name, f"restart{end}"] or 0) > 0
+    assert (tmp_path / "out" / "models.png").stat().st_size > 1000
+    assert (tmp_path / "out" / "attainment.png").exists()
+
+
+def test_nothing_is_lost_when_an_engine_is_killed(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    main(replace(trial, systems=("qlm",), kill=True), quick=False, as_json=True, out=None)
+    rows = {id: ours for (id, _, setting), ours in printed(capsys).items() if setting.startswith("all")}
+    assert set(rows) == FIGURES | KILLED
+    assert rows["lost"] == rows["answered_twice"] == 0
+    assert (rows["back.seconds"] or 0) > 0
+
+
+def test_a_quick_run_has_no_model_of_another_shape(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    main(replace(trial, systems=("edf-model-swap", "qlm")), quick=True, as_json=True, out=None)
+    rows = printed(capsys)
+    assert {system for _, system, _ in rows} == {"qlm"}
+    assert {setting.partition(",")[0] for _, _, setting in rows} == {
+        "fast", "batch", "all", "a", "b", "in_place", "restart",
+    }  # fmt: skip
+    assert next(ours for (id, _, setting), ours in rows.items() if (id, setting[:3]) == ("swaps", "res")) == 0
+
+
+def test_calls_are_the_same_for_a_seed_and_ask_for_models_by_their_shares(trial: Trial) -> None:
+    long = replace(trial, duration=100.0, tail=0.1)
+    calls = long.calls()
+    assert calls == long.calls()
+    assert calls != replace(long, seed=1).calls()
+    share = {name: sum(call.model == name for call in calls) / len(calls) for name in "abc"}
+    assert share == pytest.approx({"a": 0.45, "b": 0.45, "c": 0.1}, abs=0.04)
+
+
+def test_engines_serve_the_frequent_models_first(trial: Trial) -> None:
+    first, second = trial.engines()
+    assert (first.name, second.name) == ("a", "b")
+    assert set(first.served) == set(second.served) == {"a", "b", "c"}
+    assert first.port != second.port
+    alone = replace(trial, models=trial.models[:2]).engines()
+    assert [engine.name for engine in alone] == ["a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("systems", "hint"),
+    [(("vllm",), "shepherd"), (("edf", "qlm"), "qlm"), ((), "Name some"), (("qml",), "qlm")],
+)
+def test_recipes_that_do_not_swap_are_refused(systems: tuple[str, ...], hint: str) -> None:
+    models = (Model("a"), Model("b"), Model("c"))
+    with pytest.raises(ConfigError) as caught:
+        fleet.check(Trial(models, systems))
+    assert hint in caught.value.hint
+
+
+def test_standard_systems_swap() -> None:
+    assert set(fleet.standard()) <= set(fleet.swapping())
+
+
+def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[str, str], float | None]:
+    return {(row.id, row.setting): row.ours for row in rows_of("s", Run([], counts, watched))}
+
+
+def test_figures_from_counters() -> None:
+    swaps, loads, requeued = (
+        "headway_model_swaps_total", "headway_model_swap_seconds", "headway_requeue_seconds",
+    )  # fmt: skip
+    counts: dict[tuple[str, ...], float] = {
+        (swaps, "e0", "in_place", "a", "loaded"): 3,
+        (swaps, "e1", "restart", "c", "loaded"): 1,
+        (swaps, "e1", "restart", "c", "failed"): 2,
+        (f"{loads}_count", "e0", "in_place", "a", "warm"): 3,
+        (f"{loads}_sum", "e0", "in_place", "a", "warm"): 6,
+        (f"{loads}_count", "e1", "restart", "c", "cold"): 1,
+        (f"{loads}_sum", "e1", "restart", "c", "cold"): 30,
+        (fleet.FINISHED, "fast", "a", "finished"): 2,
+        (f"{requeued}_count", "engine_gone"): 4,
+        (f"{requeued}_sum", "engine_gone"): 2,
+    }
+    assert total(counts, swaps, "loaded") == 4
+    found = run(counts, Watched())
+    assert [found["swaps", way] for way in ("in_place", "restart", "all")] == [3, 1, 4]
+    assert [found["swap.seconds", way] for way in ("in_place", "restart", "all")] == [2, 30, 9]
+    assert found["swaps.failed", "all"] == 2
+    assert found["answered_twice", "all"] == 2, "no client got them"
+    assert ("replanned", "all") not in found
+    states = [(0.0, State("a")), (7.0, State(None)), (30.0, State("a"))]
+    found = run(counts, Watched({"e0": states}, (6.5, "e0")))
+    assert (found["replanned", "all"], found["replanned.seconds", "all"]) == (4, 0.5)
+    assert found["back.seconds", "all"] == 23.5
+
+
+def test_states_are_noted_when_they_change() -> None:
+    watched = Watched()
+    for now, state in ((0.0, State("a")), (1.0, State("a")), (2.0, State(None, "b")), (3.0, State("b"))):
+        watched.note(now, {"e0": state})
+    assert [at for at, _ in watched.states["e0"]] == [0.0, 2.0, 3.0]
+    assert watched.back is None
+
+
+def test_variants_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def vary(source: str, out: Path, **options: Any) -> None:
+        out.mkdir(parents=True)
+        made.append((source, options.get("layers")))
+
+    monkeypatch.setattr(fleet, "vary", vary)
+    for _ in range(2):
+        models = fleet.make_models("smollm2", tmp_path / "variants")
+        assert [model.name for model in models] == ["smollm2", "smollm2-near", "smollm2-short"]
+    assert made == [("smollm2", None), ("smollm2", 12)]
+    assert all(Path(model.model).is_dir() for model in models)
