@@ -43,6 +43,10 @@ class Planner(Protocol):
         """What it sees at the moment, for reports."""
         return {}
 
+    def prepare(self) -> None:
+        """Compile what it needs; a host calls this before it serves, because compiling takes seconds."""
+        return
+
     def plan(self, cluster: Cluster, now: float) -> Plan: ...
 
     def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,10 +17,11 @@ from headway.core.cluster import Cluster
 from headway.core.controller import Controller
 from headway.events import Arrived, Event, Failed, InstanceDown, InstanceUp
 from headway.forecast.lengths.task import TaskLengths
+from headway.plan.qlm import Qlm
 from headway.recipes.default import DEFAULT
 from headway.serve import tasks
 from headway.serve.planning import Planning
-from headway.types import Command, Instance, Plan, Request, Send
+from headway.types import Command, Instance, Plan, Request, Send, Slo
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
 from tests.serve.test_background import begin, finished
@@ -202,3 +205,29 @@ async def test_a_planner_that_fails_is_logged_and_asked_again(caplog: pytest.Log
         loop.note(Arrived(request("r1")))
         await asyncio.to_thread(until, lambda: len(out) == 2)
     assert out == [Send("r0", "a"), Send("r1", "a")]
+
+
+async def test_a_short_capacity_is_logged_and_measured(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway.serve")
+    planner, out = Qlm(), list[Command]()
+    planner.prepare()  # compiles
+    loop = Planning(Controller(planner, TaskLengths()), out.extend)
+    async with tasks.running(loop.run()):
+        loop.note(InstanceUp(instance("a")))
+        for i in range(40):
+            loop.note(Arrived(replace(request(f"r{i}"), arrival=time.time(), slo=Slo(e2e=0.5))))
+        await asyncio.to_thread(until, lambda: "capacity is short" in caplog.text)
+        assert planner.gauges["short_requests"] > 30
+        for i in range(40):
+            loop.note(Failed(f"r{i}", "cancelled"))
+        await asyncio.to_thread(until, lambda: "suffices again" in caplog.text)
+    assert planner.gauges == {"request_groups": 0, "short_requests": 0, "short_seconds": 0}
+
+
+def test_what_the_planner_sees_is_in_the_metrics(serve: Serve) -> None:
+    with serve(recipe="qlm") as gateway, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(gateway.post, [gateway.chat() for _ in range(24)]))
+        assert [answer.status_code for answer in answers] == [200] * 24
+        page = gateway.get("/metrics").text
+    assert "headway_plan_request_groups 0.0" in page
+    assert "headway_plan_short_requests 0.0" in page

@@ -22,8 +22,10 @@ from headway.plan.queue_order import (
     LEVELS,
     PlanProblem,
     QueueOrder,
+    best_place,
     cost_of,
     greedy,
+    insert,
     order_of,
     outlook_of_all,
     search,
@@ -156,6 +158,21 @@ def improve(situation: Situation, exact: int, time_limit: float) -> QueueOrder |
     if placed and cost > float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - _BETTER_BY:
         return None
     return found
+
+
+def prepare() -> None:
+    """Compile what orders groups, which takes seconds."""
+    one, table = np.ones(1), np.ones((1, 1))
+    levels = np.ones((len(LEVELS), 1, 1))
+    problem = PlanProblem(
+        one, np.zeros(1, np.int64), np.full(1, -1), table, table, table, table, levels, levels, one, one,
+        np.zeros(1, np.int64), one, table, _Z,
+    )  # fmt: skip
+    items, length = order_of([[]], 1)
+    g, at = best_place(problem, items, length, 0)
+    insert(items, length, g, at, 0)
+    outlook_of_all(problem, items, length, np.zeros((3, 1)))
+    search(problem, *greedy(problem), 10, seeded(_SEED))
 
 
 def _running(inside: Occupancy, g: int) -> list[Item]:

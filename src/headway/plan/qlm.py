@@ -68,6 +68,10 @@ class Qlm(Planner):
             "short_seconds": self.shortage.seconds,
         }
 
+    def prepare(self) -> None:
+        """Compile the search."""
+        generator.prepare()
+
     # ---- events
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
@@ -264,6 +268,8 @@ class Qlm(Planner):
 
     def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
         """Return a run of the plan generator if a violation is foreseen or an instance idles in vain."""
+        if not self._groups.groups:
+            self.shortage = Shortage()
         if now < self._next or not self._groups.groups:
             return None
         self._next = now + self.options.period

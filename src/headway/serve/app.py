@@ -301,6 +301,7 @@ async def _gauge(gateway: Gateway) -> None:
     """Bring the gauges up to date; the schedulers inside the engines are asked for their counters."""
     metrics, controller = gateway.metrics, gateway.dispatcher.controller
     metrics.queued.set(controller.queued)
+    metrics.planned(controller.planner.gauges)
     metrics.running.set(len(controller.requests) - controller.queued)
     engines, swaps = gateway.dispatcher.engines, gateway.dispatcher.swaps
     serving = {id: engine.models.current for id, engine in engines.items() if engine.up.is_set()}

@@ -56,6 +56,7 @@ class Dispatcher:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the engines and the planner until the block ends."""
+        await asyncio.to_thread(self.controller.planner.prepare)
         if self._follows_latency:
             await asyncio.to_thread(prepare)
         try:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -47,6 +47,8 @@ class Metrics:
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._counted = _Counted()
         r.register(self._counted)
+        self._planned = _Planned()
+        r.register(self._planned)
 
     def _add_swaps(self, r: CollectorRegistry) -> None:
         """Add the metrics of models, their swaps, and what goes back to the queue."""
@@ -98,6 +100,10 @@ class Metrics:
             self._models.labels(instance, model).set(1)
         for model, count in queued.items():
             self._queued_by_model.labels(model).set(count)
+
+    def planned(self, gauges: Mapping[str, float]) -> None:
+        """Store what the planner sees at the moment (`Planner.gauges`)."""
+        self._planned.gauges = gauges
 
     def dropped(self, reason: str) -> None:
         """Count a refusal."""
@@ -154,6 +160,19 @@ class _Counted(Collector):
                 )
                 families.setdefault(name, fresh).add_metric([instance], value)
         return list(families.values())
+
+
+class _Planned(Collector):
+    """What the planner sees, as `headway_plan_NAME`."""
+
+    def __init__(self) -> None:
+        self.gauges: Mapping[str, float] = {}
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        return [
+            GaugeMetricFamily(f"headway_plan_{name}", f"The planner's {name}.", value=value)
+            for name, value in self.gauges.items()
+        ]
 
 
 class _Relabelled(Collector):

@@ -29,6 +29,7 @@ class Planning:
     def __init__(self, controller: Controller, execute: Execute) -> None:
         self._controller, self._execute = controller, execute
         self._changed = asyncio.Event()
+        self._short = 0.0
 
     def note(self, event: Event) -> None:
         """Tell the controller an event and execute the commands that follow."""
@@ -56,6 +57,18 @@ class Planning:
             result = await _in_thread(work)
             self._execute(self._controller.conclude(result, time.time()))
             self._changed.set()
+        self._warn()
+
+    def _warn(self) -> None:
+        """Log when the planner begins and when it ceases to see that the capacity is short."""
+        gauges = self._controller.planner.gauges
+        short = gauges.get("short_requests", 0.0)
+        if short and not self._short:
+            seconds = gauges.get("short_seconds", 0.0)
+            log.warning("capacity is short: about %d requests will be late, by up to %.1f s", short, seconds)
+        elif self._short and not short:
+            log.info("the capacity suffices again")
+        self._short = short
 
 
 async def _in_thread(work: Callable[[], object]) -> object:
