@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headway.core.pseudo_random import seeded
 from headway.plan.queue_order import (
     LATE,
+    LEVELS,
     TARDY,
     WAITING,
     PlanProblem,
@@ -30,7 +31,7 @@ from headway.plan.stochastic import solve
 def problem(
     size: list[float], model: list[int], due: list[float], *, loaded: tuple[int, ...] = (0,),
     each: float = 1.0, swap: float = 5.0, room: float = 0.0, finish: float = 2.0, z: float = 0.0,
-    spread: float = 0.0, needs: tuple[float, ...] = (0.0, 0.0, 0.0),
+    spread: float = 0.0, needs: tuple[float, ...] = (0.0,) * len(LEVELS),
 ) -> PlanProblem:  # fmt: skip
     """Groups of requests that take `each` seconds anywhere; due = latest start, less `needs` by level."""
     items, instances = len(size), len(loaded)
@@ -40,7 +41,8 @@ def problem(
     return PlanProblem(
         np.array(size), np.array(model), np.full(items, -1), share, every * np.array(size) * spread**2,
         every * room, every * finish, last, last, np.zeros(items), np.zeros(items), np.array(loaded),
-        np.zeros(instances), np.full((instances, max(model) + 1), swap), z * np.array([0.0, 0.25, 1.0]),
+        np.zeros(instances), np.full((instances, max(model) + 1), swap),
+        z * np.linspace(0.0, 1.0, len(LEVELS)),
     )  # fmt: skip
 
 
@@ -52,7 +54,7 @@ def drawn(seed: int, items: int, instances: int, z: float = 0.0) -> PlanProblem:
         rng.integers(1, 20, items).astype(float).tolist(), rng.integers(0, models, items).tolist(),
         rng.uniform(-5, 60, items).tolist(), loaded=tuple(rng.integers(0, models, instances).tolist()),
         each=float(rng.uniform(0.1, 1.0)), room=float(rng.uniform(0, 5)), z=z, spread=0.3 if z else 0.0,
-        needs=tuple(np.sort(rng.uniform(0, 20, 3)).tolist()),
+        needs=tuple(np.sort(rng.uniform(0, 20, len(LEVELS))).tolist()),
     )  # fmt: skip
     return plain._replace(
         share=plain.share * speed,

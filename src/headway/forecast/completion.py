@@ -75,6 +75,16 @@ class Pace:
         tokens = self.tokens
         return self.prefill * (1.0 + tokens.mean / (2.0 * max(tokens.prompt, 1.0)))
 
+    def remaining(self, elapsed: float) -> float:
+        """Return the mean seconds that an answer still takes which has been decoded for `elapsed` seconds.
+
+        The mean of a normal variable above a bound: long answers are those that are left after a while.
+        """
+        spread = max(self.tokens.std * self.token, 1e-6)
+        above = (elapsed - self.decode) / spread
+        tail = max(1.0 - _NORMAL.cdf(above), 1e-6)
+        return max(self.decode - elapsed + spread * _NORMAL.pdf(above) / tail, self.token)
+
     def finish(self, probability: float, requests: float = 1.0) -> float:
         """Return the seconds within which requests that start one after another are complete.
 

@@ -34,7 +34,8 @@ from headway.types import OBJECTIVES, Floats, Instance, Ints
 
 _INTERACTIVE = OBJECTIVES.index("interactive")
 _MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
-# A new order must cost this much less than the old one, or groups would go to and fro: a share, and requests.
+# A new order must cost this much less than the old one, or groups would go to and fro: a share, and requests
+# (unless an instance idles, because then there is nothing to lose).
 _BETTER, _BETTER_BY = 0.05, 0.5
 _SEED = 0
 # Columns of a table of items: those of `PlanProblem`; of the latest starts one for each level.
@@ -43,6 +44,7 @@ _FIRST, _LAST = slice(4, 4 + len(LEVELS)), slice(4 + len(LEVELS), 4 + 2 * len(LE
 _COLUMNS = 4 + 2 * len(LEVELS)
 _Z = np.array([max(NormalDist().inv_cdf(level), 0.0) for level in LEVELS])
 _FULL = 0.75  # share of the KV that requests inside are to fill, from which on pausing them is not free
+_HOPE = 0.3  # share of the seconds that an answer is expected to take still, which it may be in time with
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
 
 
@@ -138,10 +140,11 @@ def shortage(situation: Situation, seen: Seen) -> Shortage:
     return Shortage(int(situation.problem.size[late].sum()), float(seen.late[late].max()))
 
 
-def improve(situation: Situation, exact: int, time_limit: float) -> QueueOrder | None:
+def improve(situation: Situation, exact: int, time_limit: float, *, idle: bool) -> QueueOrder | None:
     """Return a better order than the queues have, None = there is none worth the change.
 
-    exact: items up to which the stochastic program is solved by HiGHS, within `time_limit` seconds.
+    exact: items up to which the stochastic program is solved by HiGHS, within `time_limit` seconds. idle: an
+    instance idles while groups wait on others.
     """
     problem, before = situation.problem, situation.order
     least, each, most = _MOVES
@@ -155,7 +158,10 @@ def improve(situation: Situation, exact: int, time_limit: float) -> QueueOrder |
     if len(situation.items) <= exact and int(length.sum()) == len(situation.items):
         solution = stochastic.solve(problem, found, time_limit)
         found, cost = solution.order, solution.cost
-    if placed and cost > float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - _BETTER_BY:
+    limit = float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - (
+        0.0 if idle else _BETTER_BY
+    )
+    if placed and cost > limit:
         return None
     return found
 
@@ -287,14 +293,19 @@ class _Builder:
     def _running_in_time(self, item: Item, inside: Occupancy, pace: Pace) -> tuple[float, float]:
         """Return how many requests of what runs can still be in time, and until when they must go on.
 
-        An answer that streams must go on at once. Of the others the first quarter may be given up.
+        An answer that streams must go on at once, as must one that is in time only if short. Of the others
+        the first quarter may be given up.
         """
         mine = [request for request in inside if request.kind.id == item.kind.id]
         if item.kind.sort.objective == _INTERACTIVE:
             return float(len(mine)), 0.0
-        latest = sorted(request.due - self.now - pace.decode / 2 for request in mine)
-        kept = [seconds for seconds in latest if seconds >= 0]
-        return float(len(kept)), kept[len(kept) // 4] if kept else math.inf
+        latest = []
+        for request in mine:
+            left, needs = request.due - self.now, pace.remaining(self.now - request.sent)
+            if left > _HOPE * needs:
+                latest.append(max(left - needs, 0.0))
+        latest.sort()
+        return float(len(latest)), latest[len(latest) // 4] if latest else math.inf
 
     def _model_of_items(self) -> Ints:
         return np.array([self.index[item.kind.sort.model] for item in self.items], np.int64)
@@ -320,8 +331,14 @@ class _Builder:
         return np.array(out, float)
 
     def _swap(self) -> Floats:
-        rows = [[_load_seconds(instance, model) for model in self.models] for instance in self.fleet]
-        return np.array(rows, float).reshape(len(self.fleet), len(self.models))
+        rows = np.array(
+            [[_load_seconds(instance, model) for model in self.models] for instance in self.fleet], float
+        ).reshape(len(self.fleet), len(self.models))
+        for g, instance in enumerate(self.fleet):
+            target = self.cluster.loading.get(instance.id)
+            if target is not None:  # seconds are known from the model before only: the way back takes no less
+                rows[g] = np.maximum(rows[g], _load_seconds(instance, target[1]))
+        return rows
 
 
 def _empty(*shape: int) -> Floats:

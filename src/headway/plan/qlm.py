@@ -277,14 +277,16 @@ class Qlm(Planner):
         situation = self._places.describe(cluster, now, list(self._places.queues.unplaced))
         seen = generator.see(situation)
         self.shortage = generator.shortage(situation, seen)
-        planned = self.options.orders == "planned"
-        wanted = planned and (self.shortage.requests > 0 or self._places.idles(cluster))
+        idle = self._places.idles(cluster)
+        wanted = self.options.orders == "planned" and (self.shortage.requests > 0 or idle)
         if not (stale or wanted):
             return None
         options = self.options
 
         def generate() -> Generated:
-            order = generator.improve(situation, options.exact, options.time_limit) if wanted else None
+            order = None
+            if wanted:
+                order = generator.improve(situation, options.exact, options.time_limit, idle=idle)
             return Generated(situation, order, [(sort, centres_of(points)) for sort, points in stale])
 
         return generate

@@ -20,8 +20,8 @@ from headway.types import Floats, Ints
 
 # Completion times are met with these probabilities; the share of requests that is late when a group starts
 # too late for that one of them, but not for those before it.
-LEVELS = (0.3, 0.6, 0.9)
-LATE = (0.45, 0.3, 0.25)
+LEVELS = (0.2, 0.4, 0.6, 0.8, 0.95)
+LATE = (0.3, 0.2, 0.2, 0.175, 0.125)
 # What else counts, per request: a second of lateness (at the first level), a second until it starts. Equation
 # 13 sums the penalties alone; then ten requests a little late would weigh as much as one very late.
 TARDY, WAITING = 0.1 / 60.0, 0.001 / 60.0
