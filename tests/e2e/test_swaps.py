@@ -85,7 +85,7 @@ def test_answers_after_a_swap_are_those_of_a_fresh_engine(
         assert is_warm(weight_files(gateway.engine.models.path("near")))
         warm = lambda: set(gateway.controller.cluster.instances["e0"].warm)  # noqa: E731
         until(lambda: warm() == {"smollm2", "near", "short"})
-        assert {state for state, _ in gateway.jobs().values()} == {"done"}
+        until(lambda: {state for state, _ in gateway.jobs().values()} == {"done"})
 
 
 def in_place(gateway: Swapping, pool: ThreadPoolExecutor, first: list[list[int]], whole: str) -> None:
