@@ -7,7 +7,6 @@ import heapq
 import numpy as np
 import pytest
 
-from headway.core.engine_spec import EngineSpec
 from headway.forecast.completion import Inefficiency, Pace, Tokens, pace_of
 from headway.forecast.latency import profiles
 from headway.types import Batch, Floats
@@ -81,12 +80,3 @@ def test_a_slower_machine_is_noticed() -> None:
     assert factor.factor("b", "m") == 1.0
     factor.learn("a", "m", 0.0, 2.0)
     assert factor.factor("a", "m") == pytest.approx(1.5, abs=0.01), "nothing was measured"
-
-
-def test_a_packer_without_a_pool_recomputes() -> None:
-    from headway.pack.by_rank import ByRank
-
-    able = EngineSpec(4, 64, copy_seconds=1e-6, host_tokens=1000)
-    assert ByRank(able).kv.saves
-    assert not ByRank(able, swaps=False).kv.saves
-    assert not ByRank(EngineSpec(4, 64, copy_seconds=1e-6, host_tokens=0)).kv.saves

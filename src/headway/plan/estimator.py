@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from headway.core.cluster import Cluster
 from headway.forecast.completion import Inefficiency, Pace, Tokens, pace_of
 from headway.plan.groups import Kind
 from headway.types import Batch, Instance
@@ -69,7 +70,7 @@ class Estimator:
     def pace(self, serving: Serving, tokens: Tokens, requests: float = math.inf) -> Pace:
         """Return the pace at which an instance serves requests with these tokens.
 
-        requests: of the model that the instance has to serve; its batch is no larger.
+        requests: of the model that the instance has to serve; the batch does not exceed them.
         """
         batch = min(serving.max_running, _rounded(max(requests, 1.0)))
         rough = Tokens(*(float(_rounded(value)) for value in tokens))
@@ -99,6 +100,11 @@ class Estimator:
         waiting = max(work + before * pace.share - pace.decode, 0.0)
         spread = math.hypot(pace.tokens.std * pace.token, math.sqrt(before) * pace.share_std)
         return Normal(base + waiting + pace.prefill + pace.decode, spread)
+
+
+def fleet_of(cluster: Cluster) -> list[Instance]:
+    """Return all instances, those in a model swap, too."""
+    return [*cluster.instances.values(), *(instance for instance, _ in cluster.loading.values())]
 
 
 def limit_of(instance: Instance, model: str) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from headway.core.cluster import Cluster
 from headway.core.pseudo_random import below, seeded
-from headway.plan.estimator import Estimator, limit_of
+from headway.plan.estimator import Estimator, fleet_of, limit_of
 from headway.plan.group_queues import GroupQueues
 from headway.plan.groups import Group
 from headway.plan.plan_generator import Item, Situation, describe
@@ -166,11 +166,6 @@ class GroupPlacement:
             self.estimator, cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading,
             self.models, self.stays, pinned=options.places != "planned", evicts=options.evicts,
         )  # fmt: skip
-
-
-def fleet_of(cluster: Cluster) -> list[Instance]:
-    """Return all instances, those in a model swap, too."""
-    return [*cluster.instances.values(), *(instance for instance, _ in cluster.loading.values())]
 
 
 def served_by(instance: Instance) -> list[tuple[str, int]]:

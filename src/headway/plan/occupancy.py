@@ -48,11 +48,6 @@ class Occupancy:
         return iter(self._requests.values())
 
     @property
-    def lowest(self) -> float:
-        """The rank of the most urgent request; there must be one."""
-        return self._ranks[0][0]
-
-    @property
     def highest(self) -> float:
         """The rank of the least urgent request; there must be one."""
         return self._ranks[-1][0]

@@ -15,7 +15,7 @@ from headway.core.cluster import Cluster
 from headway.core.pseudo_random import seeded
 from headway.forecast.completion import Pace
 from headway.plan import stochastic
-from headway.plan.estimator import Estimator, Serving, limit_of
+from headway.plan.estimator import Estimator, Serving, fleet_of, limit_of
 from headway.plan.groups import Group, Kind
 from headway.plan.occupancy import Occupancy
 from headway.plan.queue_order import (
@@ -108,8 +108,7 @@ def describe(
     swapped out under what runs. pinned: groups stay on the instance they are on. evicts: a group may go
     before what runs.
     """
-    fleet = [*cluster.instances.values()]
-    fleet += [instance for instance, _ in cluster.loading.values()]
+    fleet = fleet_of(cluster)
     names = [instance.id for instance in fleet]
     items: list[Item] = []
     order: list[list[int]] = []

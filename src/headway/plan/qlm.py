@@ -18,8 +18,8 @@ from headway.core.cluster import Cluster
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.forecast.latency.online import OnlineLatency
 from headway.plan import plan_generator as generator
-from headway.plan.estimator import Normal
-from headway.plan.group_placement import GroupPlacement, QlmOptions, fleet_of, served_by, serves
+from headway.plan.estimator import Normal, fleet_of
+from headway.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
 from headway.plan.groups import Group, RequestGroups, Sort, centres_of
 from headway.plan.occupancy import SentRequest
 from headway.plan.plan_generator import Item, Shortage, Situation

@@ -49,7 +49,7 @@ class ModelSwaps:
         names = ", ".join(engine.id for engine in having)
         return ModelUnavailable(
             f"The model {model} could not be loaded by {names}: {errors[-1]}",
-            "Mend its directory and restart Headway; until then use another model.",
+            "Repair its directory and restart Headway; until then use another model.",
             code="model_unavailable",
         )
 

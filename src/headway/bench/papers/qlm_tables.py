@@ -28,7 +28,7 @@ _GROUP_PAPER = 5000.0  # us per request at 400,000 queued in the paper
 class Trial:
     """One system in one setting.
 
-    figures: by the names of `_UNITS`; None = there is no such request.
+    figures: by the names of `_UNITS`; None = no request was of that kind.
     """
 
     system: str

@@ -231,7 +231,7 @@ class VllmEngine(EngineConnection):
             self._children.check()
             if time.monotonic() > deadline:
                 return False
-        if not await self.lives():  # its death may be what ended the streams; that is no failure of a model
+        if not await self.lives():  # its death may have ended the streams, which says nothing about the model
             raise EngineGone(self.id, "it died while streams ended")
         return True
 
