@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.types import Floats, Instance, Request
+from headway.types import Floats, Instance, Request, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,35 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitBegan:
+    """A unit of an application run has begun outside the LLM: a tool, a sandbox, another model.
+
+    backend: what serves it.
+    """
+
+    tenant: str
+    stage: Stage
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEnded:
+    """A unit outside the LLM has ended."""
+
+    tenant: str
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """An application run has ended: its client said so, or was silent for too long."""
+
+    tenant: str
+    app: str
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed and nothing else."""
 
@@ -95,5 +124,8 @@ Event = (
     | Swapped
     | Warmed
     | Learned
+    | UnitBegan
+    | UnitEnded
+    | RunEnded
     | Tick
 )

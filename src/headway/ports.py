@@ -39,6 +39,11 @@ class Planner(Protocol):
         return False
 
     @property
+    def reranks(self) -> bool:
+        """Tell whether it changes ranks inside engines also while nothing is queued outside them."""
+        return False
+
+    @property
     def gauges(self) -> Mapping[str, float]:
         """What it sees at the moment, for reports."""
         return {}

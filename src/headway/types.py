@@ -61,11 +61,16 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which unit of which application run a request serves."""
+    """Which unit of which application run a request serves; `final` = the run ends with it.
+
+    target: seconds that the whole run may take from its first request on, None = no deadline.
+    """
 
     app: str
     run: str
     unit: str
+    target: float | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

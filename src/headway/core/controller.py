@@ -218,7 +218,7 @@ class Controller:
     def decide(self, now: float) -> list[Command]:
         """Plan until nothing is left to do: one send can change what belongs inside another instance."""
         out: list[Command] = []
-        while self._queued and self.cluster.instances:
+        while (self._queued or self.planner.reranks) and self.cluster.instances:
             plan = self.planner.plan(self.cluster, now)
             commands = self.apply(plan, now)
             out += commands
