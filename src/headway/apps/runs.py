@@ -26,7 +26,7 @@ from headway.types import Floats, Ints, Request
 _GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
 _MOST = 65_536  # live runs
 _SILENT = 600.0  # seconds without any sign of a run after which it has ended
-_NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline, where deadlines decide
+_NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline or late ones, where deadlines decide
 
 PLAIN = "plain "  # before the task's name: the application of requests that belong to none
 CALL = "call"  # the only unit of such a request
@@ -68,6 +68,8 @@ class Runs:
         self._free: list[int] = []
         self._by_slot: dict[int, Run] = {}
         self._samples: Floats = np.empty((0, SAMPLES))
+        self._paths: Floats = np.empty((0, SAMPLES))
+        self._width, self._hopeless = np.empty(0), np.empty(0)
         self._done, self._since, self._due = np.empty(0), np.empty(0), np.empty(0)
         self._mark, self._aged, self.rank = np.empty(0), np.empty(0), np.empty(0)
         self._active: Ints = np.empty(0, np.int64)
@@ -166,7 +168,7 @@ class Runs:
             self._first_token.pop(id, None)
         if not run.failed and not run.requests:
             self.knowledge.learn(key[0], key[1], [visit.closed for visit in run.visits])
-        self.rank[run.slot] = math.inf
+        self.rank[run.slot] = self._hopeless[run.slot] = math.inf
         self._active[run.slot] = 0
         self._free.append(run.slot)
 
@@ -183,32 +185,35 @@ class Runs:
         for key in self._dirty:
             self._draw(self._runs[key])
         attained = self._attained(now)
-        passed = np.flatnonzero((self._active > 0) & (attained >= self._mark))
+        passed = np.flatnonzero((self._active > 0) & (attained >= self._mark) | (now > self._hopeless))
         dirty = [self._runs[key].slot for key in self._dirty]
         rows = np.union1d(passed, np.array(dirty, np.int64))
         if not rows.size:
             return []
         before = self.rank[rows].copy()
-        self._set_ranks(rows, attained)
+        self._set_ranks(rows, attained, now)
         self._dirty.clear()
         return [self._by_slot[row] for row in rows[self.rank[rows] != before].tolist()]
 
     def _attained(self, now: float) -> Floats:
         return np.asarray(self._done + self._active * now - self._since)
 
-    def _set_ranks(self, rows: Ints, attained: Floats) -> None:
+    def _set_ranks(self, rows: Ints, attained: Floats, now: float) -> None:
         width = self._samples[rows, -1] / BUCKETS
         self._mark[rows] = (np.floor(attained[rows] / width) + 1) * width
-        self.rank[rows] = self._ranks(rows, attained) + self._aged[rows]
+        self.rank[rows] = self._ranks(rows, attained, now) + self._aged[rows]
 
-    def _ranks(self, rows: Ints, attained: Floats) -> Floats:
+    def _ranks(self, rows: Ints, attained: Floats, now: float) -> Floats:
         if self.options.rank == "mean":
             return mean_remaining(self._samples, attained, rows)
         index = gittins(self._samples, attained, rows)
         if self.options.rank == "gittins":
             return index
-        late = latest_start(self._samples, attained, self._due, rows)
-        return np.where(np.isinf(late), _NO_DEADLINE + index, late - self._origin)
+        on_path = attained / self._width
+        start = latest_start(self._paths, on_path, self._due, now, rows)
+        best = np.maximum(self._paths[rows, 0] - on_path[rows], 0.0)
+        self._hopeless[rows] = np.where(np.isfinite(start), self._due[rows] - best, math.inf)
+        return np.where(np.isfinite(start), start - self._origin, _NO_DEADLINE + index)
 
     # ---- runs and their slots
 
@@ -219,6 +224,7 @@ class Runs:
         if math.isnan(self._origin):
             self._origin = now
         run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now)
+        self._width[slot], self._hopeless[slot] = 1.0, math.inf
         self._done[slot] = self._since[slot] = self._mark[slot] = 0.0
         self._due[slot], self.rank[slot], self._active[slot] = math.inf, math.inf, 0
         self._aged[slot] = self.options.aging * (now - self._origin)
@@ -248,13 +254,14 @@ class Runs:
 
     def _draw(self, run: Run) -> None:
         """Draw what a run has ahead of it, from the beginning of its latest visit."""
-        draw = self._futures(run)
+        draw, visit, slot = self._futures(run), run.visits[-1], run.slot
+        self._width[slot] = max(visit.requests, 1)
         if draw is None:
-            visit = run.visits[-1]
             mean = visit.prompt * self.costs.prompt + visit.expected * self.costs.output
-            self._samples[run.slot] = max(mean, 1e-3) * _GUESS
+            self._samples[slot] = max(mean, 1e-3) * _GUESS
+            self._paths[slot] = self._samples[slot] / self._width[slot]
         else:
-            self._samples[run.slot] = np.sort(draw.total)
+            self._samples[slot], self._paths[slot] = np.sort(draw.total), np.sort(draw.path)
 
     def _drawn(self, run: Run) -> Draw | None:
         """Draw from the application's graph, as far as it is known."""
@@ -270,10 +277,13 @@ class Runs:
     def _grow(self) -> None:
         old = self.rank.size
         size = max(2 * old, 64)
-        for name in ("_done", "_since", "_due", "_mark", "_aged", "rank", "_active"):
+        for name in ("_done", "_since", "_due", "_mark", "_aged", "_width", "_hopeless", "rank", "_active"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(size - old, column.dtype)]))
-        self._samples = np.concatenate([self._samples, np.zeros((size - old, SAMPLES))])
+        self._hopeless[old:], self._width[old:] = math.inf, 1.0  # no run is there yet
+        more = np.zeros((size - old, SAMPLES))
+        self._samples = np.concatenate([self._samples, more])
+        self._paths = np.concatenate([self._paths, more])
         self._free.extend(range(size - 1, old - 1, -1))
 
 

@@ -23,7 +23,9 @@ from headway.sim.observer import Observer
 from headway.sim.outcome import Outcome
 from headway.sim.run import no_time
 from headway.sim.workload.applications import Applications
-from headway.types import Floats, Stage
+from headway.types import Floats, Slo, Stage
+
+_LATE = 1e-3  # seconds left to a request whose run is late already
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,9 @@ class ReplayLoop(Loop):
         rows = self._apps.rows[run]
         mine = range(rows[progress.step], rows[progress.step + 1])
         progress.left = len(mine)
+        slo = self._slo(run, now)
         for row in mine:
-            self._arrive(replace(self.workload.request(row), arrival=now, stage=stage), now)
+            self._arrive(replace(self.workload.request(row), arrival=now, stage=stage, slo=slo), now)
 
     def _end_outside(self, run: int, stage: Stage, now: float) -> None:
         self._notify(UnitEnded(self._tenant(run), stage), now)
@@ -109,6 +112,11 @@ class ReplayLoop(Loop):
         script, target = self._apps.runs[run], float(self._apps.target[run])
         unit = script.steps[self._progress[run].step].unit
         return Stage(script.app, str(run), unit, None if math.isinf(target) else target)
+
+    def _slo(self, run: int, now: float) -> Slo:
+        """Return the SLO of a run's next requests: to be complete when the run must be."""
+        due = float(self._apps.arrival[run] + self._apps.target[run])
+        return Slo() if math.isinf(due) else Slo(e2e=max(due - now, _LATE))
 
     def _tenant(self, run: int) -> str:
         return self._apps.runs[run].app
