@@ -96,7 +96,8 @@ class Demand:
         values = _NOTHING
         if before is not None and before.parallel:
             values = (before.prompt, before.output, float(before.parallel))
-        draw = Draw(*np.empty((3, SAMPLES)), np.empty(SAMPLES, np.int64))
+        total, path, first = np.empty((3, SAMPLES))
+        draw = Draw(total, path, first, np.empty(SAMPLES, np.int64))
         at = self._index[unit]
         _walk(self._tables, at, counts, np.array(values), known, costs, seeded(seed), draw)
         return draw

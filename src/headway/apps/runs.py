@@ -31,7 +31,7 @@ _NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline or late one
 PLAIN = "plain "  # before the task's name: the application of requests that belong to none
 CALL = "call"  # the only unit of such a request
 
-Futures = Callable[[Run], Draw | None]
+Futures = Callable[[Run, Costs], Draw | None]  # from the beginning of a run's latest visit on
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class Runs:
 
     def _draw(self, run: Run) -> None:
         """Draw what a run has ahead of it, from the beginning of its latest visit."""
-        draw, visit, slot = self._futures(run), run.visits[-1], run.slot
+        draw, visit, slot = self._futures(run, self.costs), run.visits[-1], run.slot
         self._width[slot] = max(visit.requests, 1)
         if draw is None:
             mean = visit.prompt * self.costs.prompt + visit.expected * self.costs.output
@@ -263,7 +263,7 @@ class Runs:
         else:
             self._samples[slot], self._paths[slot] = np.sort(draw.total), np.sort(draw.path)
 
-    def _drawn(self, run: Run) -> Draw | None:
+    def _drawn(self, run: Run, costs: Costs) -> Draw | None:
         """Draw from the application's graph, as far as it is known."""
         tenant, app, _ = run.key
         demand = self.knowledge.demand(tenant, app)
@@ -271,8 +271,8 @@ class Runs:
             return None
         visit, seed = run.visits[-1], run.slot
         if not self.options.refine:
-            return demand.draw(visit.unit, {}, None, Known(), self.costs, seed)
-        return demand.draw(visit.unit, run.visited_before(), run.before, visit.known, self.costs, seed)
+            return demand.draw(visit.unit, {}, None, Known(), costs, seed)
+        return demand.draw(visit.unit, run.visited_before(), run.before, visit.known, costs, seed)
 
     def _grow(self) -> None:
         old = self.rank.size

@@ -12,7 +12,10 @@ from functools import partial
 
 import numpy as np
 
+from headway.apps.demand import SAMPLES, Costs, Draw
 from headway.apps.graph import LLM
+from headway.apps.run import Run
+from headway.apps.runs import Futures
 from headway.core.controller import Controller
 from headway.events import RunEnded, UnitBegan, UnitEnded
 from headway.forecast.lengths.task import TaskLengths
@@ -22,7 +25,7 @@ from headway.sim.loop import Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Outcome
 from headway.sim.run import no_time
-from headway.sim.workload.applications import Applications
+from headway.sim.workload.applications import Applications, Step
 from headway.types import Floats, Slo, Stage
 
 _LATE = 1e-3  # seconds left to a request whose run is late already
@@ -139,3 +142,27 @@ def replay(
     loop = ReplayLoop(apps, controller, fleet, pause=pause, observer=observer)
     outcome = loop.run(progress, until)
     return Replayed(loop.end, outcome)
+
+
+def oracle(apps: Applications) -> Futures:
+    """Return the futures of runs as they will be, in the place of a demand graph's."""
+
+    def futures(run: Run, costs: Costs) -> Draw:
+        steps = apps.runs[int(run.key[2])].steps[len(run.visits) - 1 :]
+        work = sum(_service(step, costs) for step in steps)
+        path = sum(_path(step, costs) for step in steps)
+        same = np.ones(SAMPLES)
+        return Draw(work * same, path * same, _path(steps[0], costs) * same, np.full(SAMPLES, -1))
+
+    return futures
+
+
+def _service(step: Step, costs: Costs) -> float:
+    return step.seconds + sum(prompt * costs.prompt + out * costs.output for prompt, out in step.requests)
+
+
+def _path(step: Step, costs: Costs) -> float:
+    prompts = sum(prompt for prompt, _ in step.requests)
+    return (
+        step.seconds + prompts * costs.prompt + max((o for _, o in step.requests), default=0) * costs.output
+    )
