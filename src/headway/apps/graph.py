@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headway.errors import ConfigError
@@ -98,6 +98,16 @@ class Graph:
             unit = self.units.setdefault(visit.unit, Unit(visit.unit))
             unit.records.append(Record(visit, seen[visit.unit], before, after))
             seen[visit.unit] += 1
+
+    def renamed(self, app: str, units: Mapping[str, str]) -> Graph:
+        """Return the same graph for another application; units that are not named keep their names."""
+        names = {END: END} | {name: units.get(name, name) for name in self.units}
+        graph = Graph(app, runs=self.runs)
+        graph.starts.extend(names[name] for name in self.starts)
+        for name, unit in self.units.items():
+            records = [replace(record, after=names[record.after]) for record in unit.records]
+            graph.units.setdefault(names[name], Unit(names[name])).records.extend(records)
+        return graph
 
     def to_json(self) -> dict[str, Any]:
         """Return the graph as JSON values (`from_json` reads them)."""

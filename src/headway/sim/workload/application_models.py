@@ -3,8 +3,8 @@
 The runs were published with Hermes (github.com/NephrenCake/Hermes, branch SC25, Datasets); percentiles of
 tokens per request, of seconds outside the LLM and of parallel requests are in `_APPS`. Lengths are lognormal
 and independent, except that a loop's prompts grow; what correlates in the recordings does not here. KBQAV,
-EV: claims are verified in parallel. CC: three solutions. ALFWI, CG: loops. PE: a plan of tools. DM: a graph of
-thoughts.
+EV: claims are verified in parallel. CC: three solutions. ALFWI, CG: loops. PE: a plan of tools. DM: a graph
+of thoughts.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def generated(count: int, rng: np.random.Generator) -> dict[str, list[AppRun]]:
 def _run(name: str, app: _App, rng: np.random.Generator) -> AppRun:
     width, rounds = int(rng.choice(app.widths)), int(rng.choice(app.rounds))
     steps = [_step(unit, width, app.grows * i, rng) for i in range(rounds) for unit in app.units]
-    chosen = rng.permutation(len(app.tools))[: rng.integers(1, 3)] if app.tools else []
+    chosen: list[int] = rng.permutation(len(app.tools))[: rng.integers(1, 3)].tolist() if app.tools else []
     tools = [_step(app.tools[i], width, 0, rng) for i in chosen]
     return AppRun(name, (*steps[:-1], *tools, steps[-1]))
 
