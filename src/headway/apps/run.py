@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from headway.apps.demand import Known
+from headway.apps.demand import Draw, Known
 from headway.apps.graph import LLM, Visit
 
 Key = tuple[str, str, str]  # tenant, application, run
@@ -16,6 +16,7 @@ class OpenVisit:
     """A visit that is under way, or that ended last.
 
     began: instant. inside: requests in progress, 1 while a unit outside the LLM runs.
+    served: a token of it is out, or it is outside the LLM. planned: warm-ups for what follows are planned.
     prompt, output: tokens, summed over its requests. expected: output tokens forecast for them.
     """
 
@@ -24,6 +25,8 @@ class OpenVisit:
     began: float
     requests: int = 0
     inside: int = 0
+    served: bool = False
+    planned: bool = False
     prompt: int = 0
     output: int = 0
     expected: float = 0.0
@@ -52,7 +55,9 @@ class Run:
     requests: ids of its requests in progress.
     visits: all of its visits by the order in which they began; the last one may be open.
     open: visits in progress, by unit.
-    failed: a request of it had no answer, so that it teaches nothing.
+    draw: its futures from the beginning of its latest visit, None = nothing is known.
+    tier, adapter: of its latest request.
+    failed: a request of it had no answer, so that it teaches nothing. ended: it is no longer live.
     """
 
     key: Key
@@ -64,7 +69,11 @@ class Run:
     visits: list[OpenVisit] = field(default_factory=list)
     open: dict[str, OpenVisit] = field(default_factory=dict)
     visited: Counter[str] = field(default_factory=Counter)
+    draw: Draw | None = None
+    tier: str = "default"
+    adapter: str | None = None
     failed: bool = False
+    ended: bool = False
 
     @property
     def idle(self) -> bool:
@@ -83,7 +92,8 @@ class Run:
         """
         if unit in self.open:
             return self.open[unit], False
-        visit = self.open[unit] = OpenVisit(unit, backend, now)
+        visit = self.open[unit] = OpenVisit(unit, backend, now, served=backend != LLM)
+        self.draw = None
         self.visits.append(visit)
         self.visited[unit] += 1
         return visit, True
