@@ -234,7 +234,7 @@ class Runs:
         slot = self._free.pop()
         if math.isnan(self._origin):
             self._origin = now
-        run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now)
+        run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now, seen=now)
         self._width[slot], self._hopeless[slot] = 1.0, math.inf
         self._done[slot] = self._since[slot] = self._mark[slot] = 0.0
         self._due[slot], self.rank[slot], self._active[slot] = math.inf, math.inf, 0
