@@ -19,6 +19,7 @@ from headway.types import Floats
 
 _FIRST_GUESS = 1.0  # seconds that warming takes until one was measured
 _NEWEST = 0.3  # weight of the newest measurement
+_SLOWLY = 0.05  # of the pace's, which differs from visit to visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,13 @@ class Prewarming:
     """The warm-ups that are planned, by their instant.
 
     seconds: that warming takes, by resource, as measured.
+    pace: seconds that LLM visits take per second of their path, which is that of a full batch, as measured.
     """
 
     def __init__(self, options: PrewarmOptions) -> None:
         self.options = options
         self.seconds: dict[Resource, float] = {}
+        self.pace = 1.0
         self._due: list[tuple[float, int, _Due]] = []
         self._number = itertools.count()
 
@@ -65,10 +68,15 @@ class Prewarming:
         before = self.seconds.get(resource, seconds)
         self.seconds[resource] = before + _NEWEST * (seconds - before)
 
+    def learn_pace(self, seconds: float, path: float) -> None:
+        """Take note of the seconds from a visit's first token to its end, and of those that its path had."""
+        if path > 0:
+            self.pace += _SLOWLY * (seconds / path - self.pace)
+
     def begin(self, run: Run, draw: Draw, demand: Demand, now: float) -> None:
         """Plan for a run whose latest visit begins to be served now; what comes after it is in `draw`."""
         k = self.options.effectiveness.get(run.tier, self.options.default)
-        ends = draw.visit
+        ends = draw.visit * (self.pace if demand.backends[run.visits[-1].unit] == LLM else 1.0)
         for unit, share in _shares(draw, demand):
             for resource in self._needed(run, demand, unit):
                 after = trigger(share, ends, self.seconds.get(resource, _FIRST_GUESS), k)

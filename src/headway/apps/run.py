@@ -16,7 +16,8 @@ class OpenVisit:
     """A visit that is under way, or that ended last.
 
     began: instant. inside: requests in progress, 1 while a unit outside the LLM runs.
-    served: a token of it is out, or it is outside the LLM. planned: warm-ups for what follows are planned.
+    served: a token of it is out, the first at `first_token`, or it is outside the LLM.
+    planned: warm-ups for what follows are planned.
     prompt, output: tokens, summed over its requests. expected: output tokens forecast for them.
     """
 
@@ -27,6 +28,7 @@ class OpenVisit:
     inside: int = 0
     served: bool = False
     planned: bool = False
+    first_token: float = 0.0
     prompt: int = 0
     output: int = 0
     expected: float = 0.0

@@ -113,7 +113,8 @@ class Runs:
         """The first token of a request is out: from now on it attains service as time passes."""
         if id in self._of and id not in self._first_token:
             run, visit, request = self._of[id]
-            visit.served = True
+            if not visit.served:
+                visit.served, visit.first_token = True, now
             self._look_ahead(run, now)
             self._first_token[id] = now
             self._done[run.slot] += request.prompt_tokens * self.costs.prompt
@@ -141,6 +142,9 @@ class Runs:
         run.failed |= output_tokens is None
         visit.output += output_tokens or 0
         run.leave(visit)
+        if visit.inside <= 0 and visit.served:
+            path = visit.output / visit.requests * self.costs.output
+            self.prewarming.learn_pace(now - visit.first_token, path)
         self._touch(run, now)
         if request.stage is None or not request.stage.run or (request.stage.final and run.idle):
             self.end(run.key)

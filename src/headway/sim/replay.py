@@ -21,7 +21,7 @@ from headway.engines.simulated.engine import Ran
 from headway.events import Prewarmed, RunEnded, Started, UnitBegan, UnitEnded
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.recipe import Recipe
-from headway.resources import Prewarm
+from headway.resources import Prewarm, Resource
 from headway.sim.instance import InstanceSpec, SimulatedInstance, check, check_fleet
 from headway.sim.loop import Loop
 from headway.sim.observer import Observer
@@ -116,8 +116,12 @@ class ReplayLoop(Loop):
     def _begin_outside(self, run: int, step: Step, stage: Stage, now: float) -> None:
         """Begin a unit outside the LLM; its recorded seconds are those with a cold backend."""
         self._notify(UnitBegan(self._tenant(run), stage, step.backend), now)
-        serves = max(step.seconds - self._pool.cold_s.get(step.backend, 0.0), 0.0)
+        cold = self._pool.cold_s.get(step.backend, 0.0)
+        serves = max(step.seconds - cold, 0.0)
         delay = self._pool.take(step.backend, serves, now)
+        if delay and delay == cold:
+            warm = Prewarmed(Resource("backend", step.backend), cold)
+            self._future.at(now + cold, partial(self._notify, warm))
         self._future.at(now + delay + serves, partial(self._end_outside, run, stage))
 
     def _end_outside(self, run: int, stage: Stage, now: float) -> None:
