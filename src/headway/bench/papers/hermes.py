@@ -54,11 +54,14 @@ class Experiment:
 class Plan:
     """What is run.
 
-    seeds: per setting and system. live: numbers of live runs whose policy is timed."""
+    seeds: per setting and system. live: numbers of live runs whose policy is timed.
+    ks: how aggressively backends are prewarmed.
+    """
 
     experiments: tuple[Experiment, ...]
     seeds: int
     live: tuple[int, ...]
+    ks: tuple[float, ...]
 
 
 Results = Mapping[str, Sequence[Served]]
