@@ -76,7 +76,7 @@ def full() -> Plan:
         (
             Experiment("act", intensities, SYSTEMS),
             Experiment("70b", (big,), (*SYSTEMS[:3], HERMES)),
-            Experiment("ablation", (Setting("10 minutes"),), _ABLATION),
+            Experiment("ablation", (Setting("3x"),), _ABLATION),
             Experiment("deadlines", (_deadlines(),), _DEADLINES),
             Experiment("graphs", wrong, (HERMES,)),
         ),
@@ -89,7 +89,7 @@ def quick() -> Plan:
     return Plan(
         (
             Experiment("act", (Setting("3x"),), SYSTEMS),
-            Experiment("ablation", (Setting("10 minutes"),), _ABLATION),
+            Experiment("ablation", (Setting("3x"),), _ABLATION),
             Experiment("deadlines", (_deadlines(),), ("edf", "hermes-ddl")),
         ),
         1, (100, 10_000), KS[1:4],
