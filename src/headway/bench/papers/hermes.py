@@ -153,9 +153,9 @@ def _together(some: Sequence[Served]) -> Served:
 
 def _act_rows(results: Results) -> list[Row]:
     """Return completion times, and how far hermes is below or above the others."""
-    rows = [
-        row for name in ("act", "70b", "ablation") for one in results.get(name, ()) for row in _times(one)
-    ]
+    served = [one for name in ("act", "70b", "ablation") for one in results.get(name, ())]
+    once = {(one.system, one.setting): one for one in served}
+    rows = [row for one in once.values() for row in _times(one)]
     for name, setting, paper in (("act", "1x", _REDUCTION), ("70b", "70b, 3x", _REDUCTION_70B)):
         for one in results.get(name, ()):
             if one.system in paper and one.setting.name == setting:
