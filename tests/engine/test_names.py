@@ -14,7 +14,15 @@ from headway.engines.vllm.plugin import hook
 pytestmark = pytest.mark.filterwarnings("default")
 SOURCES = [
     Path(hook.__file__).with_name(name).read_text()
-    for name in ("hook.py", "view.py", "blocked.py", "token_caps.py", "prefix_cache.py")
+    for name in (
+        "hook.py",
+        "view.py",
+        "blocked.py",
+        "columns.py",
+        "recording.py",
+        "token_caps.py",
+        "prefix_cache.py",
+    )
 ]
 
 
