@@ -12,13 +12,15 @@ from headway.compiled import compiled
 from headway.pack.kernels import missing_of
 from headway.types import Ints, Jobs
 
-_ID, _OUT, _COMPUTED = map(attrgetter, ("request_id", "num_output_tokens", "num_computed_tokens"))
+_ID, _OUT, _COMPUTED, _DRAFTS = map(
+    attrgetter, ("request_id", "num_output_tokens", "num_computed_tokens", "spec_token_ids")
+)
 
 
 class RunningRows:
     """The running requests of a scheduler and their rows in its `Jobs`, in stock's order.
 
-    size: tokens of a block.
+    scheduler: the hook, whose table it keeps.
 
     Attributes:
         ids: of the requests.
@@ -26,8 +28,10 @@ class RunningRows:
         missing: tokens until each of them has its next token out, in all.
     """
 
-    def __init__(self, jobs: Jobs, size: int) -> None:
-        self._jobs, self._size = jobs, size
+    def __init__(self, scheduler: Any) -> None:
+        self._jobs: Jobs = scheduler.jobs
+        self._size, self._lookahead = int(scheduler.block_size), int(scheduler.num_lookahead_tokens)
+        self._drafts = bool(scheduler.num_spec_tokens)
         self._requests: list[Any] = []
         self.ids: list[str] = []
         self.rows: list[int] = []
@@ -45,6 +49,9 @@ class RunningRows:
         output_tokens = np.fromiter(map(_OUT, running), np.int64, size)
         computed = np.fromiter(map(_COMPUTED, running), np.int64, size)
         self.missing = follow(jobs.data, self.array, output_tokens, computed, self._size, now)
+        if self._drafts:
+            jobs.drafts[self.array] = np.fromiter(map(len, map(_DRAFTS, running)), np.int64, size)
+            jobs.lookahead[self.array] = self._lookahead
 
 
 @compiled
@@ -60,6 +67,7 @@ def follow(
     for row in range(jobs.size):
         jobs["running"][row] = jobs["held"][row] = False
         jobs["computed"][row] = jobs["blocks"][row] = jobs["shared"][row] = jobs["saved"][row] = 0
+        jobs["drafts"][row] = jobs["lookahead"][row] = 0
     for i in range(rows.size):
         row, before = rows[i], jobs["output_tokens"][rows[i]]
         if before == 0 and output_tokens[i] > 0:

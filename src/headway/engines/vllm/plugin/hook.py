@@ -83,7 +83,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
         self._prefix_cache = PrefixCache(self)
         self._own_order = self._in_order = False  # stock decides by itself, within the recipe's batch limit
         self._own_step = Step(ints(()), max_running=running)
-        self._running = RunningRows(self.jobs, self._block_size)
+        self._running = RunningRows(self)
         install()
         self._compile()
 
