@@ -99,6 +99,23 @@ def test_sessions_whose_input_streams(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ALL)
+def test_a_running_request_makes_room_for_sessions_that_wait_with_their_kv(recipe: str) -> None:
+    """It needs another block, and so do they: paused, it would wait for them, and they for it."""
+    asks = [Ask("r", 0, 40, 60), *(Ask(f"s{i}", 0, 100, 3, turns=(60,)) for i in range(2))]
+    check(recipe, asks, blocks=20)
+
+
+@pytest.mark.parametrize("recipe", [None, "vllm", "slack"])
+def test_sessions_that_all_wait_with_their_kv_block_each_other_as_in_stock(recipe: str | None) -> None:
+    """Nothing runs whose KV vLLM could take (docs/truth.md); it goes on when a client ends its session."""
+    asks = [Ask(f"s{i}", 0, 100, 3, turns=(100,), abort=60 if i == 0 else None) for i in range(4)]
+    driver = Driver(make_or_skip(recipe, blocks=30), asks)
+    driver.run()
+    assert not any(driver.steps[10:60])
+    assert sorted(driver.ended) == ["s0", "s1", "s2", "s3"]
+
+
+@pytest.mark.parametrize("recipe", ALL)
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_more_adapters_than_fit(recipe: str, most: int) -> None:
     asks = crowd(adapter=lambda i: i % 4)

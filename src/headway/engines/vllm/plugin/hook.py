@@ -306,6 +306,10 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
             candidates = [request for request in requests if request.status is not RequestStatus.RUNNING]
         if self.packer.own_order and stock.policy is SchedulingPolicy.PRIORITY:
             candidates = self._by_stock_priority()
+        if not chosen and self._blocked.first:
+            # All would pause for KV that only waiting requests could give back, while those need more, too:
+            # stock takes it from a running one.
+            chosen = [request for request in self.running if request.request_id not in self.held]
         self._prefix_cache.renew(candidates)
         if stock.lora_config is not None:
             chosen = within_adapters(chosen, stock.lora_config.max_loras)
