@@ -66,7 +66,7 @@ class Table:
 
     def rows(self) -> NDArray[np.int64]:
         """Return the indices of the live rows, ascending."""
-        return np.flatnonzero(self.live)
+        return self.live.nonzero()[0]
 
     def names(self, rows: Iterable[int]) -> list[str]:
         """Return the keys of rows, in their order."""

@@ -137,6 +137,8 @@ class Jobs(Table):
         arrival, first: instants; first = of the first token, 0 before it.
         ttft, tpot, e2e: SLOs in seconds, inf = none.
         prompt, computed, output_tokens: tokens.
+        drafts: tokens that a running row's next step verifies beside the one that it lacks (speculation).
+        lookahead: tokens for whose KV that step then holds blocks, too, because the drafter writes it.
         tokens_left: expected tokens still to come.
         spread: standard deviation of the forecast answer, as a share of its mean.
         blocks: KV blocks of its own; of a waiting row, those of its prefix that running rows hold.
@@ -153,10 +155,11 @@ class Jobs(Table):
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
-        "prompt": int, "computed": int, "output_tokens": int, "tokens_left": float, "spread": float,
-        "blocks": int, "shared": int, "saved": int, "priority": int, "urgency": float,
-        "running": bool, "held": bool, "resumable": bool, "serial": int, "evictions": int,
-        "lender": int, "loan_start": int, "loan_blocks": int, "first_lent_block": int,
+        "prompt": int, "computed": int, "output_tokens": int, "drafts": int, "lookahead": int,
+        "tokens_left": float, "spread": float, "blocks": int, "shared": int, "saved": int,
+        "priority": int, "urgency": float, "running": bool, "held": bool, "resumable": bool,
+        "serial": int, "evictions": int, "lender": int,
+        "loan_start": int, "loan_blocks": int, "first_lent_block": int,
     }  # fmt: skip
 
 

@@ -14,7 +14,15 @@ from headway.engines.vllm.plugin import hook
 pytestmark = pytest.mark.filterwarnings("default")
 SOURCES = [
     Path(hook.__file__).with_name(name).read_text()
-    for name in ("hook.py", "view.py", "blocked.py", "token_caps.py", "prefix_cache.py")
+    for name in (
+        "hook.py",
+        "view.py",
+        "blocked.py",
+        "columns.py",
+        "recording.py",
+        "token_caps.py",
+        "prefix_cache.py",
+    )
 ]
 
 
@@ -131,7 +139,8 @@ def test_block_manager_is_wrapped_where_stock_asks_it() -> None:
     assert callable(BlockPool.touch)
     assert callable(BlockPool.free_blocks)
     assert callable(KVCacheManager.create_kv_cache_blocks)
-    assert "self.num_lookahead_tokens" in inspect.getsource(Scheduler)
+    for name in ("num_lookahead_tokens", "num_spec_tokens"):
+        assert f"self.{name} =" in inspect.getsource(Scheduler)
 
 
 def test_prefix_cache_is_asked_as_stock_asks_it() -> None:
@@ -151,7 +160,8 @@ def test_requests_have_what_the_table_reads() -> None:
     from vllm.v1.request import Request, RequestStatus
 
     source = inspect.getsource(Request)
-    for name in ("num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "arrival_time", "priority"):
+    names = ("num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "arrival_time", "priority")
+    for name in (*names, "spec_token_ids"):
         assert re.search(rf"def {name}\b|self\.{name} =", source), name
     assert RequestStatus.RUNNING.name == "RUNNING"
 

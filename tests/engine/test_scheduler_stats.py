@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.bench.validate import features
 from headway.bench.validate.conformance import BLOCK, Case, _config, _metadata, draw
+from headway.bench.validate.featured import Driver, make
 from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.control import _control
@@ -106,6 +108,32 @@ def test_by_hand() -> None:
         engine.step(0.05)
     counters = engine.scheduler.stats.counters
     assert (counters["alloc_failures"], counters["preempted"], counters["recomputed"]) == (1, 1, 48)
+
+
+@pytest.mark.parametrize("mix", ["asynchronous", "drafts", "prefix caching"])
+@pytest.mark.parametrize("recipe", ["vllm", "slack"])
+def test_no_allocation_fails_in_a_step_in_which_none_is_counted(recipe: str, mix: str) -> None:
+    """Failures are counted only in steps in which blocks may run out, for the time that it takes."""
+    from vllm.v1.request import RequestStatus
+
+    plain, failures = 0, 0.0
+    for seed in range(6):
+        workload = features.draw(features.MIXES[mix], np.random.default_rng(seed))
+        scheduler = make(recipe, **workload.options | {"blocks": 30})
+        allocate = scheduler._allocate
+
+        def checked(request: Any, *args: Any, allocate: Any = allocate, **more: Any) -> Any:
+            nonlocal plain
+            plain += 1
+            found = allocate(request, *args, **more)
+            assert found is not None or request.status != RequestStatus.RUNNING
+            return found
+
+        scheduler._allocate = checked
+        Driver(scheduler, workload.asks, 2 if mix == "asynchronous" else 1).run()
+        failures += scheduler.stats.counters["alloc_failures"]
+    assert plain > 100
+    assert recipe == "slack" or failures > 0
 
 
 def test_a_prefix_that_is_still_there_is_not_computed_again() -> None:

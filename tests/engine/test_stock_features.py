@@ -17,6 +17,7 @@ from headway.bench.validate import features, slow_loads
 from headway.bench.validate.featured import Ask, Driver, make
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.errors import ConfigError
+from headway.types import Step
 
 pytestmark = pytest.mark.filterwarnings("default")
 OTHERS = ["headway", "priority", "edf", "slack", "bros-plain-blocks", "ecoserve"]
@@ -98,6 +99,23 @@ def test_sessions_whose_input_streams(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ALL)
+def test_a_running_request_makes_room_for_sessions_that_wait_with_their_kv(recipe: str) -> None:
+    """It needs another block, and so do they: paused, it would wait for them, and they for it."""
+    asks = [Ask("r", 0, 40, 60), *(Ask(f"s{i}", 0, 100, 3, turns=(60,)) for i in range(2))]
+    check(recipe, asks, blocks=20)
+
+
+@pytest.mark.parametrize("recipe", [None, "vllm", "slack"])
+def test_sessions_that_all_wait_with_their_kv_block_each_other_as_in_stock(recipe: str | None) -> None:
+    """Nothing runs whose KV vLLM could take (docs/truth.md); it goes on when a client ends its session."""
+    asks = [Ask(f"s{i}", 0, 100, 3, turns=(100,), abort=60 if i == 0 else None) for i in range(4)]
+    driver = Driver(make_or_skip(recipe, blocks=30), asks)
+    driver.run()
+    assert not any(driver.steps[10:60])
+    assert sorted(driver.ended) == ["s0", "s1", "s2", "s3"]
+
+
+@pytest.mark.parametrize("recipe", ALL)
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_more_adapters_than_fit(recipe: str, most: int) -> None:
     asks = crowd(adapter=lambda i: i % 4)
@@ -129,6 +147,30 @@ def test_speculation(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", OTHERS)
 def test_speculation_with_little_room(recipe: str) -> None:
     check(recipe, crowd(), speculative_config=features.DRAFTS, blocks=30, max_batched_tokens=64)
+
+
+@pytest.mark.parametrize("recipe", ["headway", "edf", "slack", "bros-plain-blocks"])
+@given(st.integers(0, 2**32))
+@settings(max_examples=15)
+def test_packers_count_drafts(recipe: str, seed: int) -> None:
+    """What a packer gives to prompts beside drafts, stock has tokens for, and all of it has blocks."""
+    workload = features.draw(features.MIXES["drafts"], np.random.default_rng(seed))
+    scheduler = make_or_skip(recipe, **workload.options | {"max_batched_tokens": 40, "blocks": 30})
+    driver = Driver(scheduler, [replace(ask, abort=None) for ask in workload.asks])
+    planned: dict[str, int] = {}
+
+    def plan(step: Step) -> Step:
+        assert step.tokens is not None
+        planned.clear()
+        planned.update(zip(scheduler.jobs.names(step.order.tolist()), step.tokens.tolist(), strict=True))
+        return step
+
+    scheduler.kv_policy.plan = plan
+    while len(driver.steps) <= workload.asks[-1].step or scheduler.has_requests():
+        ran = driver.step()
+        assert {id: tokens for id, tokens in planned.items() if ran.get(id, 0) < tokens} == {}
+    assert scheduler.stats.counters["alloc_failures"] == 0
+    driver.check_empty()
 
 
 @pytest.mark.parametrize("recipe", ALL)

@@ -88,16 +88,16 @@ def slack_of(jobs: Rows, row: int, now: float, work: float, token: float) -> flo
 
 @compiled
 def grant(jobs: Rows, order: Ints, budget: int, chunk: int, row_chunk: int) -> Ints:
-    """Share a token budget: one token for every running decode, at most `chunk` to prompts in order.
+    """Share a token budget: a token and its drafts for every running decode, at most `chunk` to prompts.
 
-    No prompt gets more than `row_chunk`.
+    Both in order, as far as the budget goes. No prompt gets more than `row_chunk`.
     """
-    tokens, decodes = np.zeros(order.size, np.int64), 0
+    tokens, left = np.zeros(order.size, np.int64), budget
     for i in range(order.size):
         if jobs["running"][order[i]] and missing_of(jobs, order[i]) == 1:
-            decodes += 1
-            tokens[i] = 1 if decodes <= budget else -1
-    spare = min(max(budget - decodes, 0), chunk)
+            take = min(1 + jobs["drafts"][order[i]], left)
+            tokens[i], left = take if take > 0 else -1, left - take
+    spare = min(left, chunk)
     for i in range(order.size):
         if tokens[i] == 0:
             tokens[i] = min(spare, row_chunk, missing_of(jobs, order[i]))
@@ -162,7 +162,8 @@ def _needs(jobs: Rows, row: int, kv_budget: KvBudget, most: int) -> int:
     """
     want, computed, shared = missing_of(jobs, row), jobs["computed"][row], jobs["shared"][row]
     if jobs["running"][row]:
-        return int(max(jobs["blocks"][row], -(-(computed + min(want, most)) // kv_budget.size)) - shared)
+        end = computed + min(want, most) + jobs["drafts"][row] + jobs["lookahead"][row]
+        return int(max(jobs["blocks"][row], -(-end // kv_budget.size)) - shared)
     return int(min(-(-(computed + want + 1) // kv_budget.size) + 1, kv_budget.total) - shared)
 
 

@@ -152,17 +152,21 @@ def _pack_real_time(
 
 @compiled
 def _want(t: StepLimits, jobs: Rows, batch: Batch, row: int) -> int:
-    """Return the tokens a row gets: all it misses, or 0; a prompt beyond the whole budget comes in parts."""
+    """Return the tokens a row gets: all it misses, or 0; a prompt beyond the whole budget comes in parts.
+
+    Drafts get what is left beyond that.
+    """
     want, left = missing_of(jobs, row), int(batch.sums[0]["budget"])
     if want <= left:
-        return int(want)
+        return int(min(want + jobs["drafts"][row], left))
     return left if want > t.budget - t.batch_limit and left > t.budget // 2 else 0
 
 
 @compiled
 def _need(t: StepLimits, jobs: Rows, row: int) -> int:
     """Return the blocks a row needs beyond those it holds until its next token, a prompt in parts for all."""
-    return int(-(-(jobs["computed"][row] + missing_of(jobs, row)) // t.size) - jobs["blocks"][row])
+    end = jobs["computed"][row] + missing_of(jobs, row) + jobs["drafts"][row] + jobs["lookahead"][row]
+    return int(-(-end // t.size) - jobs["blocks"][row])
 
 
 @compiled

@@ -8,13 +8,12 @@ keep working. `tests/engine/test_names.py` pins every internal of vLLM used here
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -23,40 +22,24 @@ from vllm.v1.request import RequestStatus
 
 from headway.core.engine_spec import check
 from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
-from headway.engines.vllm.plugin.columns import cut, follow
+from headway.engines.vllm.plugin.columns import RunningRows, cut
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
-from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
+from headway.engines.vllm.plugin.recording import RecordingMixin, ints
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
 from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
 from headway.engines.vllm.plugin.view import View, sort_by_arrival
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
-from headway.forecast.latency.online import OnlineLatency, batch_of
+from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
-from headway.types import Batch, Ints, Jobs, Step
-
-_LOG = 4096  # steps kept for the control message's "log"
-_ID, _OUT, _COMPUTED = map(attrgetter, ("request_id", "num_output_tokens", "num_computed_tokens"))
+from headway.types import Batch, Jobs, Step
 
 
-def _ints(values: Iterable[int]) -> Ints:
-    return np.fromiter(values, np.int64)
-
-
-class _Decided(NamedTuple):
-    """A batch that stock has scheduled and whose output has not come: its shape, begin, order, log row."""
-
-    batch: Batch
-    began: float
-    ran: list[str]
-    row: Row
-
-
-class HeadwayMixin(ControlMixin, TokenCapsMixin):
+class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
     """The hook, placed before a stock scheduler class in the method resolution order."""
 
     # Stock attributes used here; declared because mypy does not see vLLM.
@@ -79,16 +62,11 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._slots = int(stock.max_num_running_reqs)
         running = int(options.get("max_running") or stock.max_num_active_reqs)
         self._limits = {"max_running": running, "token_budget": int(stock.max_num_scheduled_tokens)}
-        self.latency = OnlineLatency()
         self.recipe = find(options.get("recipe", "vllm"))
         self.spec = spec_of(self, running)
         self.packer = self.recipe.packer(self.spec)
         check(self.spec, self.packer.kv, self.recipe.name)
         self.jobs = Jobs()
-        names = ("steps", "evictions", "saves", "swapped_tokens", "pauses", "loans")
-        self.counters: dict[str, float] = dict.fromkeys(names, 0) | {"step_seconds": 0.0}
-        self.step_log: deque[tuple[float, dict[str, int], list[str], list[str], Row]] = deque(maxlen=_LOG)
-        self.iteration_log = IterationLog()
         self.pending = PendingUrgency()
         self.token_caps: dict[str, int] = {}
         self.held: set[str] = set()  # paused by control
@@ -100,22 +78,18 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._total = self._blocks.num_gpu_blocks - 1  # one is reserved as the null block
         self._serial = 0
         self._stock_limits = (0, 0)
-        self._decided: dict[int, _Decided] = {}  # by the id of stock's output, until it comes back
-        self._updated = 0.0
         self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
         self._prefix_cache = PrefixCache(self)
         self._own_order = self._in_order = False  # stock decides by itself, within the recipe's batch limit
-        self._own_step = Step(_ints(()), max_running=running)
-        self._followed: list[Any] = []  # the running requests at the last decision, and their rows
-        self._rows = _ints(())
+        self._own_step = Step(ints(()), max_running=running)
+        self._running = RunningRows(self)
         install()
         self._compile()
 
     def _compile(self) -> None:
         """Compile the hot loops now (seconds at the very first start), not during the first request."""
-        none = _ints(())
-        follow(self.jobs.data, none, none, none, 1, 0.0)
+        none = ints(())
         cut(self.jobs.data, none, none)
         self.packer.pack(self.jobs, self._budget(), 0.0)
         OnlineLatency().learn(Batch(1, 1, 0), 0.01)
@@ -136,19 +110,19 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         own_order = self._own_order
         step = self._own_step if own_order else self.packer.pack(self.jobs, self._budget(), now)
         step = self.kv_policy.plan(step)
-        for row in step.save:
-            self._save(self.requests[str(self.jobs.keys[row])])
-        for row in step.evict:
-            self._evict(self.requests[str(self.jobs.keys[row])])
+        lost = self._free(step)
         self.kv_policy.begin(step)
-        names = self.jobs.names(step.order.tolist())
+        rows, names = self._running.array, self._running.ids
+        if not own_order and (order := step.order.tolist()) != self._running.rows:
+            rows, names = step.order, self.jobs.names(order)
         view = None if own_order else self._show(step, names)
-        self._limit(step, self._slots_of(view.paused) if view and view.paused else 0)
+        paused = [] if view is None else view.paused
+        self._limit(step, self._slots_of(paused))
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._restore(view)
-        self._record(output, now, [] if view is None else view.paused, step, names)
+        self._record(output, now, paused, lost, rows, names)
         return output
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -157,16 +131,9 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         return running + self._hidden[0], waiting + self._hidden[1]
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        decided, now = self._decided.pop(id(scheduler_output), None), self.timer()
-        if decided is not None:  # with overlapping batches, one begins when the one before has ended
-            seconds = now - max(decided.began, self._updated)
-            self.latency.learn(decided.batch, seconds)
-            decided.row[1] = seconds
-            self.counters["step_seconds"] += seconds
-            self._updated = now
+        ran = self._learn(scheduler_output)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         ended = set(self._ended)
-        ran = [] if decided is None else decided.ran
         # Rows are freed in the order in which they ran, as in the simulated engine.
         self._ended = [id for id in ran if id in ended] + [id for id in self._ended if id not in ran]
         self._leave_ended()
@@ -197,8 +164,11 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self.jobs.evictions[row] += 1
         self._blocked.preempted(request)
 
-    def _tokens_on_host(self) -> int:  # called by `StatsMixin`
+    def _tokens_on_host(self) -> int:  # called by `StatsMixin`, as the next one
         return self.kv_policy.tokens_on_host()
+
+    def _missing_tokens(self) -> float:
+        return self._running.missing if type(self.kv_policy) is StockKv else math.inf
 
     # ---- the table
 
@@ -224,11 +194,9 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
 
     def _refresh(self, now: float) -> None:
         """Update the table: O(running), and those that wait with KV or cannot be admitted."""
-        jobs, running = self.jobs, self.running
-        if running != self._followed:  # identical objects are equal, so this is quick
-            self._followed, self._rows = list(running), _ints(map(jobs.row_of.__getitem__, map(_ID, running)))
-        rows, output_tokens, computed = self._rows, _ints(map(_OUT, running)), _ints(map(_COMPUTED, running))
-        follow(jobs.data, rows, output_tokens, computed, self._block_size, now)
+        jobs = self.jobs
+        self._running.refresh(self.running, now)
+        rows = self._running.array
         if isinstance(self.connector, HostPool):
             for id, tokens in self.connector.saved.items():
                 jobs.computed[jobs.row_of[id]] = jobs.saved[jobs.row_of[id]] = tokens
@@ -260,7 +228,8 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         for request in self._blocked.requests():
             row = jobs.row_of[request.request_id]
             jobs.held[row], jobs.output_tokens[row] = True, request.num_output_tokens
-        jobs.held[[jobs.row_of[id] for id in self.held]] = True
+        for id in self.held:
+            jobs.held[jobs.row_of[id]] = True
 
     def _leave_ended(self) -> None:
         now, self._ended, ended = self.clock(), [], self._ended
@@ -283,6 +252,15 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         return self.kv_policy.budget(KvBudget(self._total, free, self._block_size, self._slots))
 
     # ---- applying a step
+
+    def _free(self, step: Step) -> list[str]:
+        """Save and evict what the step says; return the ids."""
+        saved, evicted = self.jobs.names(step.save.tolist()), self.jobs.names(step.evict.tolist())
+        for id in saved:
+            self._save(self.requests[id])
+        for id in evicted:
+            self._evict(self.requests[id])
+        return evicted + saved
 
     def _evict(self, request: Any) -> None:
         """Free a request's KV; it waits again and is recomputed, or found in the prefix cache.
@@ -314,9 +292,13 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
             return False  # two-ended blocks grant what the packer's step names
         return bool(not self.jobs.urgency[self.jobs.live].any() and self._blocked.adapters_fit())
 
-    def _show(self, step: Step, names: list[str]) -> View:
-        """Show stock code only the requests that the step names."""
+    def _show(self, step: Step, names: list[str]) -> View | None:
+        """Show stock code only the requests that the step names; None where it would see no others."""
         stock: Any = self
+        if names is self._running.ids and not (self.waiting or self.kv_holding_waiting or stock.lora_config):
+            self._prefix_cache.renew([])
+            self._cap_short(step, names, [])
+            return None
         requests = list(map(self.requests.__getitem__, names))
         chosen = [request for request in requests if request.status is RequestStatus.RUNNING]
         candidates = []
@@ -324,17 +306,25 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
             candidates = [request for request in requests if request.status is not RequestStatus.RUNNING]
         if self.packer.own_order and stock.policy is SchedulingPolicy.PRIORITY:
             candidates = self._by_stock_priority()
+        if not chosen and self._blocked.first:
+            # All would pause for KV that only waiting requests could give back, while those need more, too:
+            # stock takes it from a running one.
+            chosen = [request for request in self.running if request.request_id not in self.held]
         self._prefix_cache.renew(candidates)
         if stock.lora_config is not None:
             chosen = within_adapters(chosen, stock.lora_config.max_loras)
-        if step.tokens is not None:
-            short = cut(self.jobs.data, step.order, step.tokens)
-            loads = self._blocked.loads(names)
-            self._cap({names[i]: int(step.tokens[i]) for i in short} | {r.request_id: 0 for r in loads})
-            candidates += loads
+        loads = [] if step.tokens is None else self._blocked.loads(names)
+        candidates += loads
+        self._cap_short(step, names, loads)
         view = View(self, chosen, [*self._blocked.first, *candidates])
         self._hidden = view.hidden
         return view
+
+    def _cap_short(self, step: Step, names: list[str], loads: list[Any]) -> None:
+        """Cap the requests that the step gives less than they miss, and loads, which get no tokens."""
+        if step.tokens is not None:
+            short = cut(self.jobs.data, step.order, step.tokens).tolist()
+            self._cap({names[i]: int(step.tokens[i]) for i in short} | {r.request_id: 0 for r in loads})
 
     def _by_stock_priority(self) -> list[Any]:
         """Return the waiting requests by rank, then as stock's priority policy orders them."""
@@ -345,8 +335,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
 
     def _slots_of(self, paused: list[Any]) -> int:
         """Return the slots that paused requests hold; with two-ended blocks, those on the host hold none."""
-        rows = _ints(map(self.jobs.row_of.__getitem__, map(_ID, paused)))
-        return int(np.count_nonzero(self.jobs.running[rows]))
+        return sum(bool(self.jobs.running[self.jobs.row_of[request.request_id]]) for request in paused)
 
     def _limit(self, step: Step, paused: int) -> None:
         """Set stock's limits for this step; paused requests hold their slots in the model runner."""
@@ -365,25 +354,6 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         self._hidden = (0, 0)
         if view is not None:
             view.close()
-
-    def _record(self, output: Any, now: float, paused: list[Any], step: Step, names: list[str]) -> None:
-        """Record what runs, for the latency model, the counters and the logs."""
-        ran: dict[str, int] = output.num_scheduled_tokens
-        self.kv_policy.check(ran)
-        if ran:
-            batch = self._shape(ran)
-            row = self.iteration_log.begin(now, batch)
-            in_order = [name for name in names if name in ran]
-            if len(in_order) < len(ran):  # stock was shown more than the packer named
-                in_order = list(dict.fromkeys([*in_order, *ran]))
-            self._decided[id(output)] = _Decided(batch, self.timer(), in_order, row)
-            self.counters["steps"] += 1
-            self.counters["pauses"] += len(paused)
-            evicted = self.jobs.names([*step.evict.tolist(), *step.save.tolist()])
-            self.step_log.append((now, ran, [request.request_id for request in paused], evicted, row))
-
-    def _shape(self, ran: dict[str, int]) -> Batch:
-        return batch_of(self.jobs, _ints(map(self.jobs.row_of.__getitem__, ran)), _ints(ran.values()))
 
 
 class HeadwayScheduler(HeadwayMixin, StatsMixin, Scheduler):

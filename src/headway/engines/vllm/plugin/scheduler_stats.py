@@ -7,6 +7,7 @@ cache over time. Every counter only grows, so the difference of two readings is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -56,7 +57,7 @@ class SchedulerStats:
 
         tokens: tokens scheduled per request. computed: a request's computed tokens after this iteration.
         """
-        for id in self._owed.keys() & tokens.keys():
+        for id in self._owed.keys() & tokens.keys() if self._owed else ():
             end, owed = computed(id), self._owed[id]
             self.counters["recomputed"] += max(min(end, owed) - (end - tokens[id]), 0)
             if end >= owed:
@@ -75,16 +76,18 @@ class StatsMixin:
     running: list[Any]
     requests: dict[str, Any]
     kv_cache_manager: Any
+    block_size: int
     finished_req_ids: set[str]
     timer: Callable[[], float] = staticmethod(time.perf_counter)  # virtual in oracle.py
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stats = SchedulerStats()
-        manager, stock = self.kv_cache_manager, self
-        allocate = manager.allocate_slots
-        self._slots_total = (manager.block_pool.num_gpu_blocks - 1) * int(stock.block_size)  # type: ignore[attr-defined]
+        stock: Any = self
+        manager, self._pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
+        self._slots_total = (self._pool.num_gpu_blocks - 1) * int(stock.block_size)
         self._scheduled = 0.0
+        self._allocate = allocate = manager.allocate_slots
 
         def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
             found = allocate(request, *args, **kwargs)
@@ -92,11 +95,19 @@ class StatsMixin:
                 self.stats.short(request.request_id)
             return found
 
-        manager.allocate_slots = counted
+        self._counted = manager.allocate_slots = counted
+        self._counts = True
+        # Tokens per request beyond those that it misses: part of a block, drafts, what a drafter looks ahead.
+        self._spare = stock.block_size + 2 * stock.num_spec_tokens + stock.num_lookahead_tokens
+        kinds = [type(one).__name__ for one in manager.coordinator.single_type_managers]
+        self._is_plain = kinds == ["FullAttentionManager"]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.stats.begin(self.finished_req_ids)
         self._scheduled = self.timer()
+        if self._may_run_short() != self._counts:
+            self._counts = not self._counts
+            self.kv_cache_manager.allocate_slots = self._counted if self._counts else self._allocate
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.stats.ran(output.num_scheduled_tokens, lambda id: self.requests[id].num_computed_tokens)
         return output
@@ -106,6 +117,17 @@ class StatsMixin:
             written = sum(request.num_computed_tokens for request in self.running) - self._tokens_on_host()
             self.stats.passed(self.timer() - self._scheduled, written / self._slots_total)
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _may_run_short(self) -> bool:
+        """Tell whether a running request may get no block in this step; to count those takes its time."""
+        if not self._is_plain:
+            return True
+        needed = self._missing_tokens() + len(self.running) * self._spare
+        return bool(needed > self._pool.get_num_free_blocks() * self.block_size)
+
+    def _missing_tokens(self) -> float:
+        """Return the tokens that running requests still have to compute, inf = not known."""
+        return math.inf
 
     def _tokens_on_host(self) -> int:
         """Return the computed tokens of running requests whose KV is in host memory; stock has none."""
@@ -135,7 +157,7 @@ class _ReadableStats(StatsMixin):
             "waiting": len(self.requests) - len(self.running),
             "blocks_free": pool.get_num_free_blocks(),
             "blocks_total": pool.num_gpu_blocks - 1,
-            "block_size": int(self.block_size),  # type: ignore[attr-defined]
+            "block_size": int(self.block_size),
             "counters": dict(self.stats.counters),
         }
 
