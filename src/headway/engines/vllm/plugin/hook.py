@@ -371,6 +371,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         ran: dict[str, int] = output.num_scheduled_tokens
         self.kv_policy.check(ran)
         if ran:
+            self._prefix_cache.admitted(ran)
             batch = self._shape(ran)
             row = self.iteration_log.begin(now, batch)
             in_order = [name for name in names if name in ran]

@@ -73,6 +73,19 @@ class PrefixCache:
         jobs.shared[rows] = self._shared[rows]
         np.copyto(jobs.shared[:size], self._blocks, where=waiting)
 
+    def admitted(self, ran: dict[str, int]) -> None:
+        """Set what the requests that stock has just admitted began with, which is known for sure only now.
+
+        The latency model learns from it.
+        """
+        if not self._manager.enable_caching:
+            return
+        jobs, requests = self._scheduler.jobs, self._scheduler.requests
+        for id, tokens in ran.items():
+            row = jobs.row_of[id]
+            if not jobs.running[row]:
+                jobs.computed[row] = requests[id].num_computed_tokens - tokens
+
     def renew(self, named: list[Any]) -> None:
         """Look waiting requests up that the packer names; if what is found has changed, the next ones too."""
         if not self._on:

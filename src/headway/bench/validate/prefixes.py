@@ -1,0 +1,141 @@
+"""Conformance with prefix caching: random workloads whose requests share system prompts and conversations.
+
+`conformance.py` drives both engines. Besides what it compares, these must be equal in every step: the queue
+of free blocks, block by block, and vLLM's counts of queried and cached tokens; where the packer reads them,
+the columns `computed`, `blocks` and `shared` of `Jobs`, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from headway.bench.validate import conformance
+from headway.bench.validate.conformance import BLOCK, HOOK, STOCK, Both, Case, Tally, Task
+from headway.engines.simulated import prefix_blocks
+from headway.engines.simulated.caching import CachingEngine
+from headway.engines.simulated.engine import Ran
+from headway.types import Prefix
+
+PAIRS = (
+    ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("headway", HOOK),
+)  # fmt: skip
+_SHARED = 0.8  # share of drawn requests that have something in common with others
+_SALT = 1000  # tokens below it stand for nothing
+
+
+def draw(rng: np.random.Generator) -> Case:
+    """Return a workload of `conformance.draw` with prefixes, its KV and answers often scarce."""
+    case = conformance.draw(rng)
+    least = case.max_model_len // BLOCK
+    blocks = int(rng.choice((least, case.blocks)))
+    systems = [Prefix(f"system {i}", int(rng.integers(1, 200))) for i in range(int(rng.integers(1, 4)))]
+    said = dict[str, int]()  # tokens of each conversation
+    tasks = tuple(_with_prefix(task, systems, said, rng) for task in case.tasks)
+    return replace(case, tasks=tasks, blocks=blocks)
+
+
+def _with_prefix(
+    task: Task, systems: list[Prefix], said: dict[str, int], rng: np.random.Generator
+) -> Task:
+    """Return a task that begins with a system prompt, or that is the next turn of a conversation."""
+    if rng.random() >= _SHARED:
+        return task
+    system = systems[rng.integers(len(systems))]
+    most = conformance.LONGEST - task.output
+    if rng.random() < 0.5:
+        prompt = min(max(task.prompt, int(rng.integers(0, 2)) + system.tokens), most)
+        return replace(task, prompt=prompt, prefix=replace(system, tokens=min(system.tokens, prompt)))
+    name = f"conversation {rng.integers(6)} after {system.id}"
+    before = said.get(name, system.tokens)
+    if before + task.prompt > most:
+        return task
+    said[name] = before + task.prompt + task.output
+    return replace(
+        task,
+        prompt=before + task.prompt,
+        prefix=Prefix(name, before + task.prompt, answer=True, parent=system),
+    )
+
+
+class Caching(Both):
+    """vLLM's scheduler and the simulated engine, both with prefix caching."""
+
+    lean: CachingEngine
+
+    def __init__(self, case: Case, recipe: str, host: str) -> None:
+        from vllm.v1.metrics.stats import PrefixCacheStats
+
+        super().__init__(case, recipe, host, caching=True)
+        manager = self.real.scheduler.kv_cache_manager
+        manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()
+
+    def _add(self, id: str, task: Task, **text: Any) -> None:
+        tokens, answer = _text(id, task)
+        super()._add(id, task, tokens=tokens, answer=answer)
+
+    def _pairs(self, output: Any, ran: Ran) -> dict[str, tuple[Any, Any]]:
+        manager, pool = self.real.scheduler.kv_cache_manager, self.lean.pool
+        queue = manager.block_pool.free_block_queue.get_all_free_blocks()
+        stats = {name: getattr(manager.prefix_cache_stats, name) for name in self.lean.cache_stats}
+        return super()._pairs(output, ran) | {
+            "has counted": (stats, self.lean.cache_stats),
+            "frees": ([block.block_id for block in queue], prefix_blocks.free_queue(pool).tolist()),
+            "shows the packer": self._columns(ran),
+        }
+
+    def _columns(self, ran: Ran) -> tuple[list[Any], list[Any]]:
+        """Return what a packer that follows the cache saw of each request before this step.
+
+        That is in the table still, but for what requests have computed that run or have just lost their KV.
+        """
+        if not self.lean.follows:
+            return [], []
+        ours, theirs = self.lean.jobs, self.real.scheduler.jobs
+        lost = set(ours.names(ran.evicted))
+        seen: tuple[list[Any], list[Any]] = [], []
+        for id, row in ours.row_of.items():
+            waits = not ours.running[row] and id not in lost
+            names = ("shared", "computed", "blocks") if waits else ("shared",)
+            for jobs, columns in zip((theirs, ours), seen, strict=True):
+                columns.append((id, *(int(jobs.data[name][jobs.row_of[id]]) for name in names)))
+        return seen
+
+
+def _text(id: str, task: Task) -> tuple[list[int], int]:
+    """Return the tokens of a prompt and the one of its answer: of each piece of a chain the chain's own."""
+    own, prefix = _SALT + 2 * crc32(id.encode()), task.prefix
+    answer = _chain(prefix) if prefix is not None and prefix.answer else own
+    tokens = [own] * task.prompt
+    while prefix is not None:
+        tokens[: prefix.tokens] = [_chain(prefix)] * prefix.tokens
+        prefix = prefix.parent
+    return tokens, answer
+
+
+def _chain(prefix: Prefix) -> int:
+    return _SALT + 1 + 2 * crc32(prefix.id.encode())
+
+
+def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
+    """Drive both with a workload and compare each step, as `conformance.compare`."""
+    return conformance.tally_of(Caching(case, recipe, host))
+
+
+def run(
+    rng: np.random.Generator, *, steps: int, progress: Callable[[int], None] | None = None
+) -> dict[tuple[str, str], Tally]:
+    """Compare at least so many steps of every pair; keys as in `conformance.run`, progress gets new steps."""
+    found = {}
+    for recipe, host in PAIRS:
+        tally = found[recipe, f"{host}, prefix cache"] = Tally()
+        while tally.steps < steps:
+            one = compare(draw(rng), recipe, host)
+            tally.add(one)
+            if progress is not None:
+                progress(one.steps)
+    return found
