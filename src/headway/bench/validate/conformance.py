@@ -194,10 +194,7 @@ def rows(found: dict[tuple[str, str], Tally]) -> list[Row]:
 
 
 class Both:
-    """vLLM's scheduler and the simulated engine, given the same work at the same instants.
-
-    caching: both cache prefixes; not with a host pool.
-    """
+    """vLLM's scheduler and the simulated engine, given the same work; caching: both cache prefixes."""
 
     def __init__(self, case: Case, recipe: str, host: str, *, caching: bool = False) -> None:
         self.case, self.latency = case, OnlineLatency()
@@ -210,7 +207,7 @@ class Both:
         if host == POOL:
             self.real, self.lean = _pooled(case, self.budget, self.slots, recipe, self.latency)
         else:
-            self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe, caching)
+            self.real = _real(case, self.budget, self.slots, recipe, host, caching)
             packer = find(recipe).packer(_spec(case, self.budget, BLOCK, self.latency))
             self.lean = (CachingEngine if caching else SimulatedEngine)(
                 packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
@@ -355,17 +352,14 @@ def _pooled(
     return SchedulerOracle(oracle.scheduler(setup, blocks + 1, _TWO_ENDED, HeadwayScheduler)), engine
 
 
-def _real(
-    case: Case, budget: int, slots: int, recipe: str | None, name: str, caching: bool
-) -> SchedulerOracle:
+def _real(case: Case, budget: int, slots: int, recipe: str, host: str, caching: bool) -> SchedulerOracle:
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
-    policy = "priority" if name == "vllm-priority" else "fcfs"
+    policy = "priority" if recipe == "vllm-priority" else "fcfs"
+    hook, inside = (None, None) if host == STOCK else (HeadwayScheduler, recipe)
     spec = _spec(case, budget, BLOCK, OnlineLatency())
-    saves = recipe is not None and find(recipe).packer(spec).kv.saves
-    copy = case.copy_seconds if saves else None
-    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy, copy, caching)
-    hook = None if recipe is None else HeadwayScheduler
+    copy = case.copy_seconds if hook is not None and find(recipe).packer(spec).kv.saves else None
+    setup = _config(case.max_running, budget, case.max_model_len, slots, inside, policy, copy, caching)
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 

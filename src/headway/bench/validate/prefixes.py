@@ -29,37 +29,39 @@ _SALT = 1000  # tokens below it stand for nothing
 
 
 def draw(rng: np.random.Generator) -> Case:
-    """Return a workload of `conformance.draw` with prefixes, its KV and answers often scarce."""
+    """Return a workload of `conformance.draw` with prefixes, its KV often scarce.
+
+    Conversations go on to at most 300 tokens or to the longest that a request may have.
+    """
     case = conformance.draw(rng)
-    least = case.max_model_len // BLOCK
-    blocks = int(rng.choice((least, case.blocks)))
     systems = [Prefix(f"system {i}", int(rng.integers(1, 200))) for i in range(int(rng.integers(1, 4)))]
-    said = dict[str, int]()  # tokens of each conversation
-    tasks = tuple(_with_prefix(task, systems, said, rng) for task in case.tasks)
+    most = int(rng.choice((300, conformance.LONGEST)))
+    said = dict[str, int]()
+    tasks = tuple(_with_prefix(task, systems, said, most, rng) for task in case.tasks)
+    least = max(-(-(task.prompt + task.output) // BLOCK) for task in tasks)
+    blocks = int(rng.choice((least, 2 * least, max(least, case.blocks))))
     return replace(case, tasks=tasks, blocks=blocks)
 
 
 def _with_prefix(
-    task: Task, systems: list[Prefix], said: dict[str, int], rng: np.random.Generator
+    task: Task, systems: list[Prefix], said: dict[str, int], most: int, rng: np.random.Generator
 ) -> Task:
-    """Return a task that begins with a system prompt, or that is the next turn of a conversation."""
+    """Return a task that begins with a system prompt, or that is the next turn of a conversation.
+
+    said: tokens of each conversation so far. most: tokens of one.
+    """
     if rng.random() >= _SHARED:
         return task
     system = systems[rng.integers(len(systems))]
-    most = conformance.LONGEST - task.output
     if rng.random() < 0.5:
-        prompt = min(max(task.prompt, int(rng.integers(0, 2)) + system.tokens), most)
-        return replace(task, prompt=prompt, prefix=replace(system, tokens=min(system.tokens, prompt)))
+        prompt = max(task.prompt, system.tokens + int(rng.integers(0, 2)))
+        return replace(task, prompt=prompt, prefix=system)
     name = f"conversation {rng.integers(6)} after {system.id}"
-    before = said.get(name, system.tokens)
-    if before + task.prompt > most:
+    prompt = said.get(name, system.tokens) + task.prompt
+    if prompt + task.output > most:
         return task
-    said[name] = before + task.prompt + task.output
-    return replace(
-        task,
-        prompt=before + task.prompt,
-        prefix=Prefix(name, before + task.prompt, answer=True, parent=system),
-    )
+    said[name] = prompt + task.output
+    return replace(task, prompt=prompt, prefix=Prefix(name, prompt, answer=True, parent=system))
 
 
 class Caching(Both):

@@ -162,7 +162,7 @@ class CachingEngine(SimulatedEngine):
         return int(blocks.size * size)
 
     def unpin(self, chain: str) -> None:
-        """Give a chain's blocks back; they are the last in the queue now. Chains without a pin are ignored."""
+        """Give a chain's blocks back, as the last of the queue. A chain without a pin is ignored."""
         prefix_blocks.release(self.pool, self._pinned.pop(chain, np.empty(0, np.int64)))
         self.pool.state[0]["recount"] = True
 
@@ -238,7 +238,9 @@ def _continue(
         if give == 0:
             continue
         more = -(-(jobs["computed"][row] + give) // limits.size) - pool.held[row]
-        while more > pool.state[0]["free"] and end > i:  # the last row is preempted, at the end the row itself
+        while (
+            more > pool.state[0]["free"] and end > i
+        ):  # the last row is preempted, at the end the row itself
             end -= 1
             lost[n - 1 - end] = chosen[end]
             _preempt(jobs, pool, usage, limits, chosen[end])

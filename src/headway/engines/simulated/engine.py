@@ -89,6 +89,11 @@ class SimulatedEngine:
         return int(self.usage["free_blocks"])
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prefix that was cached of the last requests when they came."""
+        return 0
+
+    @property
     def kv_budget(self) -> KvBudget:
         """The KV budget that the packer reads."""
         return KvBudget(self.blocks, self.free, self.size, self.limits.slots)

@@ -333,5 +333,3 @@ def look_up_again(pool: PrefixBlocks, jobs: NDArray[np.void], named: Ints, size:
     for row in named:
         changed |= look_up(pool, row, jobs["prompt"][row] + jobs["output_tokens"][row], size)
     return bool(changed)
-
-
