@@ -2,7 +2,8 @@
 
 `conformance.py` drives both engines. Besides what it compares, these must be equal in every step: the queue
 of free blocks, block by block, and vLLM's counts of queried and cached tokens; where the packer reads them,
-the columns `computed`, `blocks` and `shared` of `Jobs`, too.
+the columns `computed`, `blocks` and `shared` of `Jobs`, too. With the hook inside, chains are pinned and given
+back now and then.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PAIRS = (
     ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("headway", HOOK),
 )  # fmt: skip
 _SHARED = 0.8  # share of drawn requests that have something in common with others
+_PINNED = 0.05  # share of the steps before which a chain is pinned or given back
 _SALT = 1000  # tokens below it stand for nothing
 
 
@@ -75,10 +77,32 @@ class Caching(Both):
         super().__init__(case, recipe, host, caching=True)
         manager = self.real.scheduler.kv_cache_manager
         manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()
+        prefixes = (task.prefix for task in case.tasks)
+        chains = {one for prefix in prefixes if prefix for one in (prefix, prefix.parent) if one}
+        self.chains = [] if host == STOCK else sorted(chains, key=lambda one: (one.id, one.tokens))
+        self.pins = np.random.default_rng((case.seed, 3))
 
     def _add(self, id: str, task: Task, **text: Any) -> None:
         tokens, answer = _text(id, task)
         super()._add(id, task, tokens=tokens, answer=answer)
+
+    def _step(self, seconds: float) -> str | None:
+        difference = None
+        if self.chains and self.pins.random() < _PINNED:
+            difference = self._pin(self.chains[self.pins.integers(len(self.chains))])
+        return super()._step(seconds) or difference
+
+    def _pin(self, prefix: Prefix) -> str | None:
+        """Pin a piece of a chain in both engines, or give it back; return a difference in what they hold."""
+        control = self.real.scheduler.control
+        if self.pins.random() < 0.5:
+            self.lean.unpin(prefix.id)
+            answer = control({"op": "unpin", "chain": prefix.id})
+            return answer.get("error")
+        ours = self.lean.pin(prefix)
+        answer = control({"op": "pin", "chain": prefix.id, "tokens": _tokens(prefix)})
+        theirs = answer.get("pinned")
+        return None if ours == theirs else f"vLLM holds {theirs} tokens of {prefix}, we {ours}"
 
     def _pairs(self, output: Any, ran: Ran) -> dict[str, tuple[Any, Any]]:
         manager, pool = self.real.scheduler.kv_cache_manager, self.lean.pool
@@ -109,17 +133,21 @@ class Caching(Both):
 
 
 def _text(id: str, task: Task) -> tuple[list[int], int]:
-    """Return the tokens of a prompt and the one of its answer: of each piece of a chain the chain's own."""
+    """Return the tokens of a prompt and the one that its answer repeats."""
     own, prefix = _SALT + 2 * crc32(id.encode()), task.prefix
-    answer = _chain(prefix) if prefix is not None and prefix.answer else own
-    tokens = [own] * task.prompt
-    while prefix is not None:
-        tokens[: prefix.tokens] = [_chain(prefix)] * prefix.tokens
-        prefix = prefix.parent
-    return tokens, answer
+    if prefix is None:
+        return [own] * task.prompt, own
+    tokens = _tokens(prefix)
+    return tokens + [own] * (task.prompt - len(tokens)), _token(prefix) if prefix.answer else own
 
 
-def _chain(prefix: Prefix) -> int:
+def _tokens(prefix: Prefix) -> list[int]:
+    """Return the tokens of a piece of a chain: each chain has its own, behind those of the parent."""
+    before = [] if prefix.parent is None else _tokens(prefix.parent)
+    return before + [_token(prefix)] * (prefix.tokens - len(before))
+
+
+def _token(prefix: Prefix) -> int:
     return _SALT + 1 + 2 * crc32(prefix.id.encode())
 
 

@@ -111,9 +111,7 @@ class CachingEngine(SimulatedEngine):
         """Decide on one iteration, account its KV and cache the blocks that it fills."""
         jobs, pool, limits = self.jobs, self.pool, self.limits
         if self.follows:
-            rows = jobs.rows()
-            prefix_blocks.count_shared(pool, rows[jobs.running[rows]], self._named)
-            prefix_blocks.fill_columns(pool, jobs.data, rows)
+            prefix_blocks.fill_columns(pool, jobs.data, jobs.rows(), self._named)
         step = self.packer.pack(jobs, self.kv_budget, now)
         for row in step.evict.tolist():
             _preempt(jobs.data, pool, self.usage, limits, row)
@@ -121,11 +119,14 @@ class CachingEngine(SimulatedEngine):
         caps = np.full(step.order.size, NO_CAP)
         if step.tokens is not None:  # as in the plugin: a row that may compute all that it misses has no cap
             caps = np.where(step.tokens < missing(jobs, step.order), step.tokens, NO_CAP)
-        self._renew(step.order[~jobs.running[step.order]])
+        if self.follows:
+            self._named = step.order[~jobs.running[step.order]]
+        ahead = np.fromiter(islice(self._waiting, _AHEAD), np.int64)
         running = limits.slots if step.max_running is None else step.max_running
         budget = limits.budget if step.token_budget is None else step.token_budget
         paused, before = self._paused(step.order), self.cache_stats
-        ran = _run(jobs.data, pool, self.usage, limits, step.order, caps, running, budget)
+        named = self._named
+        ran = _run(jobs.data, pool, self.usage, limits, step.order, caps, running, budget, named, ahead)
         self._requeue(ran.lost)
         for row in ran.rows[ran.rows.size - ran.admitted :].tolist():
             self._waiting.pop(row, None)
@@ -136,10 +137,9 @@ class CachingEngine(SimulatedEngine):
         )  # fmt: skip
 
     def complete(self, ran: Ran, now: float) -> Done:
-        rows = ran.rows
         done = super().complete(ran, now)
-        for row in rows[~self.jobs.live[rows]].tolist():
-            prefix_blocks.end(self.pool, row)
+        if done.ids:
+            prefix_blocks.end_all(self.pool, ran.rows[~self.jobs.live[ran.rows]])
         return done
 
     def pin(self, prefix: Prefix) -> int:
@@ -173,15 +173,6 @@ class CachingEngine(SimulatedEngine):
                 self._waiting[row] = None
                 self._waiting.move_to_end(row, last=False)
 
-    def _renew(self, named: Ints) -> None:
-        """Look waiting rows up that the packer names; if what is found has changed, the next ones too."""
-        if not self.follows:
-            return
-        self._named = named
-        if prefix_blocks.look_up_again(self.pool, self.jobs.data, named, self.limits.size):
-            ahead = np.fromiter(islice(self._waiting, _AHEAD), np.int64)
-            prefix_blocks.look_up_again(self.pool, self.jobs.data, ahead, self.limits.size)
-
 
 @compiled
 def _preempt(jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, row: int) -> None:
@@ -194,9 +185,14 @@ def _preempt(jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, row: 
 @compiled
 def _run(
     jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, order: Ints, caps: Ints, max_running: int,
-    budget: int,
+    budget: int, named: Ints, ahead: Ints,
 ) -> kernels.Ran:  # fmt: skip
-    """Account one iteration of the rows of `order`; see `kernels.run_reserved`."""
+    """Account one iteration of the rows of `order`; see `kernels.run_reserved`.
+
+    named: waiting rows of `order`, which are looked up; if what is found has changed, so are those `ahead`.
+    """
+    if prefix_blocks.look_up_again(pool, jobs, named, limits.size):
+        prefix_blocks.look_up_again(pool, jobs, ahead, limits.size)
     budget = min(budget, limits.budget)
     live = jobs["running"][order]
     chosen, waiting = order[live], order[~live]

@@ -285,6 +285,13 @@ def end(pool: PrefixBlocks, row: int) -> None:
 
 
 @compiled
+def end_all(pool: PrefixBlocks, rows: Ints) -> None:
+    """Free the blocks of rows, in their order."""
+    for row in rows:
+        end(pool, row)
+
+
+@compiled
 def record(pool: PrefixBlocks, tokens: int, hits: int, preempted: bool) -> None:
     """Count an admission as vLLM's `PrefixCacheStats.record` does."""
     state = pool.state[0]
@@ -299,11 +306,25 @@ def record(pool: PrefixBlocks, tokens: int, hits: int, preempted: bool) -> None:
 
 
 @compiled
-def count_shared(pool: PrefixBlocks, rows: Ints, named: Ints) -> None:
+def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
+    """Set `computed`, `blocks` and `shared` of the engine's rows to what is known of the cache.
+
+    named: rows that the packer wanted in the last step.
+    """
+    _count_shared(pool, jobs, rows, named)
+    for row in rows:
+        if jobs["running"][row]:
+            jobs["shared"][row] = pool.shared[row]
+        else:
+            jobs["computed"][row] = pool.found_tokens[row]
+            jobs["blocks"][row] = jobs["shared"][row] = pool.found_blocks[row]
+
+
+@compiled
+def _count_shared(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
     """Count the blocks that running rows share, if it may have changed.
 
-    named: rows that the packer wanted in the last step. One that has come in with blocks of others has those
-    first.
+    A row of `named` that has come in with blocks of others has those first.
     """
     changed = pool.state[0]["recount"]
     for row in named:
@@ -312,18 +333,8 @@ def count_shared(pool: PrefixBlocks, rows: Ints, named: Ints) -> None:
         return
     pool.state[0]["recount"] = False
     for row in rows:
-        pool.shared[row] = np.count_nonzero(pool.references[pool.tables[row, : pool.held[row]]] > 1)
-
-
-@compiled
-def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints) -> None:
-    """Set `computed`, `blocks` and `shared` of the engine's rows to what is known of the cache."""
-    for row in rows:
         if jobs["running"][row]:
-            jobs["shared"][row] = pool.shared[row]
-        else:
-            jobs["computed"][row] = pool.found_tokens[row]
-            jobs["blocks"][row] = jobs["shared"][row] = pool.found_blocks[row]
+            pool.shared[row] = np.count_nonzero(pool.references[pool.tables[row, : pool.held[row]]] > 1)
 
 
 @compiled

@@ -371,8 +371,9 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
         ran: dict[str, int] = output.num_scheduled_tokens
         self.kv_policy.check(ran)
         if ran:
-            self._prefix_cache.admitted(ran)
-            batch = self._shape(ran)
+            self._prefix_cache.admitted(output)
+            rows = _ints(map(self.jobs.row_of.__getitem__, ran))
+            batch = batch_of(self.jobs, rows, _ints(ran.values()))
             row = self.iteration_log.begin(now, batch)
             in_order = [name for name in names if name in ran]
             if len(in_order) < len(ran):  # stock was shown more than the packer named
@@ -382,9 +383,6 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin):
             self.counters["pauses"] += len(paused)
             evicted = self.jobs.names([*step.evict.tolist(), *step.save.tolist()])
             self.step_log.append((now, ran, [request.request_id for request in paused], evicted, row))
-
-    def _shape(self, ran: dict[str, int]) -> Batch:
-        return batch_of(self.jobs, _ints(map(self.jobs.row_of.__getitem__, ran)), _ints(ran.values()))
 
 
 class HeadwayScheduler(HeadwayMixin, StatsMixin, Scheduler):
