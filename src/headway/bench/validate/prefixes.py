@@ -2,8 +2,8 @@
 
 `conformance.py` drives both engines. Besides what it compares, these must be equal in every step: the queue
 of free blocks, block by block, and vLLM's counts of queried and cached tokens; where the packer reads them,
-the columns `computed`, `blocks` and `shared` of `Jobs`, too. With the hook inside, chains are pinned and given
-back now and then.
+the columns `computed`, `blocks` and `shared` of `Jobs`, too. With the hook inside, chains are pinned and
+given back now and then.
 """
 
 from __future__ import annotations
@@ -97,11 +97,9 @@ class Caching(Both):
         control = self.real.scheduler.control
         if self.pins.random() < 0.5:
             self.lean.unpin(prefix.id)
-            answer = control({"op": "unpin", "chain": prefix.id})
-            return answer.get("error")
+            return str(control({"op": "unpin", "chain": prefix.id}).get("error", "")) or None
         ours = self.lean.pin(prefix)
-        answer = control({"op": "pin", "chain": prefix.id, "tokens": _tokens(prefix)})
-        theirs = answer.get("pinned")
+        theirs = control({"op": "pin", "chain": prefix.id, "tokens": _tokens(prefix)}).get("pinned")
         return None if ours == theirs else f"vLLM holds {theirs} tokens of {prefix}, we {ours}"
 
     def _pairs(self, output: Any, ran: Ran) -> dict[str, tuple[Any, Any]]:
