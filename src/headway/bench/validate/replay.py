@@ -213,4 +213,4 @@ def _conformance(setup: Setup) -> dict[tuple[str, str], Tally]:
 
         found = conformance.run(rng, workloads=workloads, steps=steps, progress=told)
         found |= features.run(rng, steps=mixed, progress=told)
-        return found | prefixes.run(rng, steps=steps, progress=told)
+        return found | prefixes.run(np.random.default_rng([setup.seed, 6]), steps=steps, progress=told)
