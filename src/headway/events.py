@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.types import Floats, Instance, Request
+from headway.resources import Resource
+from headway.types import Floats, Instance, Request, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,43 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitBegan:
+    """A unit of an application run has begun outside the LLM: a tool, a sandbox, another model.
+
+    backend: what serves it.
+    """
+
+    tenant: str
+    stage: Stage
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEnded:
+    """A unit outside the LLM has ended."""
+
+    tenant: str
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """An application run has ended: its client said so, or was silent for too long."""
+
+    tenant: str
+    app: str
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prewarmed:
+    """A resource is warm, on a `Prewarm` or because it was needed. seconds: that warming took."""
+
+    resource: Resource
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed and nothing else."""
 
@@ -95,5 +133,9 @@ Event = (
     | Swapped
     | Warmed
     | Learned
+    | UnitBegan
+    | UnitEnded
+    | RunEnded
+    | Prewarmed
     | Tick
 )

@@ -14,6 +14,7 @@ from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.bros import BROS
 from headway.recipes.default import DEFAULT
 from headway.recipes.ecoserve import ECOSERVE
+from headway.recipes.hermes import HERMES
 from headway.recipes.qlm import QLM
 from headway.recipes.recipe import Recipe
 
@@ -25,12 +26,12 @@ ABLATIONS = {name: recipe for name, recipe in BROS.items() if name != "bros"}
 
 def names() -> list[str]:
     """Return the names of all built-in recipes, the papers' baselines last."""
-    return [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *ANNEAL, *BASELINES, *ROUTERS]
+    return [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *ANNEAL, *HERMES, *BASELINES, *ROUTERS]
 
 
 def find(name: str) -> Recipe:
     """Return the recipe called `name`, or the one at "module:attribute". ConfigError when there is none."""
-    known = RECIPES | ABLATIONS | ECOSERVE | QLM | ANNEAL | BASELINES | ROUTERS
+    known = RECIPES | ABLATIONS | ECOSERVE | QLM | ANNEAL | HERMES | BASELINES | ROUTERS
     if name in known:
         return known[name]
     if ":" in name:

@@ -27,6 +27,7 @@ from headway.events import (
     Tick,
     Warmed,
 )
+from headway.resources import Prewarm
 from headway.sim.event_queue import Callback, EventQueue
 from headway.sim.instance import Preempted, SimulatedInstance, Submission
 from headway.sim.observer import Observer
@@ -57,6 +58,7 @@ class Loop:
         self.controller, self.observer = controller, observer
         self.instances = {instance.id: instance for instance in instances}
         self._numbers = {name: number for number, name in enumerate(self.instances)}
+        self._arrivals: list[float] = workload.arrival.tolist()
         self._tick = tick
         self._future = EventQueue()
         self._planning = PlanningTime(controller, plan_seconds, self._future, self._execute)
@@ -75,9 +77,9 @@ class Loop:
         """Run until every request has ended, at most to the instant `until`."""
         for instance in self.instances.values():
             self._notify(InstanceUp(instance.instance()), 0.0)
-        arrivals = self.workload.arrival.tolist()
+        arrivals = self._arrivals
         i, size, now, idle = 0, len(arrivals), 0.0, 0
-        while now < until and (i < size or self.controller.requests):
+        while now < until and (i < size or self.controller.requests or self._more):
             arrival = arrivals[i] if i < size else math.inf
             upcoming = min(arrival, self._future.next_time)
             if self.controller.queued and not self._running and upcoming > now + self._tick:
@@ -97,6 +99,11 @@ class Loop:
             progress(size)
         self.outcome.planning = self._planning.spent
         return self.outcome
+
+    @property
+    def _more(self) -> bool:
+        """Tell whether requests will arrive that are in no list of arrivals."""
+        return False
 
     # ---- the controller
 
@@ -124,10 +131,15 @@ class Loop:
                     self._swap(self.instances[name], model, now)
                 case Warm(name, model):
                     self._warm(self.instances[name], model, now)
+                case Prewarm():
+                    self._prewarm(command, now)
                 case Reject(id, reason):
                     self._preempted.pop(id, None)
                     self.outcome.infeasible += reason == "infeasible"
                     self.outcome.shed += reason != "infeasible"
+
+    def _prewarm(self, command: Prewarm, now: float) -> None:
+        """Warm a resource; requests that belong to no run need none."""
 
     def _wait(self, now: float, idle: int, *, last: bool) -> None:
         """Let a tick pass: no event is near, so only time can change what the planner commands."""
@@ -213,6 +225,7 @@ class Loop:
             self._set_timer(instance, "iteration", later, partial(self._end_iteration, instance))
             return
         done = instance.engine.complete(instance.running, now)
+        self._started(instance, instance.running, now)
         instance.running = None
         self._running -= 1
         refused = self._answer(instance, now)
@@ -225,6 +238,9 @@ class Loop:
             self._planning.decide(now)
         if instance.leaving:
             self._unload(instance, now)
+
+    def _started(self, instance: SimulatedInstance, ran: Ran, now: float) -> None:
+        """Tell of first tokens that are out; only planners of application runs mind."""
 
     def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
         row = self.workload.row_of(id)
@@ -274,7 +290,7 @@ class Loop:
             instance.asked += ids
             if instance.running is None:
                 refused |= self._answer(instance, now)
-        if refused:
+        if refused or self.controller.planner.wake_at <= now:
             self._planning.decide(now)
         self._set_check()
 

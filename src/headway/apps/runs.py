@@ -1,0 +1,318 @@
+"""All live runs: the service that each still needs, what it has attained, and its rank (Hermes 3.3).
+
+Service is counted in the seconds that a request would take with a batch like those at the moment: its prompt
+and output tokens at the latency profile's cost each. A rank is computed anew when a visit begins, when the
+visit turns out to be larger, and whenever the attained service has passed another bucket of the demand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from headway.apps.correlation import BUCKETS
+from headway.apps.demand import SAMPLES, Costs, Draw, Known
+from headway.apps.gittins import gittins, latest_start, mean_remaining
+from headway.apps.graph import LLM
+from headway.apps.knowledge import Knowledge
+from headway.apps.prewarming import Prewarming, PrewarmOptions
+from headway.apps.run import Key, OpenVisit, Run
+from headway.types import Floats, Ints, Request
+
+_GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
+_MOST = 65_536  # live runs
+_SILENT = 600.0  # seconds without any sign of a run after which it has ended
+_NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline or late ones, where deadlines decide
+
+PLAIN = "plain "  # before the task's name: the application of requests that belong to none
+CALL = "call"  # the only unit of such a request
+
+Futures = Callable[[Run, Costs], Draw | None]  # from the beginning of a run's latest visit on
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """How runs are ranked.
+
+    rank: "gittins", "mean" (shortest remaining time by the mean) or "slack" (least worst-case slack).
+    refine: draw the demand again at every visit, by what the run has shown (Hermes 3.2); otherwise once.
+    aging: seconds of rank that a run gains per second since it began, so that none waits for ever: a run with
+        rank G is overtaken only by what begins within G / aging seconds after it.
+    """
+
+    rank: str = "gittins"
+    refine: bool = True
+    aging: float = 0.0
+
+
+class Runs:
+    """The live runs, and one column per number that a rank is computed from.
+
+    options: of the ranks. knowledge: the applications' graphs.
+    costs: seconds of service per token, set by the planner.
+    futures: draws what a run has ahead of it, in place of `knowledge` (an oracle).
+    prewarming: the warm-ups that are planned.
+    """
+
+    def __init__(
+        self, knowledge: Knowledge, options: RankOptions, futures: Futures | None = None,
+        prewarming: Prewarming | None = None,
+    ) -> None:  # fmt: skip
+        self.knowledge, self.options = knowledge, options
+        self.prewarming = Prewarming(PrewarmOptions()) if prewarming is None else prewarming
+        self.costs = Costs(1e-4, 0.03)
+        self._futures = futures or self._drawn
+        self._runs: OrderedDict[Key, Run] = OrderedDict()  # by the latest sign of life
+        self._of: dict[str, tuple[Run, OpenVisit, Request]] = {}  # by id of a request in progress
+        self._first_token: dict[str, float] = {}
+        self._dirty: dict[Key, None] = {}
+        self._free: list[int] = []
+        self._by_slot: dict[int, Run] = {}
+        self._samples: Floats = np.empty((0, SAMPLES))
+        self._paths: Floats = np.empty((0, SAMPLES))
+        self._width, self._hopeless = np.empty(0), np.empty(0)
+        self._done, self._since, self._due = np.empty(0), np.empty(0), np.empty(0)
+        self._mark, self._aged, self.rank = np.empty(0), np.empty(0), np.empty(0)
+        self._active: Ints = np.empty(0, np.int64)
+        self._origin = math.nan
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def run_of(self, id: str) -> Run:
+        """Return the run of a request in progress."""
+        return self._of[id][0]
+
+    # ---- what happens
+
+    def arrived(self, request: Request, expected: float, now: float) -> None:
+        """A request has come: it begins a visit, or widens one that is in progress.
+
+        expected: tokens of its answer, for applications of which nothing is known.
+        """
+        key, unit = _place_of(request)
+        run = self._runs.get(key) or self._begin(key, now)
+        if request.stage is not None and request.stage.target is not None:
+            run.target = request.stage.target
+            self._due[run.slot] = run.began + run.target
+        visit = self._enter(run, unit, LLM, now)
+        visit.requests += 1
+        visit.inside += 1
+        visit.prompt += request.prompt_tokens
+        visit.expected += expected
+        run.tier, run.adapter = request.tier, request.adapter
+        run.requests.add(request.id)
+        self._of[request.id] = (run, visit, request)
+
+    def started(self, id: str, now: float) -> None:
+        """The first token of a request is out: from now on it attains service as time passes."""
+        if id in self._of and id not in self._first_token:
+            run, visit, request = self._of[id]
+            if not visit.served:
+                visit.served, visit.first_token = True, now
+            self._look_ahead(run, now)
+            self._first_token[id] = now
+            self._done[run.slot] += request.prompt_tokens * self.costs.prompt
+            self._active[run.slot] += 1
+            self._since[run.slot] += now
+
+    def returned(self, id: str, now: float) -> None:
+        """A request came back from its engine and attains nothing until it starts again."""
+        if id in self._first_token:
+            run = self.run_of(id)
+            self._done[run.slot] += now - self._first_token[id]
+            self._stop(run, id)
+
+    def ended(self, id: str, output_tokens: int | None, now: float) -> None:
+        """A request has ended; output_tokens None = without an answer."""
+        if id not in self._of:
+            return
+        run, visit, request = self._of.pop(id)
+        served = (output_tokens or 0) * self.costs.output
+        if id not in self._first_token:
+            served += request.prompt_tokens * self.costs.prompt
+        self._done[run.slot] += served
+        self._stop(run, id)
+        run.requests.discard(id)
+        run.failed |= output_tokens is None
+        visit.output += output_tokens or 0
+        run.leave(visit)
+        if visit.inside <= 0 and visit.served:
+            path = visit.output / visit.requests * self.costs.output
+            self.prewarming.learn_pace(now - visit.first_token, path)
+        self._touch(run, now)
+        if request.stage is None or not request.stage.run or (request.stage.final and run.idle):
+            self.end(run.key)
+
+    def unit_began(self, key: Key, unit: str, backend: str, now: float) -> None:
+        """A unit outside the LLM has begun."""
+        run = self._runs.get(key) or self._begin(key, now)
+        visit = self._enter(run, unit, backend, now)
+        visit.inside += 1
+        self._active[run.slot] += 1
+        self._since[run.slot] += now
+
+    def unit_ended(self, key: Key, unit: str, now: float) -> None:
+        """A unit outside the LLM has ended; one that has not begun is ignored."""
+        run = self._runs.get(key)
+        visit = None if run is None else run.open.get(unit)
+        if run is None or visit is None or visit.backend == LLM:
+            return
+        visit.seconds += now - visit.began
+        self._active[run.slot] -= 1
+        self._since[run.slot] -= visit.began
+        self._done[run.slot] += now - visit.began
+        run.leave(visit)
+        self._touch(run, now)
+
+    def end(self, key: Key) -> None:
+        """A run has ended: its graph learns from it. What is still in progress ends as a run of its own."""
+        run = self._runs.pop(key, None)
+        if run is None:
+            return
+        run.ended = True
+        self._dirty.pop(key, None)
+        for id in run.requests:
+            self._of.pop(id, None)
+            self._first_token.pop(id, None)
+        if not run.failed and not run.requests:
+            self.knowledge.learn(key[0], key[1], [visit.closed for visit in run.visits])
+        self.rank[run.slot] = self._hopeless[run.slot] = math.inf
+        self._active[run.slot] = 0
+        self._free.append(run.slot)
+
+    def expire(self, now: float) -> None:
+        """End the runs that have been silent for too long; the most silent ones when there are too many."""
+        for key, run in list(islice(self._runs.items(), 2)):
+            if run.idle and (now - run.seen > _SILENT or len(self._runs) > _MOST):
+                self.end(key)
+
+    # ---- ranks
+
+    def refresh(self, now: float) -> list[Run]:
+        """Bring all ranks up to date; return the runs whose rank has changed."""
+        for key in self._dirty:
+            self._draw(self._runs[key])
+            self._look_ahead(self._runs[key], now)
+        attained = self._attained(now)
+        passed = np.flatnonzero((self._active > 0) & (attained >= self._mark) | (now > self._hopeless))
+        dirty = [self._runs[key].slot for key in self._dirty]
+        rows = np.union1d(passed, np.array(dirty, np.int64))
+        if not rows.size:
+            return []
+        before = self.rank[rows].copy()
+        self._set_ranks(rows, attained, now)
+        self._dirty.clear()
+        return [self._by_slot[row] for row in rows[self.rank[rows] != before].tolist()]
+
+    def _attained(self, now: float) -> Floats:
+        return np.asarray(self._done + self._active * now - self._since)
+
+    def _set_ranks(self, rows: Ints, attained: Floats, now: float) -> None:
+        width = self._samples[rows, -1] / BUCKETS
+        self._mark[rows] = (np.floor(attained[rows] / width) + 1) * width
+        self.rank[rows] = self._ranks(rows, attained, now) + self._aged[rows]
+
+    def _ranks(self, rows: Ints, attained: Floats, now: float) -> Floats:
+        if self.options.rank == "mean":
+            return mean_remaining(self._samples, attained, rows)
+        index = gittins(self._samples, attained, rows)
+        if self.options.rank == "gittins":
+            return index
+        on_path = attained / self._width
+        start = latest_start(self._paths, on_path, self._due, now, rows)
+        best = np.maximum(self._paths[rows, 0] - on_path[rows], 0.0)
+        self._hopeless[rows] = np.where(np.isfinite(start), self._due[rows] - best, math.inf)
+        return np.where(np.isfinite(start), start - self._origin, _NO_DEADLINE + index)
+
+    # ---- runs and their slots
+
+    def _begin(self, key: Key, now: float) -> Run:
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        if math.isnan(self._origin):
+            self._origin = now
+        run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now, seen=now)
+        self._width[slot], self._hopeless[slot] = 1.0, math.inf
+        self._done[slot] = self._since[slot] = self._mark[slot] = 0.0
+        self._due[slot], self.rank[slot], self._active[slot] = math.inf, math.inf, 0
+        self._aged[slot] = self.options.aging * (now - self._origin)
+        self.expire(now)
+        return run
+
+    def _enter(self, run: Run, unit: str, backend: str, now: float) -> OpenVisit:
+        visit, new = run.visit(unit, backend, now)
+        if new and (self.options.refine or len(run.visits) == 1):
+            self._dirty[run.key] = None
+            self._done[run.slot] = 0.0
+        elif self.options.refine:
+            self._dirty[run.key] = None  # the visit is wider than was known
+        self._touch(run, now)
+        return visit
+
+    def _touch(self, run: Run, now: float) -> None:
+        run.seen = now
+        self._runs.move_to_end(run.key)
+
+    def _stop(self, run: Run, id: str) -> None:
+        """Let a request attain nothing more as time passes."""
+        first = self._first_token.pop(id, None)
+        if first is not None:
+            self._active[run.slot] -= 1
+            self._since[run.slot] -= first
+
+    def _draw(self, run: Run) -> None:
+        """Draw what a run has ahead of it, from the beginning of its latest visit."""
+        draw, visit, slot = self._futures(run, self.costs), run.visits[-1], run.slot
+        run.draw = draw
+        self._width[slot] = max(visit.requests, 1)
+        if draw is None:
+            mean = visit.prompt * self.costs.prompt + visit.expected * self.costs.output
+            self._samples[slot] = max(mean, 1e-3) * _GUESS
+            self._paths[slot] = self._samples[slot] / self._width[slot]
+        else:
+            self._samples[slot], self._paths[slot] = np.sort(draw.total), np.sort(draw.path)
+
+    def _look_ahead(self, run: Run, now: float) -> None:
+        """Plan what to warm for the units after the latest visit, once that is served."""
+        visit, demand = run.visits[-1], self.knowledge.demand(run.key[0], run.key[1])
+        if run.draw is not None and demand is not None and visit.served and not visit.planned:
+            visit.planned = True
+            self.prewarming.begin(run, run.draw, demand, now)
+
+    def _drawn(self, run: Run, costs: Costs) -> Draw | None:
+        """Draw from the application's graph, as far as it is known."""
+        tenant, app, _ = run.key
+        demand = self.knowledge.demand(tenant, app)
+        if demand is None or not run.visits:
+            return None
+        visit, seed = run.visits[-1], run.slot
+        if not self.options.refine:
+            return demand.draw(visit.unit, {}, None, Known(), costs, seed)
+        return demand.draw(visit.unit, run.visited_before(), run.before, visit.known, costs, seed)
+
+    def _grow(self) -> None:
+        old = self.rank.size
+        size = max(2 * old, 64)
+        for name in ("_done", "_since", "_due", "_mark", "_aged", "_width", "_hopeless", "rank", "_active"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(size - old, column.dtype)]))
+        self._hopeless[old:], self._width[old:] = math.inf, 1.0  # no run is there yet
+        more = np.zeros((size - old, SAMPLES))
+        self._samples = np.concatenate([self._samples, more])
+        self._paths = np.concatenate([self._paths, more])
+        self._free.extend(range(size - 1, old - 1, -1))
+
+
+def _place_of(request: Request) -> tuple[Key, str]:
+    """Return the run and the unit of a request; a plain request is a run of its own of its task."""
+    stage = request.stage
+    if stage is None:
+        return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
+    return (request.tenant, stage.app, stage.run or request.id), stage.unit

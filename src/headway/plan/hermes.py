@@ -1,0 +1,145 @@
+"""Hermes: runs of applications by the work that they have left (Hermes 3.3).
+
+Every request has the rank of its run, in the queue and inside the engines. Ranks change while requests wait
+and run (`Rerank`). A request that belongs to no application is a run of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from headway.apps.demand import Costs
+from headway.apps.knowledge import Knowledge
+from headway.apps.prewarming import Prewarming, PrewarmOptions
+from headway.apps.run import Run
+from headway.apps.runs import Futures, RankOptions, Runs
+from headway.core.cluster import Cluster
+from headway.events import (
+    Arrived,
+    Event,
+    Failed,
+    Finished,
+    Prewarmed,
+    Returned,
+    RunEnded,
+    Started,
+    UnitBegan,
+    UnitEnded,
+)
+from headway.plan.dispatch import sends
+from headway.plan.request_column import RequestColumn
+from headway.plan.virtual_queue import virtual_queue
+from headway.ports import Planner
+from headway.types import Batch, Floats, Instance, Ints, Plan, Rerank, Send
+
+_PROBE = 512  # prompt tokens of the batch from which their cost is read
+_CONTEXT = 1024  # tokens of context per answer in a batch
+
+
+class Hermes(Planner):
+    """Ranks runs, and sends the requests of the lowest ranks.
+
+    runs: the live runs. knowledge: the applications' graphs, which a host may load and store.
+    """
+
+    reranks = True
+
+    def __init__(
+        self, options: RankOptions, knowledge: Knowledge | None = None, futures: Futures | None = None,
+        prewarm: PrewarmOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.knowledge = Knowledge() if knowledge is None else knowledge
+        self.prewarming = Prewarming(prewarm or PrewarmOptions())
+        self.runs = Runs(self.knowledge, options, futures, self.prewarming)
+        self._slot = RequestColumn()
+        self._fleet_version = -1
+
+    @property
+    def wake_at(self) -> float:
+        """The instant of the next warm-up."""
+        return self.prewarming.wake_at
+
+    def on(self, event: Event, cluster: Cluster, now: float) -> None:
+        """Tell the live runs what has happened."""
+        runs, backlog = self.runs, cluster.backlog
+        match event:
+            case Arrived(request):
+                row = backlog.row_of[request.id]
+                runs.arrived(request, float(backlog.tokens[row] - backlog.prompt[row]), now)
+                self._slot.put(backlog, np.array([row]), runs.run_of(request.id).slot)
+            case Started(id):
+                runs.started(id, now)
+            case Returned(id):
+                runs.returned(id, now)
+            case Finished(id, output_tokens):
+                runs.ended(id, output_tokens, now)
+            case Failed(id):
+                runs.ended(id, None, now)
+            case UnitBegan(tenant, stage, backend):
+                runs.unit_began((tenant, stage.app, stage.run), stage.unit, backend, now)
+            case UnitEnded(tenant, stage):
+                runs.unit_ended((tenant, stage.app, stage.run), stage.unit, now)
+            case RunEnded(tenant, app, run):
+                runs.end((tenant, app, run))
+            case Prewarmed(resource, seconds):
+                self.prewarming.learn(resource, seconds)
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        """Return what belongs inside by rank, and the ranks that have changed of what is inside."""
+        self._follow_costs(cluster)
+        changed = self.runs.refresh(now)
+        backlog = cluster.backlog
+        rows = backlog.rows()
+        ranks = self._ranks(cluster, rows)
+        order = np.lexsort((backlog.serial[rows], ranks))
+        ranked = np.asarray(rows[order], np.int64)
+        queues = {name: virtual_queue(cluster, name, ranked) for name in cluster.instances}
+        out = [self._with_rank(cluster, send) for send in sends(queues, cluster)]
+        reranks, prewarm = self._reranks(cluster, changed), self.prewarming.due(now)
+        return Plan(out, rerank=reranks, prewarm=prewarm, final=len(cluster.instances) == 1)
+
+    def _ranks(self, cluster: Cluster, rows: Ints) -> Floats:
+        slots = self._slot.get(cluster.backlog, rows)
+        known = ~np.isnan(slots)
+        ranks = np.full(rows.size, np.inf)
+        ranks[known] = self.runs.rank[slots[known].astype(np.int64)]
+        return ranks
+
+    def _with_rank(self, cluster: Cluster, send: Send) -> Send:
+        return replace(send, rank=float(self.runs.rank[self.runs.run_of(send.id).slot]))
+
+    def _reranks(self, cluster: Cluster, changed: list[Run]) -> list[Rerank]:
+        """Return the new ranks of those runs' requests that are inside engines."""
+        names = {cluster.code(name): name for name in cluster.instances}
+        ranks: dict[str, dict[str, float]] = {}
+        backlog = cluster.backlog
+        for run in changed:
+            for id in sorted(run.requests):
+                row = backlog.row_of[id]
+                name = names.get(int(backlog.instance[row])) if backlog.sent[row] else None
+                if name is not None:
+                    ranks.setdefault(name, {})[id] = float(self.runs.rank[run.slot])
+        return [Rerank(name, by_id) for name, by_id in ranks.items()]
+
+    def _follow_costs(self, cluster: Cluster) -> None:
+        """Read the cost of a token from the fleet's latency, when the fleet has changed."""
+        if cluster.fleet_version == self._fleet_version:
+            return
+        self._fleet_version = cluster.fleet_version
+        costs = [costs_of(instance) for instance in cluster.instances.values()]
+        known = [one for one in costs if one is not None]
+        if known:
+            self.runs.costs = Costs(*np.mean(known, axis=0).tolist())
+
+
+def costs_of(instance: Instance) -> Costs | None:
+    """Return the seconds per prompt and output token in a full batch; None = its latency is not known."""
+    if instance.latency is None:
+        return None
+    decodes = instance.max_running
+    context = min(decodes * _CONTEXT, instance.blocks_total * instance.block_size)
+    alone = instance.latency(Batch(decodes, context, 0))
+    with_prompt = instance.latency(Batch(decodes, context, _PROBE, _PROBE * _PROBE // 2))
+    return Costs((with_prompt - alone) / _PROBE, alone)
