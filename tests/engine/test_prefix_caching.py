@@ -15,7 +15,8 @@ from headway.bench.validate.conformance import HOOK, STOCK, Case, Tally, Task, t
 from headway.bench.validate.prefixes import Caching, compare, draw
 from headway.engines.simulated import caching, prefix_blocks
 from headway.engines.simulated.caching import CachingEngine
-from headway.types import Prefix, Slo
+from headway.prefix import Prefix
+from headway.types import Slo
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368

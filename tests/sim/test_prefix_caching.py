@@ -13,6 +13,7 @@ from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.prefix_blocks import free_queue, keys_of
 from headway.errors import ConfigError
 from headway.pack.ranked import Fcfs
+from headway.prefix import Prefix
 from headway.recipes.registry import find
 from headway.sim import compiled_loop
 from headway.sim.fleet import build, spec
@@ -21,7 +22,6 @@ from headway.sim.record import run_folder
 from headway.sim.record.recorder import Recorder
 from headway.sim.run import Simulation
 from headway.sim.workload.traffic import Workload, concat, single
-from headway.types import Prefix
 from tests.helpers.recorded import Header, Machine, Run, Spy, fleet
 
 SIZE = 16

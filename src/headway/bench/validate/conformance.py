@@ -26,8 +26,9 @@ from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.two_ended.block_table import TwoEndedTable
+from headway.prefix import Prefix
 from headway.recipes.registry import find
-from headway.types import Prefix, Slo
+from headway.types import Slo
 
 BLOCK = 16
 STOCK, HOOK, POOL = "stock", "hook", "pool"
@@ -149,15 +150,12 @@ def _ranked(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
 
 
 def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
-    """Drive both with a workload and compare each step.
-
-    Once they differ they are in different states: what follows counts as not identical.
-    """
+    """Drive both with a workload and compare each step."""
     return tally_of(Both(case, recipe, host))
 
 
 def tally_of(both: Both) -> Tally:
-    """Drive both to the end and count."""
+    """Count the steps; once both differ they are in different states: what follows is not identical."""
     tally = Tally(1)
     for difference in both.steps():
         tally.steps += 1

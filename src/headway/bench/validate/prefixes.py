@@ -20,7 +20,7 @@ from headway.bench.validate.conformance import BLOCK, HOOK, STOCK, Both, Case, T
 from headway.engines.simulated import prefix_blocks
 from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran
-from headway.types import Prefix
+from headway.prefix import Prefix
 
 PAIRS = (
     ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("headway", HOOK),

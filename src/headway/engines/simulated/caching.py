@@ -24,7 +24,8 @@ from headway.errors import ConfigError
 from headway.pack.allocation import missing
 from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
-from headway.types import Ints, Prefix, Slo
+from headway.prefix import Prefix
+from headway.types import Ints, Slo
 
 _RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
 _AHEAD = 64  # waiting requests that are looked up again when the cache has changed, as in the plugin

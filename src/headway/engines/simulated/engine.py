@@ -19,7 +19,8 @@ from headway.memory import reservations
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import NO_CAP
 from headway.ports import Packer
-from headway.types import Batch, Floats, Ints, Jobs, Prefix, Slo
+from headway.prefix import Prefix
+from headway.types import Batch, Floats, Ints, Jobs, Slo
 
 _NO_ROWS = np.empty(0, np.int64)
 

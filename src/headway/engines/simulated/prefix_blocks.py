@@ -17,7 +17,8 @@ from numba.typed import Dict
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.types import Ints, Prefix
+from headway.prefix import Prefix
+from headway.types import Ints
 
 _STATE = np.dtype(
     [

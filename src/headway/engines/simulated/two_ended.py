@@ -28,7 +28,8 @@ from headway.memory.two_ended.block_table import (
 )
 from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
-from headway.types import Ints, Jobs, Prefix, Slo, Step
+from headway.prefix import Prefix
+from headway.types import Ints, Jobs, Slo, Step
 
 
 class HostPoolEngine(SimulatedEngine):

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import ConfigError
+from headway.prefix import Prefix
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.record.recorder import LOGS, Recording
 from headway.sim.workload.traffic import Workload
-from headway.types import Prefix
 
 HEADER = "run.json"
 VERSION = 2
