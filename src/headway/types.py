@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.prefix import Prefix
 from headway.resources import Prewarm
 from headway.tables import Table
 
@@ -81,6 +82,7 @@ class Request:
     task: names the length statistics that apply.
     tier: the class that reports use.
     stage: the application run that it serves, if any.
+    prefix: the tokens that it shares with other requests, as far as a simulation knows them.
     drop: refuse it as soon as it cannot be on time any more; otherwise it is served late.
     """
 
@@ -97,6 +99,7 @@ class Request:
     tier: str = "default"
     stage: Stage | None = None
     drop: bool = False
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ ROOT = Path(headway.__file__).parent
 GROUND = {
     "types",
     "resources",
+    "prefix",
     "events",
     "tables",
     "ports",
@@ -29,6 +30,7 @@ GROUND = {
 CORE = {
     "types",
     "resources",
+    "prefix",
     "events",
     "tables",
     "ports",
@@ -44,6 +46,7 @@ CORE = {
 POLICY = {
     "types",
     "resources",
+    "prefix",
     "events",
     "tables",
     "ports",

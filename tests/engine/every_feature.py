@@ -37,6 +37,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+COMMON = "You are a careful assistant. " * 34  # what the prompts of one phase begin with
 
 
 def main(recipe: str, folder: Path) -> None:
@@ -52,6 +53,8 @@ def main(recipe: str, folder: Path) -> None:
         for name, request in phase(llm, folder).items():
             engine.add_request(name, *request)
         out[phase.__name__] = answers(engine) | {"drafts": seen["drafts"] - before}
+    if recipe != "stock":
+        out["pinned"] = pinned(llm, scheduler)
     out["free"] = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     print(json.dumps(out | {"steps": seen["steps"]}))
 
@@ -73,6 +76,14 @@ def start(recipe: str) -> Any:
                             "prompt_lookup_min": 1},
         **({} if recipe == "stock" else hook),
     )  # fmt: skip
+
+
+def pinned(llm: Any, scheduler: Any) -> list[int]:
+    """Pin the prefix of the last phase and give it back; return its full blocks and those held and free."""
+    tokens = llm.get_tokenizer().encode(COMMON)
+    answer = scheduler.control({"op": "pin", "chain": "common", "tokens": tokens})
+    scheduler.control({"op": "unpin", "chain": "common"})
+    return [len(tokens) // 32, answer["pinned"] // 32, answer["blocks_free"]]
 
 
 def watch(scheduler: Any) -> dict[str, int]:
@@ -160,9 +171,9 @@ def adapters(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
 
 def shared_prefixes(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
     """Prompts with a prefix of some 200 tokens in common, and with priorities; KV runs out."""
-    common, asks = "You are a careful assistant. " * 34, {}
+    asks = {}
     for i in range(8):
-        text = common + f"Item {i}: " + "word " * (60 * (i % 3))
+        text = COMMON + f"Item {i}: " + "word " * (60 * (i % 3))
         asks[f"p{i}"] = (
             {"prompt": text},
             params(24, f"p{i}", ignore_eos=True),

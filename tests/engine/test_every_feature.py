@@ -51,4 +51,6 @@ def test_answers_are_what_was_asked_for(answered: dict[str, dict[str, Any]]) -> 
         for name in ("t1", "t3"):
             assert '"name": "weather"' in made[name]["text"]
         assert answered[recipe]["free"] == 63
+    full, held, free = answered["slack"]["pinned"]
+    assert full == held == 63 - free > 5, "a pin finds what requests have left in the cache"
     assert answered["slack"]["steps"] > answered["stock"]["steps"], "batches were to differ"

@@ -156,6 +156,23 @@ def test_prefix_cache_is_asked_as_stock_asks_it() -> None:
     assert KVCacheBlock(0).ref_cnt == 0
 
 
+def test_pins_hash_and_hold_as_stock_does() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import core
+
+    source = inspect.getsource(core.EngineCore.__init__)
+    assert "vllm_config.cache_config.prefix_caching_hash_algo" in source
+    assert "self.request_block_hasher = get_request_block_hasher(" in source
+    names = ["self", "block_hash", "kv_cache_group_ids"]
+    assert list(inspect.signature(BlockPool.get_cached_block).parameters) == names
+    names = ["self", "reset_running_requests", "reset_connector"]
+    assert list(inspect.signature(Scheduler.reset_prefix_cache).parameters) == names
+    assert "req_id" in NewRequestData.__annotations__
+    assert "resumed_req_ids" in CachedRequestData.__annotations__
+
+
 def test_requests_have_what_the_table_reads() -> None:
     from vllm.v1.request import Request, RequestStatus
 

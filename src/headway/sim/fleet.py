@@ -42,6 +42,7 @@ class Spec:
         or `model@profile`: several models, such as fine-tuned ones, may have one profile.
     host_gb: host memory in which weights stay warm, in 1e9 bytes.
     host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = none.
+    prefix_caching: as vLLM's `--enable-prefix-caching`; of use to requests that have a `Prefix`.
     """
 
     profile: str
@@ -54,6 +55,7 @@ class Spec:
     loads: tuple[str, ...] = ()
     host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
     host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
+    prefix_caching: bool = False
 
     def instances(self, first: int = 0) -> list[InstanceSpec]:
         """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
@@ -91,7 +93,7 @@ class Spec:
             instance, file.latency(), 2 * self.max_running, self.budget, file.copy_seconds(),
             _load(file) if self.loads else None, others, int(self.host_gb * 1e9),
             file.request_overhead_s or 0.0, file.token_overhead_s or 0.0, file.interruption_s or 0.0,
-            int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token,
+            int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token, prefix_caching=self.prefix_caching,
         )  # fmt: skip
 
     def _blocks(self, file: LatencyProfile, kv_tokens: int | None) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.engine_spec import EngineSpec, KvUse
+from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.errors import ConfigError
@@ -57,6 +58,7 @@ class InstanceSpec:
         share cores.
     latency_error: factor of the seconds that the packer's latency model is taught, for studies of wrong ones.
     host_tokens: tokens of KV that host memory has room for; None = unlimited, and blocks are plain.
+    prefix_caching: blocks that requests share by their `Prefix` are computed and held once (`loop.py` only).
     """
 
     instance: Instance
@@ -72,6 +74,7 @@ class InstanceSpec:
     interruption: float = 0.0
     host_tokens: int | None = None
     latency_error: float = 1.0
+    prefix_caching: bool = False
 
     @property
     def delays(self) -> bool:
@@ -224,7 +227,7 @@ class SimulatedInstance:
         row = self.engine.add(
             request.id, request.prompt_tokens, submission.output, arrival=request.arrival, slo=request.slo,
             priority=request.priority, tokens_left=tokens_left, urgency=submission.rank,
-            spread=submission.spread,
+            spread=submission.spread, prefix=request.prefix,
         )  # fmt: skip
         if before is not None:
             jobs = self.engine.jobs
@@ -304,6 +307,8 @@ def engine(packer: Packer, spec: InstanceSpec) -> SimulatedEngine:
         "blocks": instance.blocks_total, "size": instance.block_size, "slots": spec.slots,
         "budget": spec.budget, "max_model_len": instance.max_model_len, "copy_seconds": spec.copy_seconds,
     }  # fmt: skip
+    if spec.prefix_caching:
+        return CachingEngine(packer, **common)
     host = spec.host_tokens if pools(use, spec) else None
     if host is None:
         return SimulatedEngine(packer, **common)
@@ -326,6 +331,8 @@ def describe(recipe: Recipe, spec: InstanceSpec) -> str:
         kind, room = "two-ended" if use.two_ended else "plain", "unbounded" if use.saves else "no"
         room = f"{spec.host_tokens:,} tokens of" if pools(use, spec) else room
         parts.append(f"{kind} KV blocks, {room} host room")
+    if spec.prefix_caching:
+        parts.append("prefix caching")
     if recipe.lengths != "learned":
         parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
     return ", ".join(parts)

@@ -207,6 +207,8 @@ class Loop:
         self.outcome.iterations += 1
         self.outcome.busy += seconds
         self.outcome.preempted += ran.preempted
+        self.outcome.queried += ran.queried
+        self.outcome.hits += ran.hits
         self.outcome.paused += ran.paused.size
         self._set_timer(instance, "iteration", now + seconds, partial(self._end_iteration, instance))
 
@@ -264,9 +266,10 @@ class Loop:
             return
         self._polled = now
         for name in self.controller.cluster.instances:
-            learned = self.instances[name].learned
-            if learned.telling:
-                self.controller.note(Learned(name, learned.theta.copy()), now)
+            instance = self.instances[name]
+            if instance.learned.telling:
+                theta = instance.learned.theta.copy()
+                self.controller.note(Learned(name, theta, instance.engine.longest), now)
 
     def _set_check(self) -> None:
         """Let time stop where the controller wants to look at what is overdue."""

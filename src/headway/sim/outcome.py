@@ -41,6 +41,8 @@ class Outcome:
     failed: requests that were too long for the instance they were sent to.
     swaps: models loaded in place of others.
     planning: virtual seconds that the planner took.
+    queried, hits: tokens that requests looked up in a prefix cache when they were admitted for the first
+        time, and those that it had, as vLLM's `prefix_cache_queries` and `prefix_cache_hits` count them.
     """
 
     first: Floats
@@ -56,6 +58,13 @@ class Outcome:
     swaps: int = 0
     planning: float = 0.0
     infeasible: int = 0
+    queried: int = 0
+    hits: int = 0
+
+    @property
+    def hit_pct(self) -> float:
+        """Share of the queried tokens that prefix caches had, in %; 0 where nothing was queried."""
+        return 100 * self.hits / self.queried if self.queried else 0.0
 
     @classmethod
     def of(cls, size: int) -> Outcome:

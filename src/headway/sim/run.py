@@ -96,7 +96,7 @@ class Simulation:
         plain = len(self.instances) == 1 and not self.failures and self.plan_seconds is no_time
         one = self.instances[0]
         plain = plain and self.recipe.planner().pull and not one.others and not one.delays
-        plain = plain and not self.workload.drop.any()
+        plain = plain and not self.workload.drop.any() and not one.prefix_caching
         if not plain:
             return None
         state = compiled_state.initial_state(self.recipe, self.instances[0], self.workload, self.lengths)

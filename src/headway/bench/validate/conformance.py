@@ -17,6 +17,7 @@ import numpy as np
 
 from headway.bench.output.results import Row
 from headway.core.engine_spec import EngineSpec
+from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.engines.vllm import oracle
@@ -25,6 +26,7 @@ from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.two_ended.block_table import TwoEndedTable
+from headway.prefix import Prefix
 from headway.recipes.registry import find
 from headway.types import Slo
 
@@ -42,7 +44,7 @@ PAIRS = (
     ("bros-plain-blocks", POOL),
 )
 _SLOS = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
-_LONGEST = 1024  # tokens of one request, prompt and answer
+LONGEST = 1024  # tokens of one request, prompt and answer
 _NOISE = 0.5  # of predicted lengths, log-normal
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 _TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
@@ -62,6 +64,7 @@ class Task:
     tokens_left: predicted output tokens, None = the true number.
     spread: `Jobs.spread`.
     urgency: `Send.rank`; stock vLLM has none.
+    prefix: tokens that it shares with others (`prefixes.py`).
     """
 
     at: float
@@ -72,6 +75,7 @@ class Task:
     tokens_left: float | None = None
     urgency: float = 0.0
     spread: float = 0.0
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +125,10 @@ def draw(rng: np.random.Generator) -> Case:
         )
         for at in arrivals
     )  # fmt: skip
-    least = _LONGEST // BLOCK
+    least = LONGEST // BLOCK
     blocks = int(rng.integers(least, least + running * (long + chatty) // BLOCK + 1))
     budget, seed = int(rng.choice((64, 200, 512, 2048))), int(rng.integers(2**31))
-    return Case(_ranked(_predicted(tasks, seed), seed), running, budget, blocks, _LONGEST, seed)
+    return Case(_ranked(_predicted(tasks, seed), seed), running, budget, blocks, LONGEST, seed)
 
 
 def _predicted(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
@@ -146,11 +150,12 @@ def _ranked(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
 
 
 def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
-    """Drive both with a workload and compare each step.
+    """Drive both with a workload and compare each step."""
+    return tally_of(Both(case, recipe, host))
 
-    Once they differ they are in different states: what follows counts as not identical.
-    """
-    both = Both(case, recipe, host)
+
+def tally_of(both: Both) -> Tally:
+    """Count the steps; once both differ they are in different states: what follows is not identical."""
     tally = Tally(1)
     for difference in both.steps():
         tally.steps += 1
@@ -187,9 +192,9 @@ def rows(found: dict[tuple[str, str], Tally]) -> list[Row]:
 
 
 class Both:
-    """vLLM's scheduler and the simulated engine, given the same work at the same instants."""
+    """vLLM's scheduler and the simulated engine, given the same work; caching: both cache prefixes."""
 
-    def __init__(self, case: Case, recipe: str, host: str) -> None:
+    def __init__(self, case: Case, recipe: str, host: str, *, caching: bool = False) -> None:
         self.case, self.latency = case, OnlineLatency()
         self.idle = 0  # steps in a row in which no request ran
         self.budget = max(case.budget, case.max_running)
@@ -200,9 +205,9 @@ class Both:
         if host == POOL:
             self.real, self.lean = _pooled(case, self.budget, self.slots, recipe, self.latency)
         else:
-            self.real = _real(case, self.budget, self.slots, None if host == STOCK else recipe, recipe)
+            self.real = _real(case, self.budget, self.slots, recipe, host, caching)
             packer = find(recipe).packer(_spec(case, self.budget, BLOCK, self.latency))
-            self.lean = SimulatedEngine(
+            self.lean = (CachingEngine if caching else SimulatedEngine)(
                 packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
                 max_model_len=case.max_model_len,
             )  # fmt: skip
@@ -228,15 +233,18 @@ class Both:
     def _arrive(self) -> None:
         while self.todo and self.todo[0][1].at <= self.real.now:
             i, task = self.todo.pop(0)
-            id = f"r{i}"
-            metadata = _metadata(id, task)
-            self.real.add(
-                id, task.prompt, task.output, priority=task.priority, metadata=metadata, arrival=task.at
-            )
-            self.lean.add(
-                id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority,
-                tokens_left=task.tokens_left, urgency=self.urgency[id], spread=task.spread,
-            )  # fmt: skip
+            self._add(f"r{i}", task)
+
+    def _add(self, id: str, task: Task, **text: Any) -> None:
+        """Give both a request; text: what vLLM is told of its tokens."""
+        self.real.add(
+            id, task.prompt, task.output, priority=task.priority, metadata=_metadata(id, task),
+            arrival=task.at, **text,
+        )  # fmt: skip
+        self.lean.add(
+            id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority,
+            tokens_left=task.tokens_left, urgency=self.urgency[id], spread=task.spread, prefix=task.prefix,
+        )  # fmt: skip
 
     def _rerank(self) -> None:
         """Now and then give some requests a new urgency; some have not arrived, some have ended."""
@@ -274,7 +282,14 @@ class Both:
             self.real.now = max(self.real.now, self.todo[0][1].at)
 
     def _decided(self, output: Any, ran: Ran) -> str | None:
-        """Compare what was decided: order and tokens, preemptions, free blocks."""
+        """Return the first difference in what was decided."""
+        for what, (theirs, mine) in self._pairs(output, ran).items():
+            if theirs != mine:
+                return f"at {self.real.now:.3f}: vLLM {what} {theirs}, we {mine}"
+        return None
+
+    def _pairs(self, output: Any, ran: Ran) -> dict[str, tuple[Any, Any]]:
+        """Return what must be equal, vLLM's and ours: order and tokens, preemptions, free blocks."""
         jobs, scheduler = self.lean.jobs, self.real.scheduler
         ours = list(zip(jobs.names(ran.rows), ran.tokens.tolist(), strict=True))
         lost = {id: int(jobs.evictions[row]) for id, row in jobs.row_of.items()}
@@ -287,10 +302,7 @@ class Both:
         }
         if isinstance(self.lean, TwoEndedEngine):
             pairs["shares and saves"] = (_account(scheduler.kv_policy.kv), _account(self.lean.kv))
-        for what, (theirs, mine) in pairs.items():
-            if theirs != mine:
-                return f"at {self.real.now:.3f}: vLLM {what} {theirs}, we {mine}"
-        return None
+        return pairs
 
 
 def _lost(scheduler: Any, id: str) -> int:
@@ -338,15 +350,14 @@ def _pooled(
     return SchedulerOracle(oracle.scheduler(setup, blocks + 1, _TWO_ENDED, HeadwayScheduler)), engine
 
 
-def _real(case: Case, budget: int, slots: int, recipe: str | None, name: str) -> SchedulerOracle:
+def _real(case: Case, budget: int, slots: int, recipe: str, host: str, caching: bool) -> SchedulerOracle:
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
-    policy = "priority" if name == "vllm-priority" else "fcfs"
+    policy = "priority" if recipe == "vllm-priority" else "fcfs"
+    hook, inside = (None, None) if host == STOCK else (HeadwayScheduler, recipe)
     spec = _spec(case, budget, BLOCK, OnlineLatency())
-    saves = recipe is not None and find(recipe).packer(spec).kv.saves
-    copy = case.copy_seconds if saves else None
-    setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy, copy)
-    hook = None if recipe is None else HeadwayScheduler
+    copy = case.copy_seconds if hook is not None and find(recipe).packer(spec).kv.saves else None
+    setup = _config(case.max_running, budget, case.max_model_len, slots, inside, policy, copy, caching)
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 
@@ -360,7 +371,7 @@ def _spec(case: Case, budget: int, size: int, latency: OnlineLatency) -> EngineS
 @cache
 def _config(
     running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str,
-    copy_seconds: float | None = None,
+    copy_seconds: float | None = None, caching: bool = False,
 ) -> Any:  # fmt: skip
     """Configurations are read only by what is made of them, and slow to make.
 
@@ -370,6 +381,7 @@ def _config(
         max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
         recipe=recipe, slots=slots, policy=policy if recipe is None else "fcfs",
         pool=host_pool(1.0, copy_seconds=copy_seconds) if copy_seconds is not None else None,
+        enable_prefix_caching=caching,
     )  # fmt: skip
 
 

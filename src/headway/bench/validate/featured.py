@@ -166,7 +166,7 @@ class Driver:
         adapter = LoRARequest(f"a{ask.adapter}", ask.adapter, "/nowhere") if ask.adapter else None
         request = Request(
             ask.id, tokens, params, None, arrival_time=self.now, priority=ask.priority, lora_request=adapter,
-            block_hasher=_hasher(self.scheduler), resumable=resumable, mm_features=images,
+            block_hasher=oracle.block_hasher(self.scheduler, BLOCK), resumable=resumable, mm_features=images,
         )  # fmt: skip
         if request.structured_output_request is not None:
             self._grammars[ask.id] = request.structured_output_request._grammar = Future()
@@ -256,16 +256,6 @@ def _image(id: str, offset: int, length: int) -> Any:
 
     place = PlaceholderRange(offset=offset, length=length)
     return MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", f"image of {id}", place)
-
-
-def _hasher(scheduler: Any) -> Any:
-    if not scheduler.kv_cache_manager.enable_caching:
-        return None
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-
-    init_none_hash(sha256)
-    return get_request_block_hasher(BLOCK, sha256)
 
 
 def make(recipe: str | None, blocks: int = 200, encoder: int = 0, **options: Any) -> Any:

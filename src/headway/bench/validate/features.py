@@ -1,8 +1,9 @@
 """Conformance with vLLM's features on: recipe `vllm` takes stock's own steps, whatever its requests need.
 
-Prefix caching, asynchronous scheduling, priorities, drafts, adapters, KV from elsewhere, grammars, streaming
-sessions, aborts, pauses: none of them is modelled by the simulated engine, so here stock runs beside the hook
-(`featured.py`). `tests/engine/test_stock_features.py` lets every other recipe answer the same workloads.
+Asynchronous scheduling, priorities, drafts, adapters, KV from elsewhere, grammars, streaming sessions,
+aborts, pauses: none of them is modelled by the simulated engine, so here stock runs beside the hook
+(`featured.py`), with prefix caching, too, which is modelled (`prefixes.py`), but not beside these.
+`tests/engine/test_stock_features.py` lets every other recipe answer the same workloads.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from headway.bench.live.profile import Measured, Rows, Target, device, engine_st
 from headway.bench.live.systems import STOCK, running
 from headway.bench.load import generator, mix
 from headway.bench.load.records import Call, Record
-from headway.bench.validate import conformance, features
+from headway.bench.validate import conformance, features, prefixes
 from headway.bench.validate.conformance import Tally
 from headway.config import Engine
 from headway.engines.vllm.process.launch import free_port
@@ -203,11 +203,14 @@ async def _capacity(target: Target, setup: Setup) -> float:
 def _conformance(setup: Setup) -> dict[tuple[str, str], Tally]:
     workloads, steps = (_FEW if setup.quick else _MANY).values()
     mixed = steps // 2  # the mixes of features are many: 100,000 steps in all
-    total = steps * len(conformance.PAIRS) + mixed * len(features.MIXES)
+    total = steps * (len(conformance.PAIRS) + len(prefixes.PAIRS)) + mixed * len(features.MIXES)
     with Progress(console=_console, transient=True) as progress:
         task = progress.add_task("conformance, steps", total=total)
         rng = np.random.default_rng([setup.seed, 5])
-        found = conformance.run(
-            rng, workloads=workloads, steps=steps, progress=lambda n: progress.advance(task, n)
-        )
-        return found | features.run(rng, steps=mixed, progress=lambda n: progress.advance(task, n))
+
+        def told(steps: int) -> None:
+            progress.advance(task, steps)
+
+        found = conformance.run(rng, workloads=workloads, steps=steps, progress=told)
+        found |= features.run(rng, steps=mixed, progress=told)
+        return found | prefixes.run(np.random.default_rng([setup.seed, 6]), steps=steps, progress=told)

@@ -19,6 +19,7 @@ from headway.memory import reservations
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import NO_CAP
 from headway.ports import Packer
+from headway.prefix import Prefix
 from headway.types import Batch, Floats, Ints, Jobs, Slo
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -35,6 +36,8 @@ class Ran:
     admitted: number of rows admitted.
     copied: tokens of KV copied between device and host for this iteration, both directions together.
     saved: rows whose KV was copied to the host.
+    queried, hits: tokens of the requests that were admitted for the first time, and how many of these a
+        prefix cache had (`caching.py`).
     """
 
     start: float
@@ -46,6 +49,8 @@ class Ran:
     admitted: int
     copied: int = 0
     saved: Ints = field(default_factory=lambda: _NO_ROWS)
+    queried: int = 0
+    hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,11 @@ class SimulatedEngine:
         return int(self.usage["free_blocks"])
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prefix that was cached of the last requests when they came."""
+        return 0
+
+    @property
     def kv_budget(self) -> KvBudget:
         """The KV budget that the packer reads."""
         return KvBudget(self.blocks, self.free, self.size, self.limits.slots)
@@ -92,11 +102,12 @@ class SimulatedEngine:
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
         priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0,
+        spread: float = 0.0, prefix: Prefix | None = None,
     ) -> int:  # fmt: skip
         """Queue a request that will answer with exactly `output` tokens; return its row.
 
         tokens_left: expected output tokens, None = the true number. urgency, spread: as in `Jobs`.
+        prefix: what it has in common with others; of use only to an engine with a prefix cache.
         """
         self._serial += 1
         targets = slo or Slo()

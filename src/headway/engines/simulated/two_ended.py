@@ -28,6 +28,7 @@ from headway.memory.two_ended.block_table import (
 )
 from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
+from headway.prefix import Prefix
 from headway.types import Ints, Jobs, Slo, Step
 
 
@@ -119,7 +120,7 @@ class TwoEndedEngine(HostPoolEngine):
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
         priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0,
+        spread: float = 0.0, prefix: Prefix | None = None,
     ) -> int:  # fmt: skip
         row = super().add(
             id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,

@@ -1,6 +1,6 @@
 """vLLM's own scheduler in virtual time, without GPU or weights: the oracle for the simulated engine.
 
-Only the model is missing: each scheduled request gets a constant token. Everything the scheduler decides
+Only the model is missing: each answer repeats one token. Everything the scheduler decides
 (order, chunks, blocks, preemptions) is vLLM's own code.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from headway.engines.vllm.kv_transfer import host_pool
 from headway.models.resolve import resolve
 
-_TOKEN = 7  # every prompt and answer consists of it
+_TOKEN = 7  # prompts and answers consist of it, unless they are given
 _HEADS, _HEAD_SIZE = 1, 64  # of one small layer: the scheduler needs a shape of KV, not its true size
 
 
@@ -62,6 +62,17 @@ def scheduler(vllm_config: Any, blocks: int, block_size: int, cls: Callable[...,
     )  # fmt: skip
 
 
+def block_hasher(scheduler: Any, size: int) -> Any:
+    """Return what hashes a request's blocks of `size` tokens; None when the scheduler caches no prefixes."""
+    if not scheduler.kv_cache_manager.enable_caching:
+        return None
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    init_none_hash(sha256)
+    return get_request_block_hasher(size, sha256)
+
+
 @dataclass(slots=True)
 class SchedulerOracle:
     """A scheduler in virtual time; `step` is one iteration."""
@@ -69,28 +80,37 @@ class SchedulerOracle:
     scheduler: Any
     now: float = 0.0
     finished: list[str] = field(default_factory=list)
+    _answers: dict[str, int] = field(default_factory=dict)  # the token that each answer repeats
+    _hasher: Any = None
 
     def __post_init__(self) -> None:
+        self._hasher = block_hasher(self.scheduler, self.scheduler.block_size)
         if hasattr(self.scheduler, "timer"):
             self.scheduler.clock = self.scheduler.timer = lambda: self.now
 
     def add(
         self, id: str, prompt: int, output: int, *, priority: int = 0, metadata: dict[str, Any] | None = None,
-        arrival: float | None = None,
+        arrival: float | None = None, tokens: Sequence[int] = (), answer: int = _TOKEN,
     ) -> None:  # fmt: skip
         """Add a request of `prompt` tokens that answers with exactly `output` tokens.
 
         metadata: its `vllm_xargs` (`request_metadata.py`).
         arrival: the instant that policies see, None = now.
+        tokens: of the prompt, where it matters which they are (prefix caching); answer: the token that its
+            answer repeats.
         """
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=metadata)
         at = self.now if arrival is None else arrival
+        self._answers[id] = answer
         self.scheduler.add_request(
-            Request(id, [_TOKEN] * prompt, params, None, arrival_time=at, priority=priority)
-        )
+            Request(
+                id, list(tokens) or [_TOKEN] * prompt, params, None, arrival_time=at, priority=priority,
+                block_hasher=self._hasher,
+            )
+        )  # fmt: skip
 
     @property
     def busy(self) -> bool:
@@ -105,7 +125,7 @@ class SchedulerOracle:
         from vllm.v1.outputs import ModelRunnerOutput
 
         ids = list(output.num_scheduled_tokens)
-        tokens = [[_TOKEN] if self._outputs(id) else [] for id in ids]
+        tokens = [[self._answers[id]] if self._outputs(id) else [] for id in ids]
         self.now += seconds
         result = ModelRunnerOutput(ids, {id: i for i, id in enumerate(ids)}, tokens)
         for outputs in self.scheduler.update_from_output(output, result).values():

@@ -199,11 +199,13 @@ class _Seen:
         fresh = np.where(output_tokens == 0, State.PREFILL, State.RUNNING)
         doing = np.where(again, State.RECOMPUTE, fresh)
         state = np.where(tokens > 0, doing, state)
-        blocks = jobs.blocks[rows]
+        # What a prefix cache holds of a waiting row is neither its own nor computed by it.
+        blocks = jobs.blocks[rows] - np.where(jobs.running[rows], 0, jobs.shared[rows])
+        reached = np.where(tokens > 0, computed + tokens, 0)
         resumes = (state == State.RECOMPUTE) & (output_tokens == 0)
         beyond = np.maximum(computed + tokens - self.reach[rows], 0)
         return _Look(
-            rows, self.request[rows], state, tokens, computed + tokens, blocks, evictions, self.state[rows],
+            rows, self.request[rows], state, tokens, reached, blocks, evictions, self.state[rows],
             changed=(state != self.state[rows]) | (tokens != self.tokens[rows]),
             lost=(evictions > self.evictions[rows]) & (self.state[rows] >= 0),
             gained=blocks - self.blocks[rows], resumed=int(beyond[resumes].sum()),

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import ConfigError
+from headway.prefix import Prefix
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.record.recorder import LOGS, Recording
@@ -74,7 +75,7 @@ def save(run: Run, folder: str | Path) -> Path:
     (place / HEADER).unlink(missing_ok=True)
     for name in _PARTS:
         part = getattr(run, name)
-        columns = {entry.name: np.asarray(getattr(part, entry.name)) for entry in fields(part)}
+        columns = {entry.name: _column(getattr(part, entry.name)) for entry in fields(part)}
         np.savez_compressed(place / f"{name}.npz", **columns)  # type: ignore[arg-type]  # numpy's own stub
     text = json.dumps({"version": VERSION, "simulated": True} | asdict(run.header), indent=1)
     half = place / f"{HEADER}.part"
@@ -93,7 +94,7 @@ def load(folder: str | Path) -> Run:
         workload, outcome, recording = (_columns(place / f"{name}.npz") for name in _PARTS)
         return Run(
             header,
-            Workload(**{name: _names(column) for name, column in workload.items()}),
+            _workload(workload),
             _outcome(outcome),
             Recording(**{name: recording[name] for name in LOGS}),
         )
@@ -126,6 +127,24 @@ def _header(data: dict[str, Any], place: Path) -> Header:
 def _columns(file: Path) -> dict[str, NDArray[Any]]:
     with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
+
+
+def _column(values: Any) -> NDArray[Any]:
+    """Return a field as an array; prefixes become texts, since files with objects in them are not read."""
+    if isinstance(values, tuple) and not all(isinstance(value, str) for value in values):
+        return np.array([json.dumps(asdict(value) if value else None) for value in values])
+    return np.asarray(values)
+
+
+def _workload(columns: Mapping[str, NDArray[Any]]) -> Workload:
+    values = {name: _names(column) for name, column in columns.items()}
+    if "prefixes" in values:
+        values["prefixes"] = tuple(map(_prefix, map(json.loads, values["prefixes"])))
+    return Workload(**values)
+
+
+def _prefix(data: dict[str, Any] | None) -> Prefix | None:
+    return Prefix(**data | {"parent": _prefix(data["parent"])}) if data else None
 
 
 def _names(column: NDArray[Any]) -> Any:

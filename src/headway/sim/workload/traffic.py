@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import ConfigError
+from headway.prefix import Prefix
 from headway.sim.workload import lengths as sizes
 from headway.sim.workload.arrivals import burst, diurnal, gamma, poisson, positive, recorded, rescale, spread
+from headway.sim.workload.columns import column, refuse, refuse_times
 from headway.sim.workload.traces import Lengths, Trace
 from headway.types import Bools, Floats, Ints, Request, Slo, Stage
 
@@ -30,10 +32,12 @@ __all__ = [
 ]  # fmt: skip
 
 _STAGE = {"app": "apps", "run": "runs", "unit": "units"}
-_CODES = {"tier": "tiers", "model": "models", "tenant": "tenants"} | _STAGE  # column of codes -> its names
-_OPTIONAL = {*_STAGE, "drop"}  # columns of zeros where they are not given
+# Column of codes -> its names
+_CODES = {"tier": "tiers", "model": "models", "tenant": "tenants", **_STAGE, "prefix": "prefixes"}
+_OPTIONAL = {*_STAGE, "prefix", "drop"}  # columns of zeros where they are not given
 _TOKENS = ("prompt", "output", "max_tokens")
 _TARGETS = ("ttft", "tpot", "e2e")
+_REALS = {"arrival", *_TARGETS}
 
 
 def _no_codes() -> Ints:
@@ -56,6 +60,7 @@ class Workload:
     app, run, unit: codes of the request's `Stage`; the run "" = the request belongs to no application.
     ids: the requests' ids, () = "r0", "r1", ...
     drop: 1 = refuse the request as soon as it cannot be on time; left out, none is.
+    prefix: codes of the request's `Prefix`, which prefix caches know it by; None = it has one of its own.
     """
 
     arrival: Floats
@@ -80,24 +85,37 @@ class Workload:
     units: tuple[str, ...] = ("",)
     ids: tuple[str, ...] = ()
     drop: Ints = field(default_factory=_no_codes)
+    prefix: Ints = field(default_factory=_no_codes)
+    prefixes: tuple[Prefix | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         n = len(self.arrival)
         for name in _COLUMNS:
             values = getattr(self, name)
             given = name not in _OPTIONAL or len(values)
-            object.__setattr__(self, name, _column(name, values if given else np.zeros(n, np.int64), n))
+            object.__setattr__(
+                self, name, column(name, values if given else np.zeros(n, np.int64), n, name in _REALS)
+            )
         object.__setattr__(self, "ids", tuple(self.ids))
         _check_ids(self.ids, n)
-        _refuse_times(self.arrival)
+        refuse_times(self.arrival)
         for name in _TOKENS:
-            _refuse(getattr(self, name) < 1, name, getattr(self, name), "1 token or more")
-        _refuse(self.max_tokens < self.output, "max_tokens", self.max_tokens, "at least its output")
+            refuse(getattr(self, name) < 1, name, getattr(self, name), "1 token or more")
+        refuse(self.max_tokens < self.output, "max_tokens", self.max_tokens, "at least its output")
         for name in _TARGETS:
-            _refuse(~(getattr(self, name) > 0), name, getattr(self, name), "seconds above 0, or inf for none")
+            refuse(~(getattr(self, name) > 0), name, getattr(self, name), "seconds above 0, or inf for none")
         for name, table in _CODES.items():
             codes, known = getattr(self, name), len(getattr(self, table))
-            _refuse((codes < 0) | (codes >= known), name, codes, f"a code below {known}, one of {table}")
+            refuse((codes < 0) | (codes >= known), name, codes, f"a code below {known}, one of {table}")
+        self._check_prefixes()
+
+    def _check_prefixes(self) -> None:
+        tokens = np.array([0 if prefix is None else prefix.tokens for prefix in self.prefixes])[self.prefix]
+        whole = np.array([prefix is not None and prefix.answer for prefix in self.prefixes])[self.prefix]
+        bad = (self.prompt < tokens) | (whole & (self.prompt > tokens))
+        refuse(
+            bad, "prompt", self.prompt, "at least as long as its prefix, and equal where the answer is in it"
+        )
 
     def __len__(self) -> int:
         return int(self.arrival.size)
@@ -131,6 +149,7 @@ class Workload:
             tier=self.tiers[self.tier[i]],
             stage=self._stage(i),
             drop=bool(self.drop[i]),
+            prefix=self.prefixes[self.prefix[i]],
         )
 
     def _stage(self, i: int) -> Stage | None:
@@ -152,7 +171,6 @@ class Workload:
 
 
 _COLUMNS = tuple(entry.name for entry in fields(Workload) if entry.name not in {*_CODES.values(), "ids"})
-_REALS = {"arrival", *_TARGETS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +365,7 @@ def _target(seconds: float) -> float | None:
 
 
 def _sorted_times(times: Floats) -> Floats:
-    _refuse_times(times)  # here, where their places are still those of the caller
+    refuse_times(times)  # here, where their places are still those of the caller
     back = np.flatnonzero(np.diff(times) < 0)
     if back.size:
         row = int(back[0]) + 1
@@ -371,27 +389,3 @@ def _recoded(part: Workload, name: str, names: dict[str, tuple[str, ...]]) -> ND
     position = {word: code for code, word in enumerate(names[table])}
     code = np.array([position[word] for word in getattr(part, table)], np.int64)
     return np.asarray(code[column])
-
-
-def _column(name: str, values: Any, n: int) -> NDArray[Any]:
-    """Return values as a read-only column of its type; ConfigError for another shape or broken numbers."""
-    column = np.asarray(values)
-    if column.shape != (n,):
-        raise ConfigError(
-            f"Column {name} has shape {column.shape}.", f"All columns need one value for each of {n}."
-        )
-    if name not in _REALS and column.dtype.kind not in "iu" and n:
-        raise ConfigError(f"Column {name} holds {column.dtype}.", "Give whole numbers.")
-    column = column.astype(float if name in _REALS else np.int64, copy=False).view()
-    column.flags.writeable = False
-    return column
-
-
-def _refuse_times(times: Floats) -> None:
-    _refuse(~(np.isfinite(times) & (times >= 0)), "arrival", times, "0 s or later")
-
-
-def _refuse(bad: Bools, name: str, column: NDArray[Any], needed: str) -> None:
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise ConfigError(f"Request {row} has {name} {column[row]}.", f"It must be {needed}.")

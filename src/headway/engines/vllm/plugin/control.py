@@ -14,6 +14,9 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         set `Jobs.urgency`: lower goes first, before the recipe's own rank; 0 = the recipe's rank alone
     {"op": "pause" | "resume", "ids": [...]}
         hold requests back, keeping their KV, and let them go on
+    {"op": "pin", "chain": name, "tokens": [...]} | {"op": "unpin", "chain": name}
+        hold what the prefix cache has of a prompt that begins with these token ids, whatever else is needed,
+        and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. Its `latency` is
 null until the engine has learned its own; then theta (`forecast/latency/online.py`), and the tokens of the
@@ -30,6 +33,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from headway.engines.vllm.plugin import models
+from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
@@ -66,7 +70,7 @@ class PendingUrgency:
         self._values.pop(id, None)
 
 
-class ControlMixin:
+class ControlMixin(PinsMixin):
     """Answers control messages; between steps, on the engine's own thread.
 
     held: engine's ids of requests that control holds back.
@@ -94,6 +98,7 @@ class ControlMixin:
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         """Execute a control message and return the scheduler's state (the module lists the messages)."""
+        pinned: dict[str, Any] = {}
         match message.get("op"):
             case "urgency":
                 self._rank({id: finite(float(rank)) for id, rank in message["values"].items()})
@@ -101,11 +106,15 @@ class ControlMixin:
                 self.held |= self._engine_ids(message["ids"])
             case "resume":
                 self.held -= self._engine_ids(message["ids"])
+            case "pin":
+                pinned = {"pinned": self.pins.pin(str(message["chain"]), list(map(int, message["tokens"])))}
+            case "unpin":
+                self.pins.unpin(str(message["chain"]))
             case "state":
                 pass
             case other:
-                return {"error": f"unknown op {other!r}; use state, urgency, pause or resume"}
-        return self._state(message) | self._log_rows(message)
+                return {"error": f"unknown op {other!r}; use state, urgency, pause, resume, pin or unpin"}
+        return self._state(message) | self._log_rows(message) | pinned
 
     def _rank(self, values: dict[str, float]) -> None:
         """Set the urgency of requests, also of those that have not arrived."""

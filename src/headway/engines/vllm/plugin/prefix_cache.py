@@ -73,6 +73,22 @@ class PrefixCache:
         jobs.shared[rows] = self._shared[rows]
         np.copyto(jobs.shared[:size], self._blocks, where=waiting)
 
+    def admitted(self, output: Any) -> None:
+        """Set what the requests that stock has just admitted began with: only now is it known for sure.
+
+        The latency model learns from it. output: stock's decision.
+        """
+        if not self._manager.enable_caching:
+            return
+        jobs, requests, ran = self._scheduler.jobs, self._scheduler.requests, output.num_scheduled_tokens
+        fresh = (request.req_id for request in output.scheduled_new_reqs)
+        for id in (*fresh, *output.scheduled_cached_reqs.resumed_req_ids):
+            jobs.computed[jobs.row_of[id]] = requests[id].num_computed_tokens - ran[id]
+
+    def recount(self) -> None:
+        """Count anew which blocks are shared: blocks were pinned or given back."""
+        self._recount = True
+
     def renew(self, named: list[Any]) -> None:
         """Look waiting requests up that the packer names; if what is found has changed, the next ones too."""
         if not self._on:

@@ -10,6 +10,7 @@ import numpy as np
 
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
 from headway.engines.vllm.plugin.kv_policy import KvPolicy
+from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.forecast.latency.online import OnlineLatency, batch_of
 from headway.types import Batch, Ints, Jobs
 
@@ -41,6 +42,7 @@ class RecordingMixin:
     # The hook's attributes used here.
     jobs: Jobs
     kv_policy: KvPolicy
+    _prefix_cache: PrefixCache
     timer: Callable[[], float]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,6 +67,7 @@ class RecordingMixin:
         self.kv_policy.check(ran)
         if not ran:
             return
+        self._prefix_cache.admitted(output)
         order = list(ran)
         if order != names:  # stock was shown more than the packer named, or has not scheduled all of it
             rows = ints(map(self.jobs.row_of.__getitem__, order))

@@ -1,0 +1,281 @@
+"""The simulated engine with vLLM's prefix cache.
+
+It admits requests with what the cache holds of them, fills the columns of `Jobs` as
+`engines/vllm/plugin/prefix_cache.py` does for the real engine, and hands out blocks in vLLM's order, so that
+the same prefixes are lost. Which tokens requests share is said by their `Prefix`; without one a request finds
+only what it has computed itself, after it has lost its KV.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from itertools import islice
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.core.engine_spec import UNLIMITED
+from headway.engines.simulated import kernels, prefix_blocks
+from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
+from headway.engines.simulated.kernels import Limits, Rows, Usage
+from headway.engines.simulated.prefix_blocks import PrefixBlocks
+from headway.errors import ConfigError
+from headway.pack.allocation import missing
+from headway.pack.kernels import NO_CAP, missing_of
+from headway.ports import Packer
+from headway.prefix import Prefix
+from headway.types import Ints, Slo
+
+_RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
+_AHEAD = 64  # waiting requests that are looked up again when the cache has changed, as in the plugin
+
+
+class CachingEngine(SimulatedEngine):
+    """A simulated engine with a prefix cache.
+
+    Raises ConfigError for packers that copy KV to the host or lend it: vLLM's cache and their blocks would
+    have to know each other, which nothing here compares with vLLM.
+
+    pool: the blocks and what is cached in them.
+    follows: the packer decides on the order, so it is told what the cache holds of waiting requests.
+    """
+
+    def __init__(
+        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        copy_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        use = packer.kv
+        if use.saves or use.reserves or use.two_ended:
+            raise ConfigError(
+                "A packer that swaps, reserves or lends KV is not simulated with prefix caching.",
+                "Set prefix_caching = false, or use a recipe that does neither, such as headway or vllm.",
+            )
+        super().__init__(
+            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
+            copy_seconds=copy_seconds,
+        )  # fmt: skip
+        self.pool = prefix_blocks.new(blocks, -(-max_model_len // size), self.target.size)
+        self.follows = not packer.own_order
+        self._waiting: OrderedDict[int, None] = OrderedDict()  # rows in the order of vLLM's queue
+        self._named = np.empty(0, np.int64)  # rows that the packer wanted in the last step and that waited
+        self._found: deque[int] = deque(maxlen=_RECENT)  # tokens that were cached when a request came
+        self._pinned: dict[str, Ints] = {}
+
+    @property
+    def free(self) -> int:
+        return int(self.pool.state[0]["free"])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prefix that was cached of the last requests when they came.
+
+        Longer than any prompt where the packer leaves the order to the engine.
+        """
+        return max(self._found, default=0) if self.follows else UNLIMITED
+
+    @property
+    def cache_stats(self) -> Mapping[str, int]:
+        """Requests, queried tokens and hits so far, as vLLM's `PrefixCacheStats` has them."""
+        state = self.pool.state[0]
+        names = ("requests", "queries", "hits")
+        return {name: int(state[name]) for name in (*names, *(f"preempted_{name}" for name in names))}
+
+    def add(
+        self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
+        priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
+        spread: float = 0.0, prefix: Prefix | None = None,
+    ) -> int:  # fmt: skip
+        assert prefix is None or prefix.fits(prompt), f"{id} of {prompt} tokens cannot begin with {prefix}"
+        row = super().add(
+            id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
+            urgency=urgency, spread=spread,
+        )  # fmt: skip
+        if self.target.size > self.pool.held.size:
+            self.pool = prefix_blocks.resized(self.pool, self.target.size)
+        size = self.limits.size
+        keys = prefix_blocks.keys_of(prefix, self._serial, (prompt + output) // size, size)
+        self.pool.keys[row, : keys.size] = keys
+        if self.follows:
+            self._waiting[row] = None
+            prefix_blocks.look_up(self.pool, row, prompt, size)
+            self._found.append(int(self.pool.found_tokens[row]))
+        return row
+
+    def drop(self, id: str) -> None:
+        row = self.jobs.row_of[id]
+        super().drop(id)
+        prefix_blocks.end(self.pool, row)
+        self._waiting.pop(row, None)
+
+    def schedule(self, now: float) -> Ran:
+        """Decide on one iteration, account its KV and cache the blocks that it fills."""
+        jobs, pool, limits = self.jobs, self.pool, self.limits
+        if self.follows:
+            prefix_blocks.fill_columns(pool, jobs.data, jobs.rows(), self._named)
+        step = self.packer.pack(jobs, self.kv_budget, now)
+        for row in step.evict.tolist():
+            _preempt(jobs.data, pool, self.usage, limits, row)
+        self._requeue(step.evict)
+        caps = np.full(step.order.size, NO_CAP)
+        if step.tokens is not None:  # as in the plugin: a row that may compute all that it misses has no cap
+            caps = np.where(step.tokens < missing(jobs, step.order), step.tokens, NO_CAP)
+        if self.follows:
+            self._named = step.order[~jobs.running[step.order]]
+        ahead = np.fromiter(islice(self._waiting, _AHEAD), np.int64)
+        running = limits.slots if step.max_running is None else step.max_running
+        budget = limits.budget if step.token_budget is None else step.token_budget
+        paused, before = self._paused(step.order), self.cache_stats
+        named = self._named
+        ran = _run(jobs.data, pool, self.usage, limits, step.order, caps, running, budget, named, ahead)
+        self._requeue(ran.lost)
+        for row in ran.rows[ran.rows.size - ran.admitted :].tolist():
+            self._waiting.pop(row, None)
+        lost, after = np.concatenate([step.evict, ran.lost]), self.cache_stats
+        return Ran(
+            now, ran.rows, ran.tokens, paused, lost, ran.lost.size, ran.admitted,
+            queried=after["queries"] - before["queries"], hits=after["hits"] - before["hits"],
+        )  # fmt: skip
+
+    def complete(self, ran: Ran, now: float) -> Done:
+        done = super().complete(ran, now)
+        if done.ids:
+            prefix_blocks.end_all(self.pool, ran.rows[~self.jobs.live[ran.rows]])
+        return done
+
+    def pin(self, prefix: Prefix) -> int:
+        """Hold what is cached of a piece of a chain until `unpin`; return how many tokens that is.
+
+        A pin replaces the chain's pin before. Pins leave room for the longest request: what does not fit
+        beside it is not held. To make blocks the last that are given up, pin and unpin them.
+        """
+        self.unpin(prefix.id)
+        size, pool = self.limits.size, self.pool
+        keys = prefix_blocks.keys_of(prefix, 0, prefix.tokens // size, size)
+        blocks = prefix_blocks.cached_blocks(pool, keys)
+        held = np.unique(np.concatenate([*self._pinned.values(), np.empty(0, np.int64)])).size
+        most = self.blocks - -(-self.limits.max_model_len // size) - held
+        blocks = blocks[: max(most, 0)]
+        for block in blocks.tolist():
+            prefix_blocks.touch(pool, block)
+        pool.state[0]["recount"] = True
+        self._pinned[prefix.id] = blocks
+        return int(blocks.size * size)
+
+    def unpin(self, chain: str) -> None:
+        """Give a chain's blocks back, as the last of the queue. A chain without a pin is ignored."""
+        prefix_blocks.release(self.pool, self._pinned.pop(chain, np.empty(0, np.int64)))
+        self.pool.state[0]["recount"] = True
+
+    def _requeue(self, rows: Ints) -> None:
+        """Put rows that have lost their KV first in the queue."""
+        if self.follows:
+            for row in rows.tolist():
+                self._waiting[row] = None
+                self._waiting.move_to_end(row, last=False)
+
+
+@compiled
+def _preempt(jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, row: int) -> None:
+    """Take a row's KV and look up what is left of it."""
+    kernels.evict(jobs, usage, np.full(1, row))
+    prefix_blocks.end(pool, row)
+    prefix_blocks.look_up(pool, row, jobs["prompt"][row] + jobs["output_tokens"][row], limits.size)
+
+
+@compiled
+def _run(
+    jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, order: Ints, caps: Ints, max_running: int,
+    budget: int, named: Ints, ahead: Ints,
+) -> kernels.Ran:  # fmt: skip
+    """Account one iteration of the rows of `order`; see `kernels.run_reserved`.
+
+    named: waiting rows of `order`, which are looked up; if what is found has changed, so are those `ahead`.
+    """
+    if prefix_blocks.look_up_again(pool, jobs, named, limits.size):
+        prefix_blocks.look_up_again(pool, jobs, ahead, limits.size)
+    budget = min(budget, limits.budget)
+    live = jobs["running"][order]
+    chosen, waiting = order[live], order[~live]
+    paused = usage["held_slots"] - chosen.size
+    rows, tokens, lost = _continue(jobs, pool, usage, limits, chosen, caps[live], budget)
+    if lost.size:
+        return kernels.Ran(rows, tokens, lost, 0, 0)
+    free_slots = min(max_running, limits.slots - paused) - chosen.size
+    budget -= tokens.sum()
+    granted = _admit(jobs, pool, usage, limits, waiting, caps[~live], budget, free_slots)
+    fresh = waiting[: granted.size]
+    return kernels.Ran(np.concatenate((rows, fresh)), np.concatenate((tokens, granted)), lost, fresh.size, 0)
+
+
+@compiled
+def _compute(jobs: Rows, pool: PrefixBlocks, limits: Limits, row: int, tokens: int) -> None:
+    """Give a row blocks for `tokens` more, and cache those that they fill."""
+    reach = jobs["computed"][row] + tokens
+    known = jobs["prompt"][row] + jobs["output_tokens"][row]
+    prefix_blocks.extend(pool, row, -(-reach // limits.size), min(reach, known) // limits.size)
+    jobs["blocks"][row] = pool.held[row]
+
+
+@compiled
+def _continue(
+    jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, chosen: Ints, caps: Ints, budget: int
+) -> tuple[Ints, Ints, Ints]:
+    """Give running rows their tokens in order. Returns rows, tokens, and rows preempted for memory."""
+    n, size, budget_left = chosen.size, 0, budget
+    rows, tokens, lost = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    end = n
+    for i in range(n):
+        if i >= end:
+            break
+        row = chosen[i]
+        want = min(missing_of(jobs, row), limits.max_model_len - jobs["computed"][row] - 1, caps[i])
+        give = max(min(want, budget_left), 0)
+        budget_left -= want
+        if give == 0:
+            continue
+        more = -(-(jobs["computed"][row] + give) // limits.size) - pool.held[row]
+        while (
+            more > pool.state[0]["free"] and end > i
+        ):  # the last row is preempted, at the end the row itself
+            end -= 1
+            lost[n - 1 - end] = chosen[end]
+            _preempt(jobs, pool, usage, limits, chosen[end])
+        if end <= i:
+            break
+        _compute(jobs, pool, limits, row, give)
+        rows[size], tokens[size] = row, give
+        size += 1
+    return rows[:size], tokens[:size], lost[: n - end]
+
+
+@compiled
+def _admit(
+    jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, waiting: Ints, caps: Ints, budget: int,
+    free_slots: int,
+) -> Ints:  # fmt: skip
+    """Admit waiting rows in order until one does not fit whole, or slots or budget run out."""
+    granted, size = np.empty(waiting.size, np.int64), 0
+    for i in range(waiting.size):
+        row = waiting[i]
+        if free_slots <= 0 or budget <= 0:
+            break
+        whole = jobs["prompt"][row] + jobs["output_tokens"][row]
+        cached = prefix_blocks.cached_prefix(pool, row, whole, limits.size)
+        computed = cached.size * limits.size
+        tokens = min(whole - computed, budget)
+        if caps[i] < tokens:
+            # Where less of its prefix is cached than the packer knew, it comes as far all the same.
+            tokens = min(caps[i] + max(jobs["computed"][row] - computed, 0), tokens)
+        unheld = cached.size - np.count_nonzero(pool.references[cached])
+        if tokens <= 0 or -(-whole // limits.size) - cached.size + unheld > pool.state[0]["free"]:
+            break
+        prefix_blocks.begin(pool, row, cached)
+        prefix_blocks.record(pool, whole, computed, jobs["evictions"][row] > 0)
+        jobs["computed"][row] = computed
+        jobs["running"][row] = True
+        usage["held_slots"] += 1
+        _compute(jobs, pool, limits, row, tokens)
+        granted[size] = tokens
+        size, budget, free_slots = size + 1, budget - tokens, free_slots - 1
+    return granted[:size]

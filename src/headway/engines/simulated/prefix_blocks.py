@@ -1,0 +1,347 @@
+"""KV blocks with a prefix cache, as vLLM's block pool keeps them (`v1/core/block_pool.py`).
+
+A full block is known by a key that stands for all tokens up to its end; freed blocks keep theirs until the
+pool hands them out again, least recently used first. The functions are those of `BlockPool` and of
+`FullAttentionManager`, on arrays and compiled; rows are rows of the engine's `Jobs`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.typed import Dict
+from numpy.typing import NDArray
+
+from headway.compiled import compiled
+from headway.prefix import Prefix
+from headway.types import Ints
+
+_STATE = np.dtype(
+    [
+        ("free", np.int64),
+        ("recount", np.bool_),
+        *((name, np.int64) for name in ("requests", "queries", "hits")),
+        *((f"preempted_{name}", np.int64) for name in ("requests", "queries", "hits")),
+    ]
+)
+_STEP, _MIX_1, _MIX_2 = (
+    np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)  # of SplitMix64
+
+
+class PrefixBlocks(NamedTuple):
+    """The blocks of one engine, numbered from 1 as in vLLM, whose block 0 stays empty.
+
+    By block:
+    references: rows and pins that hold it.
+    key: what it holds, 0 = not cached.
+    same: the next block with the same key, 0 = none; vLLM keeps such duplicates, too.
+    before, after: its neighbours in the queue of free blocks, in which 0 is the head and the last number the
+        tail.
+
+    first: the first block of a key.
+
+    By row:
+    tables: its blocks in the order of its tokens, `held` of them, of which the first `cached` have a key.
+    keys: of the blocks of its whole sequence.
+    found_tokens, found_blocks: of a waiting row, the tokens that were cached when it was looked up last, and
+        how many of their blocks were held.
+    shared: of a running row, how many of its blocks others hold, too, when they were counted last.
+
+    state: one record: free blocks; whether `shared` is out of date; and the requests, queried tokens and hits
+        as vLLM's `PrefixCacheStats` counts them, those that had been preempted apart.
+    """
+
+    references: Ints
+    key: Ints
+    same: Ints
+    before: Ints
+    after: Ints
+    first: Any
+    tables: Ints
+    held: Ints
+    cached: Ints
+    keys: Ints
+    found_tokens: Ints
+    found_blocks: Ints
+    shared: Ints
+    state: NDArray[np.void]
+
+
+_BY_ROW = ("tables", "held", "cached", "keys", "found_tokens", "found_blocks", "shared")
+
+
+def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
+    """Return so many free blocks for requests of at most `longest` blocks."""
+    ring = np.arange(blocks + 2)
+    none = np.zeros(blocks + 1, np.int64)
+    first = Dict.empty(types.int64, types.int64)
+    wide, flat = np.zeros((rows, longest), np.int64), np.zeros(rows, np.int64)
+    state = np.zeros(1, _STATE)
+    state["free"] = blocks
+    return PrefixBlocks(
+        none, none.copy(), none.copy(), ring - 1, ring + 1, first, wide, flat, flat.copy(), wide.copy(),
+        flat.copy(), flat.copy(), flat.copy(), state,
+    )  # fmt: skip
+
+
+def resized(pool: PrefixBlocks, rows: int) -> PrefixBlocks:
+    """Return the same blocks with place for more rows."""
+    more = {}
+    for name in _BY_ROW:
+        old: Ints = getattr(pool, name)
+        more[name] = np.concatenate([old, np.zeros((rows - len(old), *old.shape[1:]), np.int64)])
+    return pool._replace(**more)
+
+
+# ---- keys
+
+
+def keys_of(prefix: Prefix | None, own: int, blocks: int, size: int) -> Ints:
+    """Return the keys of a request's first blocks; own: a number that no other request of the engine has.
+
+    A block whose last token is in a piece of a chain is that chain's block of this index; the others are the
+    request's own. Keys have 64 bits.
+    """
+    whole = prefix is not None and prefix.answer
+    keys = _sequence(_seed(prefix.id, b"chain") if prefix and whole else _seed(str(own), b"own"), blocks)
+    while prefix is not None:
+        count = min(prefix.tokens // size, blocks)
+        keys[:count] = _sequence(_seed(prefix.id, b"chain"), count)
+        prefix = prefix.parent
+    return keys
+
+
+@lru_cache(4096)
+def _seed(name: str, kind: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(name.encode(), digest_size=8, person=kind).digest()))
+
+
+def _sequence(seed: np.uint64, count: int) -> Ints:
+    """Return the keys of blocks 0 to count - 1 of a chain, none of them 0."""
+    bits = np.arange(1, count + 1, dtype=np.uint64) * _STEP + np.full(count, seed)
+    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
+    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
+    bits ^= bits >> np.uint64(31)
+    bits[bits == 0] = 1
+    return bits.view(np.int64)
+
+
+# ---- the queue of free blocks
+
+
+@compiled
+def _unlink(pool: PrefixBlocks, block: int) -> None:
+    before, after = pool.before[block], pool.after[block]
+    pool.after[before], pool.before[after] = after, before
+    pool.state[0]["free"] -= 1
+
+
+@compiled
+def _link(pool: PrefixBlocks, block: int, before: int) -> None:
+    """Put a block into the queue behind another one."""
+    after = pool.after[before]
+    pool.before[block], pool.after[block] = before, after
+    pool.after[before] = pool.before[after] = block
+    pool.state[0]["free"] += 1
+
+
+@compiled
+def free_queue(pool: PrefixBlocks) -> Ints:
+    """Return the free blocks, that which is handed out next first."""
+    blocks, block = np.empty(pool.state[0]["free"], np.int64), 0
+    for i in range(blocks.size):
+        block = pool.after[block]
+        blocks[i] = block
+    return blocks
+
+
+@compiled
+def _take(pool: PrefixBlocks) -> int:
+    """Take the first free block, which is not cached any more."""
+    block = int(pool.after[0])
+    _unlink(pool, block)
+    if pool.key[block] != 0:
+        _forget(pool, block)
+    pool.references[block] = 1
+    return block
+
+
+@compiled
+def release(pool: PrefixBlocks, blocks: Ints) -> None:
+    """Give up references to blocks, which are in the order of their tokens.
+
+    As in vLLM, what is not cached is used first, and of what is cached the end of a chain before its begin.
+    """
+    for block in blocks:
+        pool.references[block] -= 1
+        if pool.references[block] == 0 and pool.key[block] == 0:
+            _link(pool, block, 0)
+    tail = pool.before.size - 1
+    for block in blocks[::-1]:
+        if pool.references[block] == 0 and pool.key[block] != 0:
+            _link(pool, block, pool.before[tail])
+
+
+@compiled
+def touch(pool: PrefixBlocks, block: int) -> None:
+    """Hold a cached block, which may be free."""
+    if pool.references[block] == 0:
+        _unlink(pool, block)
+    pool.references[block] += 1
+
+
+# ---- the cache
+
+
+@compiled
+def _insert(pool: PrefixBlocks, block: int, key: int) -> None:
+    """Cache a block that has become full, behind those with the same key."""
+    pool.key[block], pool.same[block] = key, 0
+    if key not in pool.first:
+        pool.first[key] = block
+        return
+    last = pool.first[key]
+    while pool.same[last] != 0:
+        last = pool.same[last]
+    pool.same[last] = block
+
+
+@compiled
+def _forget(pool: PrefixBlocks, block: int) -> None:
+    key, rest = pool.key[block], pool.same[block]
+    first = pool.first[key]
+    if first != block:
+        while pool.same[first] != block:
+            first = pool.same[first]
+        pool.same[first] = rest
+    elif rest != 0:
+        pool.first[key] = rest
+    else:
+        del pool.first[key]
+    pool.key[block] = pool.same[block] = 0
+
+
+@compiled
+def cached_blocks(pool: PrefixBlocks, keys: Ints) -> Ints:
+    """Return the blocks of the longest cached run of keys from the first on."""
+    blocks, size = np.empty(keys.size, np.int64), 0
+    for key in keys:
+        if key not in pool.first:
+            break
+        blocks[size] = pool.first[key]
+        size += 1
+    return blocks[:size]
+
+
+@compiled
+def cached_prefix(pool: PrefixBlocks, row: int, tokens: int, size: int) -> Ints:
+    """Return the cached blocks of a row of so many tokens, the last of which must be computed."""
+    return cached_blocks(pool, pool.keys[row, : (tokens - 1) // size])
+
+
+@compiled
+def look_up(pool: PrefixBlocks, row: int, tokens: int, size: int) -> bool:
+    """Look a waiting row up; tell whether another part of it is cached than before."""
+    blocks, before = cached_prefix(pool, row, tokens, size), pool.found_tokens[row]
+    pool.found_tokens[row] = blocks.size * size
+    pool.found_blocks[row] = np.count_nonzero(pool.references[blocks])
+    return bool(before != blocks.size * size)
+
+
+# ---- rows
+
+
+@compiled
+def begin(pool: PrefixBlocks, row: int, blocks: Ints) -> None:
+    """Let a row that is admitted hold the cached blocks of its prefix."""
+    for block in blocks:
+        touch(pool, block)
+    pool.tables[row, : blocks.size] = blocks
+    pool.held[row] = pool.cached[row] = blocks.size
+
+
+@compiled
+def extend(pool: PrefixBlocks, row: int, blocks: int, full: int) -> None:
+    """Give a row `blocks` blocks in all, and cache the first `full` of them."""
+    for i in range(pool.held[row], blocks):
+        pool.tables[row, i] = _take(pool)
+    pool.held[row] = max(pool.held[row], blocks)
+    for i in range(pool.cached[row], full):
+        _insert(pool, pool.tables[row, i], pool.keys[row, i])
+    pool.cached[row] = max(pool.cached[row], full)
+
+
+@compiled
+def end(pool: PrefixBlocks, row: int) -> None:
+    """Free a row's blocks; those that shared them may have them alone now."""
+    release(pool, pool.tables[row, : pool.held[row]])
+    pool.held[row] = pool.cached[row] = 0
+    pool.state[0]["recount"] |= pool.shared[row] > 0
+    pool.shared[row] = 0
+
+
+@compiled
+def end_all(pool: PrefixBlocks, rows: Ints) -> None:
+    """Free the blocks of rows, in their order."""
+    for row in rows:
+        end(pool, row)
+
+
+@compiled
+def record(pool: PrefixBlocks, tokens: int, hits: int, preempted: bool) -> None:
+    """Count an admission as vLLM's `PrefixCacheStats.record` does."""
+    state = pool.state[0]
+    if preempted:
+        state["preempted_requests"] += 1
+        state["preempted_queries"] += tokens
+        state["preempted_hits"] += hits
+    else:
+        state["requests"] += 1
+        state["queries"] += tokens
+        state["hits"] += hits
+
+
+@compiled
+def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
+    """Set `computed`, `blocks` and `shared` of the engine's rows to what is known of the cache.
+
+    named: rows that the packer wanted in the last step.
+    """
+    _count_shared(pool, jobs, rows, named)
+    for row in rows:
+        if jobs["running"][row]:
+            jobs["shared"][row] = pool.shared[row]
+        else:
+            jobs["computed"][row] = pool.found_tokens[row]
+            jobs["blocks"][row] = jobs["shared"][row] = pool.found_blocks[row]
+
+
+@compiled
+def _count_shared(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
+    """Count the blocks that running rows share, if it may have changed.
+
+    A row of `named` that has come in with blocks of others has those first.
+    """
+    changed = pool.state[0]["recount"]
+    for row in named:
+        changed |= pool.held[row] > 0 and pool.references[pool.tables[row, 0]] > 1
+    if not changed:
+        return
+    pool.state[0]["recount"] = False
+    for row in rows:
+        if jobs["running"][row]:
+            pool.shared[row] = np.count_nonzero(pool.references[pool.tables[row, : pool.held[row]]] > 1)
+
+
+@compiled
+def look_up_again(pool: PrefixBlocks, jobs: NDArray[np.void], named: Ints, size: int) -> bool:
+    """Look up waiting rows that the packer names; tell whether other parts of them are cached than before."""
+    changed = False
+    for row in named:
+        changed |= look_up(pool, row, jobs["prompt"][row] + jobs["output_tokens"][row], size)
+    return bool(changed)

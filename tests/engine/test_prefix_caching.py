@@ -1,0 +1,174 @@
+"""With prefix caching the simulated engine takes, step by step, the decisions of vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.bench.validate import prefixes
+from headway.bench.validate.conformance import HOOK, STOCK, Case, Tally, Task, tally_of
+from headway.bench.validate.prefixes import Caching, compare, draw
+from headway.engines.simulated import caching, prefix_blocks
+from headway.engines.simulated.caching import CachingEngine
+from headway.prefix import Prefix
+from headway.types import Slo
+
+pytestmark = pytest.mark.filterwarnings("default")
+LONGEST = 368
+PAIRS = [("vllm", STOCK)]
+PAIRS += [(name, HOOK) for name in ("vllm", "vtc", "priority", "edf", "slack", "headway", "srtf", "sarathi")]
+PROMISES = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
+
+
+@st.composite
+def workloads(draw: Any) -> Case:
+    """Return requests that begin with one of two system prompts, go on with a conversation, or do neither."""
+    systems = [Prefix(f"system {i}", draw(st.integers(1, 120))) for i in range(2)]
+    said = Counter[str]()
+    tasks = []
+    for _ in range(draw(st.integers(1, 20))):
+        own, output = draw(st.integers(1, 150)), draw(st.integers(1, 60))
+        kind, system = draw(st.sampled_from(["own", "system", "turn"])), draw(st.sampled_from(systems))
+        prompt, prefix = own, None
+        if kind == "system":
+            prompt, prefix = system.tokens + draw(st.integers(0, 60)), system
+        elif kind == "turn":
+            name = f"talk {draw(st.integers(0, 1))} {system.id}"
+            longer = max(said[name], system.tokens) + own
+            if longer + output <= LONGEST:
+                prompt, said[name] = longer, longer + output
+                prefix = Prefix(name, prompt, answer=True, parent=system)
+        tasks.append(
+            Task(
+                draw(st.floats(0, 3)), prompt, output, draw(PROMISES), draw(st.integers(0, 3)),
+                tokens_left=draw(st.none() | st.integers(1, 120).map(float)),
+                urgency=draw(st.sampled_from([0.0, 0.0, -1.0, 2.0])), spread=0.3, prefix=prefix,
+            )
+        )  # fmt: skip
+    return Case(
+        tuple(tasks), draw(st.integers(1, 8)), draw(st.sampled_from([64, 200, 512])),
+        draw(st.integers(23, 60)), LONGEST, draw(st.integers(0, 9)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "host"), PAIRS)
+@given(workloads())
+@settings(max_examples=40)
+def test_same_steps(recipe: str, host: str, case: Case) -> None:
+    tally = compare(case, recipe, host)
+    assert tally.difference is None
+    assert tally.identical == tally.steps >= max(task.output for task in case.tasks)
+
+
+@pytest.mark.parametrize(("recipe", "host"), PAIRS)
+def test_scarce_memory_and_pins(recipe: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes are found and lost, requests preempted, chains pinned, and all blocks come back."""
+    seen, pin = Counter[str](), CachingEngine.pin
+
+    def counted(engine: CachingEngine, prefix: Prefix) -> int:
+        tokens = pin(engine, prefix)
+        seen["pinned"] += tokens
+        return tokens
+
+    monkeypatch.setattr(CachingEngine, "pin", counted)
+    for seed in (0, 3, 6):
+        both = Caching(draw(np.random.default_rng(seed)), recipe, host)
+        tally = tally_of(both)
+        assert tally.difference is None
+        assert tally.identical == tally.steps > 100
+        seen.update(both.lean.cache_stats)
+        for chain in both.chains:
+            both.lean.unpin(chain.id)
+        assert both.lean.free == both.case.blocks
+    assert seen["hits"] > 1000
+    assert seen["preempted_hits"] > 0
+    assert (seen["pinned"] > 0) == (host == HOOK)
+
+
+@pytest.mark.parametrize(
+    ("name", "careless"),
+    [
+        ("missing", lambda jobs, rows: np.ones(rows.size, np.int64)),
+        ("_AHEAD", 0),
+    ],
+)
+def test_small_differences_are_found(name: str, careless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver must not be blind: to a cap too many, to a request that is not looked up again."""
+    monkeypatch.setattr(caching, name, careless)
+    assert any(differs(seed, "slack").difference for seed in range(12))
+
+
+def test_another_order_of_eviction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_block_first(engine: CachingEngine, ran: Any, now: float) -> Any:
+        done = super(CachingEngine, engine).complete(ran, now)
+        pool = engine.pool
+        for row in ran.rows[~engine.jobs.live[ran.rows]].tolist():
+            table = pool.tables[row, : pool.held[row]]
+            table[:] = table[::-1].copy()
+            prefix_blocks.end(pool, row)
+        return done
+
+    monkeypatch.setattr(CachingEngine, "complete", first_block_first)
+    tally = differs(1, "vllm")
+    assert tally.difference is not None
+    assert "frees" in tally.difference
+
+
+def differs(seed: int, recipe: str) -> Tally:
+    return compare(draw(np.random.default_rng(seed)), recipe)
+
+
+def test_a_fully_cached_prompt_computes_its_last_block() -> None:
+    prefix = Prefix("chain", 64)
+    tasks = (Task(0.0, 64, 2, Slo(), 0, prefix=prefix), Task(5.0, 64, 2, Slo(), 0, prefix=prefix))
+    both = Caching(Case(tasks, 2, 512, 30, 368, 0), "vllm", STOCK)
+    assert not any(both.steps())
+    assert both.lean.cache_stats == {
+        "requests": 2, "queries": 128, "hits": 48,
+        "preempted_requests": 0, "preempted_queries": 0, "preempted_hits": 0,
+    }  # fmt: skip
+
+
+def test_answers_are_found_by_the_next_turn_only_if_the_chain_goes_on_with_them() -> None:
+    for answer, hits in ((True, 96), (False, 32)):
+        first = Prefix("talk", 40, answer=answer)
+        second = Prefix("talk", 140)
+        tasks = (Task(0.0, 40, 60, Slo(), 0, prefix=first), Task(9.0, 140, 5, Slo(), 0, prefix=second))
+        both = Caching(Case(tasks, 2, 512, 40, 368, 0), "slack", HOOK)
+        assert not any(both.steps())
+        assert both.lean.cache_stats["hits"] == hits
+
+
+def test_the_hook_learns_from_what_was_cached() -> None:
+    """Of two prompts of one step, the second finds 160 tokens that the packer could not know of."""
+    prefix = Prefix("chain", 160)
+    tasks = tuple(Task(0.0, 170 + i, 3, Slo(), 0, prefix=prefix) for i in range(2))
+    both = Caching(Case(tasks, 2, 512, 40, 368, 0), "edf", HOOK)
+    assert not any(both.steps())
+    decodes, context, prefill, pairs = both.real.scheduler.iteration_log.iterations[0][3:]
+    assert (decodes, context, prefill) == (0, 0, 170 + 11)
+    assert pairs == 170 * 170 // 2 + 11 * 160 + 11 * 11 // 2
+
+
+def test_pins_end_when_the_cache_is_reset_and_unknown_chains_are_ignored() -> None:
+    prefix = Prefix("chain", 64)
+    case = Case((Task(0.0, 70, 2, Slo(), 0, prefix=prefix),), 2, 512, 60, 368, 0)
+    both = Caching(case, "edf", HOOK)
+    both.chains = []
+    assert not any(both.steps())
+    scheduler = both.real.scheduler
+    tokens = prefixes._tokens(prefix)
+    assert scheduler.control({"op": "unpin", "chain": "unknown"})["blocks_free"] == 60
+    answer = scheduler.control({"op": "pin", "chain": "chain", "tokens": tokens})
+    assert answer["pinned"] == both.lean.pin(prefix) == 64
+    assert answer["blocks_free"] == both.lean.free == 56
+    assert scheduler.control({"op": "pin", "chain": "chain", "tokens": tokens})["blocks_free"] == 56
+    assert scheduler.reset_prefix_cache()
+    answer = scheduler.control({"op": "pin", "chain": "chain", "tokens": tokens})
+    assert (answer["pinned"], answer["blocks_free"]) == (0, 60)
+    assert "error" in scheduler.control({"op": "pins"})

@@ -1,0 +1,248 @@
+"""Simulations whose requests share prefixes; `tests/engine/test_prefix_caching.py` has vLLM beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.engines.simulated.caching import CachingEngine
+from headway.engines.simulated.prefix_blocks import free_queue, keys_of
+from headway.errors import ConfigError
+from headway.pack.ranked import Fcfs
+from headway.prefix import Prefix
+from headway.recipes.registry import find
+from headway.sim import compiled_loop
+from headway.sim.fleet import build, spec
+from headway.sim.outcome import Outcome
+from headway.sim.record import run_folder
+from headway.sim.record.recorder import Recorder
+from headway.sim.run import Simulation
+from headway.sim.workload.traffic import Workload, concat, single
+from tests.helpers.recorded import Header, Machine, Run, Spy, fleet
+
+SIZE = 16
+
+
+def talks(count: int, seed: int = 0) -> Workload:
+    """Turns of conversations and single calls, all of which begin with one of two system prompts."""
+    rng = np.random.default_rng(seed)
+    systems = [Prefix("short", 70), Prefix("long", 400)]
+    rows, said = [], dict[str, int]()
+    for at in np.sort(rng.uniform(0, count / 4, count)).tolist():
+        system, own, output = systems[rng.integers(2)], int(rng.integers(5, 60)), int(rng.integers(5, 40))
+        prefix, prompt = system, system.tokens + own
+        if rng.random() < 0.6:
+            name = f"{system.id} {rng.integers(5)}"
+            prompt = said.get(name, system.tokens) + own
+            prefix = Prefix(name, prompt, answer=True, parent=system)
+            said[name] = prompt + output
+        if prompt + output <= 2048:
+            rows.append((at, prompt, output, prefix))
+    arrival, prompts, outputs, pieces = zip(*rows, strict=True)
+    table = tuple(dict.fromkeys(pieces))
+    plain = single(np.array(arrival), np.array(prompts), np.array(outputs))
+    return replace(plain, prefix=np.array([table.index(piece) for piece in pieces]), prefixes=table)
+
+
+def outcome(
+    recipe: str, workload: Workload, *, caching: bool, blocks: int = 300, fast: bool = True
+) -> Outcome:
+    specs = [replace(one, prefix_caching=caching) for one in fleet(1, blocks)]
+    return Simulation(find(recipe), specs, workload, fast=fast).run()
+
+
+def engine(blocks: int = 40, longest: int = 320) -> CachingEngine:
+    return CachingEngine(
+        Fcfs(8), blocks=blocks, size=SIZE, slots=8, budget=512, max_model_len=longest,
+    )  # fmt: skip
+
+
+def answer(engine: CachingEngine, id: str, prompt: int, output: int = 2, prefix: Prefix | None = None) -> int:
+    """Let one request run to its end; return the tokens of its prompt that were cached."""
+    before = engine.cache_stats["hits"]
+    engine.add(id, prompt, output, arrival=0.0, prefix=prefix)
+    while engine.busy:
+        engine.complete(engine.schedule(0.0), 0.0)
+    return engine.cache_stats["hits"] - before
+
+
+# ---- identity
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(0, 400))
+def test_pieces_of_one_chain_have_the_keys_of_the_shorter_one(one: int, other: int, own: int) -> None:
+    first, second = (
+        keys_of(Prefix("chain", tokens), serial, (tokens + own) // SIZE, SIZE)
+        for serial, tokens in ((1, one), (2, other))
+    )
+    common = min(one, other) // SIZE
+    assert (first[:common] == second[:common]).all()
+    assert not set(first.tolist()) & set(second[common:].tolist())
+    assert len(set(first.tolist())) == first.size
+
+
+def test_a_child_has_the_keys_of_its_parent_and_goes_its_own_way_behind_it() -> None:
+    parent = Prefix("system", 70)
+    a, b = (keys_of(Prefix(name, 200, answer=True, parent=parent), 1, 20, SIZE) for name in "ab")
+    system = keys_of(parent, 2, 20, SIZE)
+    assert (a[:4] == system[:4]).all()
+    assert (a[:4] == b[:4]).all()
+    assert not set(a[4:].tolist()) & {*b[4:].tolist(), *system[4:].tolist()}
+    assert (keys_of(Prefix("a", 300, parent=parent), 9, 18, SIZE) == a[:18]).all(), "and so does a later turn"
+
+
+def test_impossible_prefixes_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 token or more"):
+        Prefix("chain", 0)
+    with pytest.raises(ValueError, match="no beginning"):
+        Prefix("chain", 10, parent=Prefix("system", 11))
+    load = single(np.zeros(1), 50, 5)
+    for prefix in (Prefix("chain", 51), Prefix("chain", 49, answer=True)):
+        with pytest.raises(ConfigError, match="Request 0 has prompt 50"):
+            replace(load, prefix=np.zeros(1, int), prefixes=(prefix,))
+
+
+def test_prefixes_stay_with_their_requests(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    load, other = talks(20), single(np.array([1.0]), 10, 2)
+    both = concat(load, other, talks(5, seed=3)).sorted()
+    assert sorted(r.prefix.id for r in map(both.request, range(len(both))) if r.prefix) == sorted(
+        piece.id for part in (load, talks(5, seed=3)) for piece in np.array(part.prefixes)[part.prefix]
+    )
+    assert sum(both.request(i).prefix is None for i in range(len(both))) == 1
+    specs = fleet(1)
+    run = Run(
+        Header("vllm", tuple(map(Machine.of, specs)), 0, "test"), both,
+        Simulation(find("vllm"), specs, both).run(), Recorder().recording(),
+    )  # fmt: skip
+    back = run_folder.load(run_folder.save(run, tmp_path)).workload
+    assert [back.request(i) for i in range(len(back))] == [both.request(i) for i in range(len(both))]
+
+
+# ---- simulations
+
+
+@pytest.mark.parametrize("recipe", ["vllm", "headway", "slack", "edf"])
+def test_what_is_shared_is_computed_once(recipe: str) -> None:
+    load = talks(200)
+    cached, plain = (outcome(recipe, load, caching=caching) for caching in (True, False))
+    assert not np.isnan(cached.end).any()
+    assert cached.queried >= load.prompt.sum()
+    assert 30 < cached.hit_pct < 100
+    assert cached.busy < plain.busy
+    assert (plain.queried, plain.hits, plain.hit_pct) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("recipe", ["vllm", "slack"])
+def test_requests_that_share_nothing_run_as_without_a_cache(recipe: str) -> None:
+    load = replace(talks(60), prefix=np.zeros(0, int), prefixes=(None,))
+    cached, plain = (outcome(recipe, load, caching=caching, fast=False) for caching in (True, False))
+    np.testing.assert_array_equal(cached.end, plain.end)
+    assert (cached.hits, cached.preempted) == (0, 0)
+    assert cached.queried == load.prompt.sum()
+
+
+def test_prefixes_change_nothing_where_caching_is_off() -> None:
+    load = talks(60)
+    bare = replace(load, prefix=np.zeros(0, int), prefixes=(None,))
+    for fast in (True, False):
+        one, other = (outcome("slack", some, caching=False, fast=fast) for some in (load, bare))
+        np.testing.assert_array_equal(one.end, other.end)
+
+
+def test_the_compiled_loop_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(compiled_loop, "advance", lambda *args: calls.append(args))
+    outcome("slack", talks(20), caching=True)
+    assert not calls
+
+
+def test_fewer_blocks_find_less() -> None:
+    load = talks(300)
+    hits = [outcome("vllm", load, caching=True, blocks=blocks).hits for blocks in (140, 200, 400, 4000)]
+    assert hits == sorted(hits)
+    assert hits[0] < hits[-1]
+
+
+def test_a_recording_of_a_cached_run_is_whole() -> None:
+    load, spy = talks(80), Spy()
+    specs = [replace(one, prefix_caching=True) for one in fleet(1, 140)]
+    found = Simulation(find("slack"), specs, load).run(observer=spy)
+    lines = spy.recording().iterations
+    computed = lines["decodes"].sum() + lines["prefill"].sum() + lines["recompute"].sum()
+    assert computed == sum(sum(tokens.values()) for _, _, tokens, _, _ in spy.said)
+    assert lines["prefill"].sum() + found.hits == load.prompt.sum()
+    assert (lines["blocks"] <= 140).all()
+
+
+@pytest.mark.parametrize("recipe", ["ecoserve", "qlm", "vllm-v0-swap"])
+def test_packers_that_move_kv_are_refused(recipe: str) -> None:
+    with pytest.raises(ConfigError, match="prefix caching") as refusal:
+        outcome(recipe, talks(5), caching=True)
+    assert "prefix_caching" in (refusal.value.hint or "")
+
+
+def test_a_fleet_may_say_so() -> None:
+    for text, caching in ((",prefix_caching=true", True), (",prefix_caching=false", False), ("", False)):
+        assert [one.prefix_caching for one in build([spec(f"opt-13b-a100:2{text}")])] == [caching] * 2
+
+
+# ---- pins
+
+
+def test_pinned_blocks_stay_and_others_are_given_up() -> None:
+    engine_ = engine()
+    kept, lost = Prefix("kept", 64), Prefix("lost", 64)
+    for prefix in (kept, lost):
+        assert answer(engine_, prefix.id, 70, prefix=prefix) == 0
+    assert engine_.pin(kept) == 64
+    assert engine_.free == 36
+    for i in range(4):
+        answer(engine_, f"other {i}", 300)
+    assert answer(engine_, "lost again", 70, prefix=lost) == 0
+    assert answer(engine_, "kept again", 70, prefix=kept) == 64
+    engine_.unpin("kept")
+    assert engine_.free == 40
+    for i in range(4, 8):
+        answer(engine_, f"other {i}", 300)
+    assert answer(engine_, "kept no more", 70, prefix=kept) == 0
+
+
+def test_pin_and_unpin_make_a_chain_the_last_to_go() -> None:
+    engine_ = engine()
+    chains = [Prefix(f"chain {i}", 64) for i in range(3)]
+    for prefix in chains:
+        answer(engine_, prefix.id, 66, prefix=prefix)
+    engine_.pin(chains[0])
+    engine_.unpin(chains[0].id)
+    queue = free_queue(engine_.pool)
+    held = engine_.pool.key[queue[-4:]]
+    assert held.tolist() == keys_of(chains[0], 0, 4, SIZE)[::-1].tolist()
+
+
+def test_pins_leave_room_for_the_longest_request() -> None:
+    engine_ = engine(blocks=24)
+    chains = [Prefix(f"chain {i}", 48) for i in range(2)]
+    for prefix in chains:
+        answer(engine_, prefix.id, 60, prefix=prefix)
+    assert [engine_.pin(prefix) for prefix in chains] == [48, 16]
+    assert engine_.free == 20
+    assert answer(engine_, "longest", 300, 20) == 0
+    assert engine_.pin(chains[0]) == 48, "again, in place of the pin before"
+    engine_.unpin("unknown")
+
+
+def test_an_aborted_request_gives_its_blocks_back() -> None:
+    engine_ = engine()
+    prefix = Prefix("chain", 64)
+    for id in ("a", "b"):
+        engine_.add(id, 70, 50, arrival=0.0, prefix=prefix)
+    engine_.complete(engine_.schedule(0.0), 0.0)
+    assert engine_.free == 40 - 5 - 1, "four blocks of the prompt are shared"
+    engine_.drop("a")
+    assert engine_.free == 40 - 5
+    engine_.drop("b")
+    assert engine_.free == 40
