@@ -214,6 +214,7 @@ def test_a_run_that_never_ends_stays_small() -> None:
         runs.arrived(ask(f"r{i}", unit=f"u{i}"), 1.0, float(i))
         runs.ended(f"r{i}", 1, float(i))
     run = runs._runs[KEY]
+    assert run.steps == 3000
     assert len(run.visits) == len(run.visited) == 1000
     assert sum(run.visited.values()) == 1000
 
@@ -350,3 +351,13 @@ def test_slots_are_reused() -> None:
         runs.ended(f"r{i}", 1, float(i))
     assert runs.rank.size == 64
     assert np.all(runs.rank == math.inf)
+
+
+def test_futures_may_know_a_unit_that_no_graph_has() -> None:
+    runs = fixed(5.0)
+    runs.arrived(ask("r1", "a", final=True), 1.0, 0.0)
+    runs.ended("r1", 1, 1.0)
+    runs.arrived(ask("r2", "b"), 1.0, 2.0)
+    runs.started("r2", 3.0)
+    runs.refresh(3.0)
+    assert rank(runs) == 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from headway.apps.demand import Known
+from headway.apps.demand import Draw, Known
 from headway.apps.graph import KEPT, LLM, Visit
 
 Key = tuple[str, str, str]  # tenant, application, run
@@ -16,6 +16,8 @@ class OpenVisit:
     """A visit that is under way, or that ended last.
 
     began: instant. inside: requests or units outside the LLM in progress.
+    served: a token of it is out, the first at `first_token`, or it is outside the LLM.
+    planned: warm-ups for what follows are planned.
     prompt, output: tokens, summed over its requests. expected: output tokens forecast for them.
     seconds: from begin to end, of a visit outside the LLM. outside: it is one, whatever its backend's name.
     """
@@ -25,6 +27,9 @@ class OpenVisit:
     began: float
     requests: int = 0
     inside: int = 0
+    served: bool = False
+    planned: bool = False
+    first_token: float = 0.0
     prompt: int = 0
     output: int = 0
     expected: float = 0.0
@@ -53,10 +58,12 @@ class Run:
     target: seconds that it may take, None = no deadline.
     requests: ids of its requests in progress.
     visits: its latest visits (as many as a graph keeps) by the order in which they began.
+    steps: visits that have begun. visited: how often each unit is among `visits`.
     open: visits in progress, by unit and whether they are outside the LLM.
-    visited: how often each unit is among `visits`.
+    draw: its futures from the beginning of its latest visit, None = nothing is known.
+    tier, adapter: of its latest request.
     failed: a request of it had no answer, so that it teaches nothing.
-    ending: it ends with what is in progress.
+    ending: it ends with what is in progress. ended: it is no longer live.
     """
 
     key: Key
@@ -67,9 +74,14 @@ class Run:
     requests: set[str] = field(default_factory=set)
     visits: deque[OpenVisit] = field(default_factory=deque)
     open: dict[tuple[str, bool], OpenVisit] = field(default_factory=dict)
+    steps: int = 0
     visited: Counter[str] = field(default_factory=Counter)
+    draw: Draw | None = None
+    tier: str = "default"
+    adapter: str | None = None
     failed: bool = False
     ending: bool = False
+    ended: bool = False
 
     @property
     def idle(self) -> bool:
@@ -92,10 +104,13 @@ class Run:
         place = (unit, backend is not None)
         if place in self.open:
             return self.open[place], False
-        visit = self.open[place] = OpenVisit(unit, backend or LLM, now, outside=backend is not None)
+        outside = backend is not None
+        visit = self.open[place] = OpenVisit(unit, backend or LLM, now, served=outside, outside=outside)
         if len(self.visits) == KEPT:  # a run that never ends must not grow for ever
             self.visited[self.visits.popleft().unit] -= 1
             self.visited += Counter()  # drops units that are not visited any more
+        self.draw = None
+        self.steps += 1
         self.visits.append(visit)
         self.visited[unit] += 1
         return visit, True

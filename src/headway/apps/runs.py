@@ -19,6 +19,7 @@ from headway.apps.correlation import BUCKETS
 from headway.apps.demand import SAMPLES, Costs, Draw, Known
 from headway.apps.gittins import gittins, latest_start, mean_remaining
 from headway.apps.knowledge import Knowledge
+from headway.apps.prewarming import Prewarming, PrewarmOptions
 from headway.apps.run import Key, OpenVisit, Run
 from headway.types import Floats, Ints, Request
 
@@ -55,10 +56,15 @@ class Runs:
     options: of the ranks. knowledge: the applications' graphs.
     costs: seconds of service per token, set by the planner.
     futures: draws what a run has ahead of it, in place of `knowledge` (an oracle).
+    prewarming: the warm-ups that are planned.
     """
 
-    def __init__(self, knowledge: Knowledge, options: RankOptions, futures: Futures | None = None) -> None:
+    def __init__(
+        self, knowledge: Knowledge, options: RankOptions, futures: Futures | None = None,
+        prewarming: Prewarming | None = None,
+    ) -> None:  # fmt: skip
         self.knowledge, self.options = knowledge, options
+        self.prewarming = Prewarming(PrewarmOptions()) if prewarming is None else prewarming
         self.costs = Costs(1e-4, 0.03)
         self._futures = futures or self._drawn
         self._runs: dict[Key, Run] = {}
@@ -100,6 +106,7 @@ class Runs:
         visit.inside += 1
         visit.prompt += request.prompt_tokens
         visit.expected += expected
+        run.tier, run.adapter = request.tier, request.adapter
         run.requests.add(request.id)
         self._of[request.id] = (run, visit, request)
         self._touch(run, now)
@@ -107,7 +114,10 @@ class Runs:
     def started(self, id: str, now: float) -> None:
         """The first token of a request is out: from now on it attains service as time passes."""
         if id in self._of and id not in self._first_token:
-            run, _, request = self._of[id]
+            run, visit, request = self._of[id]
+            if not visit.served:
+                visit.served, visit.first_token = True, now
+            self._look_ahead(run, now)
             self._first_token[id] = now
             self._done[run.slot] += request.prompt_tokens * self.costs.prompt
             self._active[run.slot] += 1
@@ -132,6 +142,9 @@ class Runs:
         run.failed |= output_tokens is None
         run.ending |= request.stage is None or not request.stage.run or request.stage.final
         visit.output += output_tokens or 0
+        if visit.inside == 1 and visit.served:
+            path = visit.output / visit.requests * self.costs.output
+            self.prewarming.learn_pace(now - visit.first_token, path)
         self._leave(run, visit, now)
 
     def unit_began(self, key: Key, unit: str, backend: str, now: float) -> None:
@@ -184,6 +197,7 @@ class Runs:
         """Bring all ranks up to date; return the runs whose rank has changed."""
         for key in self._dirty:
             self._draw(self._runs[key])
+            self._look_ahead(self._runs[key], now)
         attained = self._attained(now)
         passed = np.flatnonzero((attained >= self._mark) | (now > self._hopeless))
         dirty = [self._runs[key].slot for key in self._dirty]
@@ -230,7 +244,7 @@ class Runs:
 
     def _enter(self, run: Run, unit: str, now: float, backend: str | None = None) -> OpenVisit:
         visit, new = run.visit(unit, now, backend)
-        if new and (self.options.refine or len(run.visits) == 1):
+        if new and (self.options.refine or run.steps == 1):
             self._dirty[run.key] = None
             # What it has attained counts from here on, also while units before this one go on.
             self._done[run.slot] = self._since[run.slot] - self._active[run.slot] * now
@@ -253,7 +267,7 @@ class Runs:
 
     def _close(self, run: Run, *, teaches: bool) -> None:
         """Forget a run without requests in progress, and free its slot."""
-        slot = run.slot
+        slot, run.ended = run.slot, True
         for table in (self._runs, self._quiet, self._dirty):
             table.pop(run.key, None)
         if teaches and not run.failed:
@@ -285,6 +299,7 @@ class Runs:
     def _draw(self, run: Run) -> None:
         """Draw what a run has ahead of it, from the beginning of its latest visit."""
         draw, visit, slot = self._futures(run, self.costs), run.visits[-1], run.slot
+        run.draw = draw
         self._width[slot] = max(visit.requests, 1)
         if draw is None:
             mean = visit.prompt * self.costs.prompt + visit.expected * self.costs.output
@@ -292,6 +307,15 @@ class Runs:
             self._paths[slot] = self._samples[slot] / self._width[slot]
         else:
             self._samples[slot], self._paths[slot] = np.sort(draw.total), np.sort(draw.path)
+
+    def _look_ahead(self, run: Run, now: float) -> None:
+        """Plan what to warm for the units after the latest visit, once that is served."""
+        visit, demand = run.visits[-1], self.knowledge.demand(run.key[0], run.key[1])
+        if demand is None or run.draw is None or visit.unit not in demand.backends:
+            return
+        if visit.served and not visit.planned:
+            visit.planned = True
+            self.prewarming.begin(run, run.draw, demand, now)
 
     def _drawn(self, run: Run, costs: Costs) -> Draw | None:
         """Draw from the application's graph, as far as it is known."""
