@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from headway.apps.demand import Draw, Known
+from headway.apps.demand import Demand, Draw, Known
 from headway.apps.graph import KEPT, LLM, Visit
 
 Key = tuple[str, str, str]  # tenant, application, run
@@ -61,6 +61,7 @@ class Run:
     steps: visits that have begun. visited: how often each unit is among `visits`.
     open: visits in progress, by unit and whether they are outside the LLM.
     draw: its futures from the beginning of its latest visit, None = nothing is known.
+    demand: that they are drawn from, None = another source.
     tier, adapter: of its latest request.
     failed: a request of it had no answer, so that it teaches nothing.
     ending: it ends with what is in progress. ended: it is no longer live.
@@ -77,6 +78,7 @@ class Run:
     steps: int = 0
     visited: Counter[str] = field(default_factory=Counter)
     draw: Draw | None = None
+    demand: Demand | None = None
     tier: str = "default"
     adapter: str | None = None
     failed: bool = False
@@ -109,7 +111,7 @@ class Run:
         if len(self.visits) == KEPT:  # a run that never ends must not grow for ever
             self.visited[self.visits.popleft().unit] -= 1
             self.visited += Counter()  # drops units that are not visited any more
-        self.draw = None
+        self.draw = self.demand = None
         self.steps += 1
         self.visits.append(visit)
         self.visited[unit] += 1

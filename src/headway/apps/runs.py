@@ -310,17 +310,15 @@ class Runs:
 
     def _look_ahead(self, run: Run, now: float) -> None:
         """Plan what to warm for the units after the latest visit, once that is served."""
-        visit, demand = run.visits[-1], self.knowledge.demand(run.key[0], run.key[1])
-        if demand is None or run.draw is None or visit.unit not in demand.backends:
-            return
-        if visit.served and not visit.planned:
+        visit = run.visits[-1]
+        if run.draw is not None and run.demand is not None and visit.served and not visit.planned:
             visit.planned = True
-            self.prewarming.begin(run, run.draw, demand, now)
+            self.prewarming.begin(run, run.draw, run.demand, now)
 
     def _drawn(self, run: Run, costs: Costs) -> Draw | None:
         """Draw from the application's graph, as far as it is known."""
         tenant, app, _ = run.key
-        demand = self.knowledge.demand(tenant, app)
+        demand = run.demand = self.knowledge.demand(tenant, app)
         if demand is None or not run.visits:
             return None
         visit, seed = run.visits[-1], run.slot
