@@ -251,8 +251,8 @@ def test_ranks_change_inside_the_engine_while_requests_run(monkeypatch: pytest.M
         return commands
 
     monkeypatch.setattr(Controller, "decide", deciding)
-    busy = [llm("a", (10, 60))]
-    apps = apps_of(busy, busy, busy, at=[0.0, 0.0, 4.0])
+    busy = [llm("a", (10, 200))]  # 20 s, of which 14.2 s are a tenth of the longest guess
+    apps = apps_of(busy, busy, busy, at=[0.0, 0.0, 16.0])
     replay(find("hermes"), [machine("e0", each=EACH, running=1)], apps)
     assert "r0" in seen[0].ranks
     assert all(math.isfinite(rank) for rerank in seen for rank in rerank.ranks.values())
