@@ -361,3 +361,16 @@ def test_futures_may_know_a_unit_that_no_graph_has() -> None:
     runs.started("r2", 3.0)
     runs.refresh(3.0)
     assert rank(runs) == 5.0
+
+
+def test_many_runs_live_side_by_side() -> None:
+    runs = fixed(5.0)
+    for i in range(1000):
+        runs._futures = fixed(float(i + 1))._futures
+        runs.arrived(ask(f"r{i}", run=f"{i}", final=True), 1.0, 0.0)
+        runs.refresh(0.0)
+    assert [rank(runs, ("t", "app", f"{i}")) for i in range(1000)] == [i + 1.0 for i in range(1000)]
+    for i in range(1000):
+        runs.ended(f"r{i}", 1, 1.0)
+    assert len(runs) == 0
+    assert np.all(runs.rank == math.inf)

@@ -30,7 +30,7 @@ from headway.events import (
 )
 from headway.plan.hermes import Hermes, costs_of
 from headway.recipes.hermes import HERMES
-from headway.types import Batch, Command, Rerank, Send, Stage
+from headway.types import Batch, Command, Rerank, Send, Slo, Stage
 from tests.plan.place import Place, ask, instance
 
 TENANT = "default"
@@ -135,6 +135,19 @@ def test_a_run_s_end_leaves_its_queued_requests_in_the_queue() -> None:
     place.end("a", 3.0)
     place.end("b", 4.0)
     assert place.order == ["a", "b", "c"]
+
+
+def test_a_request_that_is_refused_ends_its_run() -> None:
+    planner = knowing()
+    place = Place(planner, instance("e0", 1, lead=0))
+    place.come(ask("a", stage=stage("1")))
+    place.come(ask("b", stage=stage("2", final=True), slo=Slo(e2e=5.0), drop=True))
+    place.come(ask("c", slo=Slo(e2e=5.0), drop=True))
+    refused = place.core.overdue(6.0).rejects
+    assert {(reject.id, reject.reason) for reject in refused} == {("b", "infeasible"), ("c", "infeasible")}
+    check(planner.runs, {"a"})
+    assert len(planner.runs) == 1
+    assert planner.knowledge.graphs == {}
 
 
 # ---- costs
