@@ -9,7 +9,7 @@ import pytest
 
 from headway.apps import runs as module
 from headway.apps.demand import SAMPLES, Costs, Draw
-from headway.apps.graph import LLM, Visit
+from headway.apps.graph import LLM, Graph, Visit
 from headway.apps.knowledge import Knowledge
 from headway.apps.run import Run
 from headway.apps.runs import RankOptions, Runs
@@ -374,3 +374,20 @@ def test_many_runs_live_side_by_side() -> None:
         runs.ended(f"r{i}", 1, 1.0)
     assert len(runs) == 0
     assert np.all(runs.rank == math.inf)
+
+
+def test_a_graph_may_be_replaced_while_runs_draw_from_it() -> None:
+    """What comes after a visit is an index into the units of the graph that it was drawn from."""
+    graph = Graph("app")
+    graph.learn(
+        [Visit("a", LLM, 10, 10, 1), Visit("b", LLM, 10, 10, 1), Visit("tool", "python", seconds=9.0)]
+    )
+    runs = Runs(Knowledge(), RankOptions())
+    runs.knowledge.put("t", graph)
+    runs.arrived(ask("r", "b"), 1.0, 0.0)
+    runs.refresh(0.0)
+    other = Graph("app")
+    other.learn([Visit("b", LLM, 10, 10, 1)])
+    runs.knowledge.put("t", other)
+    runs.started("r", 1.0)
+    assert [due.resource.name for due in runs.prewarming.due(100.0)] == ["python"]
