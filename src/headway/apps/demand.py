@@ -15,6 +15,7 @@ from headway.types import Bools, Floats, Ints
 
 SAMPLES = 128  # walks per estimate
 _ENOUGH = 20  # records of a unit to draw from, of like ordinals where there are not as many of one
+_TRIES = 32  # records drawn at random in search of one that fits
 _LONGEST = 1000  # visits of one walk: a graph may have a loop that is never left
 _NOTHING = (np.nan, np.nan, np.nan)
 
@@ -130,12 +131,10 @@ def _spans(records: list[list[Record]]) -> tuple[Ints, Ints]:
     end, offset = begin.copy(), 0
     for i, some in enumerate(records):
         ordinals = np.array([record.ordinal for record in some])
-        for k in range(most + 2):
-            low, high = np.searchsorted(ordinals, [k, k + 1])
-            more = max(_ENOUGH - int(high - low), 0)
-            low, high = max(int(low) - (more + 1) // 2, 0), min(int(high) + (more + 1) // 2, len(some))
-            begin[i, k] = offset + max(min(low, len(some) - _ENOUGH), 0)
-            end[i, k] = offset + min(max(high, _ENOUGH), len(some))
+        low, high = np.searchsorted(ordinals, [np.arange(most + 2), np.arange(1, most + 3)])
+        more = (np.maximum(_ENOUGH - (high - low), 0) + 1) // 2
+        begin[i] = offset + np.clip(low - more, 0, max(len(some) - _ENOUGH, 0))
+        end[i] = offset + np.clip(high + more, min(_ENOUGH, len(some)), len(some))
         offset += len(some)
     return begin, end
 
@@ -145,15 +144,18 @@ def _pick(tables: _Tables, unit: int, ordinal: int, want: Ints, state: State) ->
     """Return a record of a unit whose buckets are the wanted ones; any, if there is none like that."""
     last = tables.begin.shape[1] - 1
     begin, end = tables.begin[unit, min(ordinal, last)], tables.end[unit, min(ordinal, last)]
-    start = int(begin + below(state, end - begin))
-    record = start
-    for _ in range(end - begin):
+    start, record = -1, -1
+    for tried in range(_TRIES + end - begin):
+        if tried < _TRIES:  # all records that fit are equally likely
+            record = int(begin + below(state, end - begin))
+            start = record if tried == 0 else start
+        else:  # few fit: the next one
+            record = record + 1 if record + 1 < end else begin
         fits = True
         for c in range(want.size):
             fits &= want[c] == UNKNOWN or tables.buckets[record, c] == want[c]
         if fits:
             return record
-        record = record + 1 if record + 1 < end else begin
     return start
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from headway.apps.correlation import BUCKETS
 from headway.compiled import compiled
 from headway.types import Floats, Ints
 
@@ -19,7 +20,9 @@ def gittins(samples: Floats, attained: Floats, rows: Ints) -> Floats:
     samples: shape (runs, n), each row ascending. attained: shape (runs,).
 
     Equation 1: the infimum over budgets D > 0 of E[min(X - a, D) | X > a] / P(X - a <= D | X > a). With
-    samples the infimum is at a budget that just completes one of them. A run that has outlived all of its
+    samples the infimum is at a budget that just completes one of them; only budgets that complete a bucket,
+    a tenth of the samples left, are looked at: of fewer, the infimum is noise, however many samples there are
+    (of an exponential demand it would be anywhere from 0 to its mean). A run that has outlived all of its
     samples is expected to take as long again as it has taken.
     """
     ranks = np.empty(rows.size)
@@ -28,11 +31,13 @@ def gittins(samples: Floats, attained: Floats, rows: Ints) -> Floats:
         row = rows[i]
         a = attained[row]
         first = np.searchsorted(samples[row], a, side="right")
+        least = first + (n - first + BUCKETS - 1) // BUCKETS - 1
         best, spent = np.inf, 0.0
         for k in range(first, n):
             left = samples[row, k] - a
             spent += left
-            best = min(best, (spent + (n - 1 - k) * left) / (k - first + 1))
+            if k >= least:
+                best = min(best, (spent + (n - 1 - k) * left) / (k - first + 1))
         ranks[i] = best if first < n else a
     return ranks
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from headway.errors import ConfigError
@@ -19,6 +19,7 @@ from headway.errors import ConfigError
 LLM = "llm"
 END = ""  # the name of the unit after the last one
 KEPT = 1000  # records per unit (Hermes 3.2)
+_UNITS = 256  # per graph; the one that was visited longest ago is forgotten first
 _VERSION = 1
 
 
@@ -44,8 +45,8 @@ class Visit:
 class Record:
     """A visit as the graph keeps it.
 
-    ordinal: how often the run had visited the unit before. before: the visit before it in the run, if any.
-    after: the unit that came next, `END` = none.
+    ordinal: how often the run had visited the unit before, at most `KEPT`.
+    before: the visit before it in the run, if any. after: the unit that came next, `END` = none.
     """
 
     visit: Visit
@@ -56,9 +57,10 @@ class Record:
 
 @dataclass(slots=True)
 class Unit:
-    """A node of the graph: its latest records, the oldest first."""
+    """A node of the graph: its latest records, the oldest first. latest: number of runs at the last one."""
 
     name: str
+    latest: int = 0
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     @property
@@ -96,23 +98,32 @@ class Graph:
             before = visits[i - 1] if i else None
             after = visits[i + 1].unit if i + 1 < len(visits) else END
             unit = self.units.setdefault(visit.unit, Unit(visit.unit))
-            unit.records.append(Record(visit, seen[visit.unit], before, after))
+            unit.latest = self.runs
+            unit.records.append(Record(visit, min(seen[visit.unit], KEPT), before, after))
             seen[visit.unit] += 1
+        while len(self.units) > _UNITS:
+            del self.units[min(self.units, key=lambda name: self.units[name].latest)]
+
+    def copy(self) -> Graph:
+        """Return a graph that learns on its own from here on; records, which never change, are shared."""
+        units = {name: Unit(name, unit.latest, unit.records.copy()) for name, unit in self.units.items()}
+        return Graph(self.app, units, self.starts.copy(), self.runs)
 
     def renamed(self, app: str, units: Mapping[str, str]) -> Graph:
         """Return the same graph for another application; units that are not named keep their names."""
-        names = {END: END} | {name: units.get(name, name) for name in self.units}
+        names = {name: units.get(name, name) for name in self.units}
         graph = Graph(app, runs=self.runs)
-        graph.starts.extend(names[name] for name in self.starts)
+        graph.starts.extend(names[name] for name in self.starts if name in names)
         for name, unit in self.units.items():
-            records = [replace(record, after=names[record.after]) for record in unit.records]
-            graph.units.setdefault(names[name], Unit(names[name])).records.extend(records)
+            records = [replace(record, after=names.get(record.after, END)) for record in unit.records]
+            graph.units.setdefault(names[name], Unit(names[name], unit.latest)).records.extend(records)
         return graph
 
     def to_json(self) -> dict[str, Any]:
-        """Return the graph as JSON values (`from_json` reads them)."""
-        units = {name: [_packed(record) for record in unit.records] for name, unit in self.units.items()}
-        starts = list(self.starts)
+        """Return the graph as JSON values (`from_json` reads them); an edge to a forgotten unit is an end."""
+        known = self.units.keys()
+        units = {name: [_packed(r, known) for r in unit.records] for name, unit in self.units.items()}
+        starts = [name for name in self.starts if name in known]
         return {"version": _VERSION, "app": self.app, "runs": self.runs, "starts": starts, "units": units}
 
 
@@ -125,12 +136,12 @@ def from_json(text: str, source: str) -> Graph:
         graph = Graph(str(values["app"]), runs=int(values["runs"]))
         graph.starts.extend(str(name) for name in values["starts"])
         for name, records in values["units"].items():
-            unit = Unit(name)
+            unit = Unit(name, graph.runs)
             unit.records.extend(_unpacked(name, *record) for record in records)
             if unit.records:
                 graph.units[name] = unit
         _check(graph)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{source} holds no demand graph: {type(error).__name__}: {error}.",
             "Export it again (`headway apps export`), or delete the file: the graph is learned anew.",
@@ -138,10 +149,11 @@ def from_json(text: str, source: str) -> Graph:
     return graph
 
 
-def _packed(record: Record) -> list[Any]:
+def _packed(record: Record, known: Set[str]) -> list[Any]:
     """Return a record as a list, without the names of its fields: a file has thousands."""
     before = None if record.before is None else list(asdict(record.before).values())
-    return [*list(asdict(record.visit).values())[1:], record.ordinal, before, record.after]
+    after = record.after if record.after in known else END
+    return [*list(asdict(record.visit).values())[1:], record.ordinal, before, after]
 
 
 def _unpacked(
@@ -149,6 +161,10 @@ def _unpacked(
     ordinal: int, before: list[Any] | None, after: str,
 ) -> Record:  # fmt: skip
     visit = _checked(Visit(unit, backend, prompt, output, parallel, seconds))
+    if before is not None and len(before) != len(fields(Visit)):
+        raise ValueError(f"unit {unit!r} has a visit before it of {len(before)} fields")
+    if not 0 <= ordinal <= KEPT:
+        raise ValueError(f"unit {unit!r} has a visit number {ordinal}")
     return Record(visit, int(ordinal), None if before is None else _checked(Visit(*before)), str(after))
 
 
@@ -156,8 +172,10 @@ def _checked(visit: Visit) -> Visit:
     numbers = (visit.prompt, visit.output, visit.parallel, visit.seconds)
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise ValueError(f"unit {visit.unit!r} has a visit of {numbers}")
-    if not isinstance(visit.unit, str) or not isinstance(visit.backend, str):
+    if not (isinstance(visit.unit, str) and visit.unit and isinstance(visit.backend, str)):
         raise TypeError(f"unit {visit.unit!r} with backend {visit.backend!r}")
+    if visit.parallel != int(visit.parallel):
+        raise ValueError(f"unit {visit.unit!r} has {visit.parallel} parallel requests")
     return visit
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from copy import deepcopy
 
 from headway.apps.demand import Demand
-from headway.apps.graph import Graph, Visit
+from headway.apps.graph import KEPT, Graph, Visit
 
 SHARED = ""  # the tenant of graphs that were imported: they serve every tenant without runs of its own
 _KEPT = 1024  # graphs; the one used least recently is forgotten first
-_GROWN = 20  # a compiled graph is used until this share (1/20) of its runs is new
+_GROWN = 20  # a compiled graph is used until this share (1/20) of the runs that it knows is new
 
 
 class Knowledge:
@@ -43,9 +42,10 @@ class Knowledge:
         graph = self._graphs.get((tenant, app))
         if graph is None:
             shared = self._graphs.get((SHARED, app))
-            graph = Graph(app) if shared is None else deepcopy(shared)
+            graph = Graph(app) if shared is None else shared.copy()
             self._graphs[tenant, app] = graph
         graph.learn(visits)
+        self._graphs.move_to_end((tenant, app))
         self._forget()
 
     def demand(self, tenant: str, app: str) -> Demand | None:
@@ -56,7 +56,7 @@ class Knowledge:
             return None
         self._graphs.move_to_end(key)
         compiled = self._compiled.get(key)
-        if compiled is None or graph.runs > compiled.runs + compiled.runs // _GROWN:
+        if compiled is None or graph.runs > compiled.runs + min(compiled.runs, KEPT) // _GROWN:
             compiled = self._compiled[key] = Demand(graph)
         return compiled
 

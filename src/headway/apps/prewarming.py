@@ -39,7 +39,7 @@ class PrewarmOptions:
 @dataclass(frozen=True, slots=True)
 class _Due:
     run: Run
-    visit: int  # the visit during which it is to be warmed
+    visit: int  # the number of the visit during which it is to be warmed
     resource: Resource
     until: float
 
@@ -82,7 +82,7 @@ class Prewarming:
                 after = trigger(share, ends, self.seconds.get(resource, _FIRST_GUESS), k)
                 if after is not None:
                     until = now + 2 * float(ends.max())
-                    due = _Due(run, len(run.visits), resource, until)
+                    due = _Due(run, run.steps, resource, until)
                     heapq.heappush(self._due, (now + after, next(self._number), due))
 
     def due(self, now: float) -> list[Prewarm]:
@@ -90,7 +90,7 @@ class Prewarming:
         out = []
         while self._due and self._due[0][0] <= now:
             due = heapq.heappop(self._due)[2]
-            if len(due.run.visits) == due.visit and not due.run.ended:
+            if due.run.steps == due.visit and not due.run.ended:
                 out.append(Prewarm(due.run.key[0], due.resource, max(due.until, now)))
         return out
 

@@ -18,19 +18,19 @@ import numpy as np
 from headway.apps.correlation import BUCKETS
 from headway.apps.demand import SAMPLES, Costs, Draw, Known
 from headway.apps.gittins import gittins, latest_start, mean_remaining
-from headway.apps.graph import LLM
 from headway.apps.knowledge import Knowledge
 from headway.apps.prewarming import Prewarming, PrewarmOptions
 from headway.apps.run import Key, OpenVisit, Run
 from headway.types import Floats, Ints, Request
 
 _GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
-_MOST = 65_536  # live runs
+_MOST = 65_536  # live runs, beside those with requests in progress
 _SILENT = 600.0  # seconds without any sign of a run after which it has ended
+_FINEST = 1e-3  # seconds of service after which a rank is computed anew, at least
 _NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline or late ones, where deadlines decide
 
 PLAIN = "plain "  # before the task's name: the application of requests that belong to none
-CALL = "call"  # the only unit of such a request
+CALL = "call"  # the only unit of such a request, and any unit without a name
 
 Futures = Callable[[Run, Costs], Draw | None]  # from the beginning of a run's latest visit on
 
@@ -67,7 +67,8 @@ class Runs:
         self.prewarming = Prewarming(PrewarmOptions()) if prewarming is None else prewarming
         self.costs = Costs(1e-4, 0.03)
         self._futures = futures or self._drawn
-        self._runs: OrderedDict[Key, Run] = OrderedDict()  # by the latest sign of life
+        self._runs: dict[Key, Run] = {}
+        self._quiet: OrderedDict[Key, Run] = OrderedDict()  # without requests in progress, the latest last
         self._of: dict[str, tuple[Run, OpenVisit, Request]] = {}  # by id of a request in progress
         self._first_token: dict[str, float] = {}
         self._dirty: dict[Key, None] = {}
@@ -100,7 +101,7 @@ class Runs:
         if request.stage is not None and request.stage.target is not None:
             run.target = request.stage.target
             self._due[run.slot] = run.began + run.target
-        visit = self._enter(run, unit, LLM, now)
+        visit = self._enter(run, unit, now)
         visit.requests += 1
         visit.inside += 1
         visit.prompt += request.prompt_tokens
@@ -108,6 +109,7 @@ class Runs:
         run.tier, run.adapter = request.tier, request.adapter
         run.requests.add(request.id)
         self._of[request.id] = (run, visit, request)
+        self._touch(run, now)
 
     def started(self, id: str, now: float) -> None:
         """The first token of a request is out: from now on it attains service as time passes."""
@@ -122,11 +124,10 @@ class Runs:
             self._since[run.slot] += now
 
     def returned(self, id: str, now: float) -> None:
-        """A request came back from its engine and attains nothing until it starts again."""
+        """A request came back from its engine: what it was served is lost, until it starts again."""
         if id in self._first_token:
-            run = self.run_of(id)
-            self._done[run.slot] += now - self._first_token[id]
-            self._stop(run, id)
+            run, visit, request = self._of[id]
+            self._stop(run, visit, id, -request.prompt_tokens * self.costs.prompt, now)
 
     def ended(self, id: str, output_tokens: int | None, now: float) -> None:
         """A request has ended; output_tokens None = without an answer."""
@@ -136,61 +137,59 @@ class Runs:
         served = (output_tokens or 0) * self.costs.output
         if id not in self._first_token:
             served += request.prompt_tokens * self.costs.prompt
-        self._done[run.slot] += served
-        self._stop(run, id)
+        self._stop(run, visit, id, served, now)
         run.requests.discard(id)
         run.failed |= output_tokens is None
+        run.ending |= request.stage is None or not request.stage.run or request.stage.final
         visit.output += output_tokens or 0
-        run.leave(visit)
-        if visit.inside <= 0 and visit.served:
+        if visit.inside == 1 and visit.served:
             path = visit.output / visit.requests * self.costs.output
             self.prewarming.learn_pace(now - visit.first_token, path)
-        self._touch(run, now)
-        if request.stage is None or not request.stage.run or (request.stage.final and run.idle):
-            self.end(run.key)
+        self._leave(run, visit, now)
 
     def unit_began(self, key: Key, unit: str, backend: str, now: float) -> None:
-        """A unit outside the LLM has begun."""
+        """A unit outside the LLM has begun; without a run it says nothing."""
+        if not key[2]:
+            return
         run = self._runs.get(key) or self._begin(key, now)
-        visit = self._enter(run, unit, backend, now)
+        visit = self._enter(run, unit or CALL, now, backend)
         visit.inside += 1
-        self._active[run.slot] += 1
-        self._since[run.slot] += now
+        if visit.inside == 1:
+            self._active[run.slot] += 1
+            self._since[run.slot] += now
+        self._touch(run, now)
 
     def unit_ended(self, key: Key, unit: str, now: float) -> None:
         """A unit outside the LLM has ended; one that has not begun is ignored."""
         run = self._runs.get(key)
-        visit = None if run is None else run.open.get(unit)
-        if run is None or visit is None or visit.backend == LLM:
+        visit = None if run is None else run.open.get((unit or CALL, True))
+        if run is None or visit is None:
             return
-        visit.seconds += now - visit.began
-        self._active[run.slot] -= 1
-        self._since[run.slot] -= visit.began
-        self._done[run.slot] += now - visit.began
-        run.leave(visit)
-        self._touch(run, now)
+        if visit.inside == 1:
+            visit.seconds = now - visit.began
+            self._active[run.slot] -= 1
+            self._since[run.slot] -= visit.began
+            self._done[run.slot] += visit.seconds
+        self._leave(run, visit, now)
 
     def end(self, key: Key) -> None:
-        """A run has ended: its graph learns from it. What is still in progress ends as a run of its own."""
-        run = self._runs.pop(key, None)
-        if run is None:
-            return
-        run.ended = True
-        self._dirty.pop(key, None)
-        for id in run.requests:
-            self._of.pop(id, None)
-            self._first_token.pop(id, None)
-        if not run.failed and not run.requests:
-            self.knowledge.learn(key[0], key[1], [visit.closed for visit in run.visits])
-        self.rank[run.slot] = self._hopeless[run.slot] = math.inf
-        self._active[run.slot] = 0
-        self._free.append(run.slot)
+        """A run has ended: its graph learns from it. Requests in progress end first."""
+        run = self._runs.get(key)
+        if run is not None and run.requests:
+            run.ending = True
+        elif run is not None:
+            self._close(run, teaches=run.idle)
 
     def expire(self, now: float) -> None:
-        """End the runs that have been silent for too long; the most silent ones when there are too many."""
-        for key, run in list(islice(self._runs.items(), 2)):
-            if run.idle and (now - run.seen > _SILENT or len(self._runs) > _MOST):
-                self.end(key)
+        """End the runs that have been silent for too long; the most silent ones when there are too many.
+
+        Runs with requests in progress are not silent. Those that are ended early teach nothing.
+        """
+        for run in list(islice(self._quiet.values(), 2)):
+            if now - run.seen > _SILENT:
+                self._close(run, teaches=run.idle)
+            elif len(self._runs) >= _MOST:
+                self._close(run, teaches=False)
 
     # ---- ranks
 
@@ -200,7 +199,7 @@ class Runs:
             self._draw(self._runs[key])
             self._look_ahead(self._runs[key], now)
         attained = self._attained(now)
-        passed = np.flatnonzero((self._active > 0) & (attained >= self._mark) | (now > self._hopeless))
+        passed = np.flatnonzero((attained >= self._mark) | (now > self._hopeless))
         dirty = [self._runs[key].slot for key in self._dirty]
         rows = np.union1d(passed, np.array(dirty, np.int64))
         if not rows.size:
@@ -214,7 +213,7 @@ class Runs:
         return np.asarray(self._done + self._active * now - self._since)
 
     def _set_ranks(self, rows: Ints, attained: Floats, now: float) -> None:
-        width = self._samples[rows, -1] / BUCKETS
+        width = np.maximum(self._samples[rows, -1] / BUCKETS, _FINEST)
         self._mark[rows] = (np.floor(attained[rows] / width) + 1) * width
         self.rank[rows] = self._ranks(rows, attained, now) + self._aged[rows]
 
@@ -233,39 +232,69 @@ class Runs:
     # ---- runs and their slots
 
     def _begin(self, key: Key, now: float) -> Run:
+        self.expire(now)
         if not self._free:
             self._grow()
         slot = self._free.pop()
         if math.isnan(self._origin):
             self._origin = now
-        run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now, seen=now)
-        self._width[slot], self._hopeless[slot] = 1.0, math.inf
-        self._done[slot] = self._since[slot] = self._mark[slot] = 0.0
-        self._due[slot], self.rank[slot], self._active[slot] = math.inf, math.inf, 0
+        run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now)
         self._aged[slot] = self.options.aging * (now - self._origin)
-        self.expire(now)
         return run
 
-    def _enter(self, run: Run, unit: str, backend: str, now: float) -> OpenVisit:
-        visit, new = run.visit(unit, backend, now)
-        if new and (self.options.refine or len(run.visits) == 1):
+    def _enter(self, run: Run, unit: str, now: float, backend: str | None = None) -> OpenVisit:
+        visit, new = run.visit(unit, now, backend)
+        if new and (self.options.refine or run.steps == 1):
             self._dirty[run.key] = None
-            self._done[run.slot] = 0.0
+            # What it has attained counts from here on, also while units before this one go on.
+            self._done[run.slot] = self._since[run.slot] - self._active[run.slot] * now
         elif self.options.refine:
             self._dirty[run.key] = None  # the visit is wider than was known
-        self._touch(run, now)
         return visit
+
+    def _leave(self, run: Run, visit: OpenVisit, now: float) -> None:
+        """Note that a part of a visit has ended, and with it maybe the run."""
+        run.leave(visit)
+        self._touch(run, now)
+        if run.ending and run.idle:
+            self._close(run, teaches=True)
 
     def _touch(self, run: Run, now: float) -> None:
         run.seen = now
-        self._runs.move_to_end(run.key)
+        self._quiet.pop(run.key, None)
+        if not run.requests:
+            self._quiet[run.key] = run
 
-    def _stop(self, run: Run, id: str) -> None:
-        """Let a request attain nothing more as time passes."""
+    def _close(self, run: Run, *, teaches: bool) -> None:
+        """Forget a run without requests in progress, and free its slot."""
+        slot, run.ended = run.slot, True
+        for table in (self._runs, self._quiet, self._dirty):
+            table.pop(run.key, None)
+        if teaches and not run.failed:
+            self.knowledge.learn(run.key[0], run.key[1], [visit.closed for visit in run.visits])
+        del self._by_slot[slot]
+        self._clear(slot)
+        self._free.append(slot)
+
+    def _clear(self, slots: int | slice) -> None:
+        """Let these slots be without a run."""
+        for column in (self.rank, self._mark, self._hopeless, self._due):
+            column[slots] = math.inf
+        self._done[slots] = self._since[slots] = 0.0
+        self._active[slots], self._width[slots] = 0, 1.0
+
+    def _stop(self, run: Run, visit: OpenVisit, id: str, served: float, now: float) -> None:
+        """Let a request attain nothing more as time passes, but what it was served in the end.
+
+        Of a request of an earlier visit, only the time since the latest one began counts.
+        """
+        earlier = self.options.refine and visit is not run.visits[-1]
         first = self._first_token.pop(id, None)
         if first is not None:
             self._active[run.slot] -= 1
             self._since[run.slot] -= first
+        since = now - first if first is not None else 0.0
+        self._done[run.slot] += since if earlier else served
 
     def _draw(self, run: Run) -> None:
         """Draw what a run has ahead of it, from the beginning of its latest visit."""
@@ -281,15 +310,15 @@ class Runs:
 
     def _look_ahead(self, run: Run, now: float) -> None:
         """Plan what to warm for the units after the latest visit, once that is served."""
-        visit, demand = run.visits[-1], self.knowledge.demand(run.key[0], run.key[1])
-        if run.draw is not None and demand is not None and visit.served and not visit.planned:
+        visit = run.visits[-1]
+        if run.draw is not None and run.demand is not None and visit.served and not visit.planned:
             visit.planned = True
-            self.prewarming.begin(run, run.draw, demand, now)
+            self.prewarming.begin(run, run.draw, run.demand, now)
 
     def _drawn(self, run: Run, costs: Costs) -> Draw | None:
         """Draw from the application's graph, as far as it is known."""
         tenant, app, _ = run.key
-        demand = self.knowledge.demand(tenant, app)
+        demand = run.demand = self.knowledge.demand(tenant, app)
         if demand is None or not run.visits:
             return None
         visit, seed = run.visits[-1], run.slot
@@ -303,7 +332,7 @@ class Runs:
         for name in ("_done", "_since", "_due", "_mark", "_aged", "_width", "_hopeless", "rank", "_active"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(size - old, column.dtype)]))
-        self._hopeless[old:], self._width[old:] = math.inf, 1.0  # no run is there yet
+        self._clear(slice(old, size))
         more = np.zeros((size - old, SAMPLES))
         self._samples = np.concatenate([self._samples, more])
         self._paths = np.concatenate([self._paths, more])
@@ -315,4 +344,4 @@ def _place_of(request: Request) -> tuple[Key, str]:
     stage = request.stage
     if stage is None:
         return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
-    return (request.tenant, stage.app, stage.run or request.id), stage.unit
+    return (request.tenant, stage.app, stage.run or request.id), stage.unit or CALL

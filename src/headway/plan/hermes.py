@@ -142,4 +142,5 @@ def costs_of(instance: Instance) -> Costs | None:
     context = min(decodes * _CONTEXT, instance.blocks_total * instance.block_size)
     alone = instance.latency(Batch(decodes, context, 0))
     with_prompt = instance.latency(Batch(decodes, context, _PROBE, _PROBE * _PROBE // 2))
-    return Costs((with_prompt - alone) / _PROBE, alone)
+    # A latency that was learned from few iterations may say that prompts cost less than nothing.
+    return Costs(max(with_prompt - alone, 0.0) / _PROBE, alone)

@@ -126,14 +126,19 @@ class ReplayLoop(Loop):
 
     def _end_outside(self, run: int, stage: Stage, now: float) -> None:
         self._notify(UnitEnded(self._tenant(run), stage), now)
-        self._future.at(now + self._pause, partial(self._next_step, run))
+        self._go_on(run, now)
 
     def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
         super()._end_request(id, first, evictions, overhead, now)
         run = int(self.workload.run[self.workload.row_of(id)])
         self._progress[run].left -= 1
         if self._progress[run].left == 0:
-            self._future.at(now + overhead + self._pause, partial(self._next_step, run))
+            self._go_on(run, now + overhead)
+
+    def _go_on(self, run: int, end: float) -> None:
+        """Schedule what follows a step: the next one after a pause, or the run's end."""
+        last = self._progress[run].step + 1 == len(self._apps.runs[run].steps)
+        self._future.at(end if last else end + self._pause, partial(self._next_step, run))
 
     def _stop(self, run: int, now: float) -> None:
         self._due -= 1
@@ -180,7 +185,7 @@ def oracle(apps: Applications) -> Futures:
     """Return the futures of runs as they will be, in the place of a demand graph's."""
 
     def futures(run: Run, costs: Costs) -> Draw:
-        steps = apps.runs[int(run.key[2])].steps[len(run.visits) - 1 :]
+        steps = apps.runs[int(run.key[2])].steps[run.steps - 1 :]
         work = sum(_service(step, costs) for step in steps)
         path = sum(_path(step, costs) for step in steps)
         same = np.ones(SAMPLES)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from headway.errors import ConfigError
 from headway.sim.workload.traffic import Workload
 from headway.types import Floats
 
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _LONGEST_ANSWER = 2048  # max_tokens of every request, which reveals no answer's length
 # Shares of the applications (Hermes 5.1 with the weights of its published code): small ones have 72 % of the
 # runs, medium ones 26 %, large ones 2 %.
@@ -92,12 +95,12 @@ def read(path: str | Path) -> list[AppRun]:
             for number, line in enumerate(lines, 1):
                 try:
                     runs.append(_run(json.loads(line)))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except _MALFORMED as error:
                     raise ConfigError(
                         f"{path}, line {number} is no recorded run: {type(error).__name__} {error}.",
-                        'Each line needs "app" and "units" as docs/apps.md describes them.',
+                        'Give {"app", "units": [{"unit", "type", "requests" or "exec_time_s"}]} per line.',
                     ) from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", "Give a JSON lines file, or .gz.") from error
     if not runs:
         raise ConfigError(f"{path} holds no runs.", "Give a file with one run per line.")
@@ -117,7 +120,7 @@ def draw(
     shares: Mapping[str, float] = SHARES,
 ) -> list[AppRun]:  # fmt: skip
     """Draw runs: first the application by its share, then one of its runs, with replacement."""
-    apps = [app for app in shares if app in pool]
+    apps = [app for app, share in shares.items() if share > 0 and pool.get(app)]
     if not apps:
         raise ConfigError("There are no runs to draw from.", f"Give runs of {', '.join(shares)}.")
     weights = np.array([shares[app] for app in apps])
@@ -128,8 +131,17 @@ def draw(
 def applications(
     runs: Sequence[AppRun], arrival: Floats, model: str, target: Floats | None = None
 ) -> Applications:
-    """Return runs that arrive at these seconds (sorted); target: seconds that each may take."""
+    """Return runs that arrive at these seconds (sorted); target: seconds that each may take.
+
+    ConfigError for no runs, and for a step that is neither LLM requests nor seconds outside the LLM.
+    """
     steps = [step for run in runs for step in run.steps]
+    wrong = [step.unit for step in steps if (step.backend == LLM) != bool(step.requests)]
+    if wrong or not all(run.steps for run in runs) or not runs:
+        what = f"The unit {wrong[0]!r}" if wrong else "A run"
+        raise ConfigError(
+            f"{what} has nothing to do.", "Give each run steps, LLM steps requests, others none."
+        )
     sizes = [[len(step.requests) for step in run.steps] for run in runs]
     per_run = np.array([sum(some) for some in sizes])
     ends = np.cumsum(np.concatenate([[0], per_run]))
@@ -164,9 +176,14 @@ def _run(values: Mapping[str, Any]) -> AppRun:
 def _step(unit: Mapping[str, Any]) -> Step | None:
     """Return a unit as a step; None for one that did nothing (an LLM unit without requests)."""
     name, kind = str(unit["unit"]), str(unit["type"])
+    if not name:
+        raise ValueError("a unit without a name")
     if kind != LLM:
         kind = name if name.startswith(f"{kind}:") else kind  # such as dnn:object-detection
-        return Step(name, kind, seconds=max(float(unit.get("exec_time_s") or 0.0), 0.0))
+        seconds = float(unit.get("exec_time_s") or 0.0)
+        if not math.isfinite(seconds):
+            raise ValueError(f"a unit of {seconds} seconds")
+        return Step(name, kind, seconds=max(seconds, 0.0))
     lengths = [(int(one["prompt_tokens"]), int(one["completion_tokens"])) for one in unit["requests"]]
     requests = tuple((max(prompt, 1), max(output, 1)) for prompt, output in lengths)
     return Step(name, LLM, requests) if requests else None
