@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headway.errors import ConfigError
@@ -19,6 +19,9 @@ from headway.errors import ConfigError
 LLM = "llm"
 END = ""  # the name of the unit after the last one
 KEPT = 1000  # records per unit (Hermes 3.2)
+MOST_UNITS = 64  # per graph: a client that makes up names does not let it grow without end
+OTHER = "(other)"  # the unit of all names beyond them
+_MOST_ORDINAL = 999  # all later visits of a unit in one run count as this one
 _VERSION = 1
 
 
@@ -89,15 +92,25 @@ class Graph:
         """Learn from a complete run: its visits in the order in which they began."""
         if not visits:
             return
+        visits = [self._named(visit) for visit in visits]
         self.runs += 1
         self.starts.append(visits[0].unit)
         seen: Counter[str] = Counter()
         for i, visit in enumerate(visits):
             before = visits[i - 1] if i else None
             after = visits[i + 1].unit if i + 1 < len(visits) else END
-            unit = self.units.setdefault(visit.unit, Unit(visit.unit))
-            unit.records.append(Record(visit, seen[visit.unit], before, after))
+            ordinal = min(seen[visit.unit], _MOST_ORDINAL)
+            self.units[visit.unit].records.append(Record(visit, ordinal, before, after))
             seen[visit.unit] += 1
+
+    def _named(self, visit: Visit) -> Visit:
+        """Return a visit under the name of a unit of this graph, which it gets now if there is room."""
+        if visit.unit in self.units:
+            return visit
+        if len(self.units) >= MOST_UNITS:
+            visit = replace(visit, unit=OTHER)
+        self.units.setdefault(visit.unit, Unit(visit.unit))
+        return visit
 
     def to_json(self) -> dict[str, Any]:
         """Return the graph as JSON values (`from_json` reads them)."""
@@ -120,7 +133,7 @@ def from_json(text: str, source: str) -> Graph:
             if unit.records:
                 graph.units[name] = unit
         _check(graph)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{source} holds no demand graph: {type(error).__name__}: {error}.",
             "Export it again (`headway apps export`), or delete the file: the graph is learned anew.",
@@ -139,6 +152,8 @@ def _unpacked(
     ordinal: int, before: list[Any] | None, after: str,
 ) -> Record:  # fmt: skip
     visit = _checked(Visit(unit, backend, prompt, output, parallel, seconds))
+    if not 0 <= int(ordinal) <= _MOST_ORDINAL:
+        raise ValueError(f"unit {unit!r} has a record with ordinal {ordinal}")
     return Record(visit, int(ordinal), None if before is None else _checked(Visit(*before)), str(after))
 
 

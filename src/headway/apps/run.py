@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from headway.apps.demand import Known
 from headway.apps.graph import LLM, Visit
+from headway.types import Request
 
 Key = tuple[str, str, str]  # tenant, application, run
+KEPT_VISITS = 1000  # of one run; older ones are forgotten
+PLAIN = "plain "  # before the task's name: the application of requests that belong to none
+CALL = "call"  # the only unit of such a request
+
+
+def place_of(request: Request) -> tuple[Key, str]:
+    """Return the run and the unit of a request; a request without a run is one of its own."""
+    stage = request.stage
+    if stage is None:
+        return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
+    return (request.tenant, stage.app, stage.run or request.id), stage.unit
 
 
 @dataclass(slots=True)
 class OpenVisit:
     """A visit that is under way, or that ended last.
 
-    began: instant. inside: requests in progress, 1 while a unit outside the LLM runs.
+    began: instant. inside: requests in progress; outside the LLM, executions in progress.
     prompt, output: tokens, summed over its requests. expected: output tokens forecast for them.
+    seconds: summed over the executions outside the LLM that have ended.
+    starts: instants at which those in progress began, the earliest first.
     """
 
     unit: str
@@ -28,6 +42,7 @@ class OpenVisit:
     output: int = 0
     expected: float = 0.0
     seconds: float = 0.0
+    starts: list[float] = field(default_factory=list)
 
     @property
     def known(self) -> Known:
@@ -47,12 +62,17 @@ class OpenVisit:
 class Run:
     """A live run.
 
-    slot: its place in the columns of `Runs`. began: instant of its first request.
+    slot: its place in the columns of `Runs`, -1 = it has none.
+    began: instant of its first request or unit. seen: of its latest sign of life.
+    last: at which the latest of its requests and units ended, None = none has.
     target: seconds that it may take, None = no deadline.
+    final: it ends as soon as no request of it is in progress.
     requests: ids of its requests in progress.
-    visits: all of its visits by the order in which they began; the last one may be open.
-    open: visits in progress, by unit.
-    failed: a request of it had no answer, so that it teaches nothing.
+    visits: the latest ones by the order in which they began, at most `kept`; the last one may be open.
+    open: visits in progress, by unit and whether the LLM serves it.
+    visited: how often each unit was visited, among `visits`.
+    failed: a request of it had no answer. lost: nor had its client left.
+    truncated: older visits were forgotten.
     """
 
     key: Key
@@ -60,39 +80,106 @@ class Run:
     began: float
     target: float | None = None
     seen: float = 0.0
+    last: float | None = None
+    final: bool = False
     requests: set[str] = field(default_factory=set)
-    visits: list[OpenVisit] = field(default_factory=list)
-    open: dict[str, OpenVisit] = field(default_factory=dict)
+    visits: deque[OpenVisit] = field(default_factory=deque)
+    open: dict[tuple[str, bool], OpenVisit] = field(default_factory=dict)
     visited: Counter[str] = field(default_factory=Counter)
     failed: bool = False
+    lost: bool = False
+    truncated: bool = False
+    kept: int = KEPT_VISITS
 
     @property
-    def idle(self) -> bool:
-        """Tell whether nothing of it is in progress that Headway knows of."""
-        return not self.open
+    def teaches(self) -> bool:
+        """Tell whether its visits are a complete run."""
+        return not (self.failed or self.truncated or self.requests)
+
+    @property
+    def outside(self) -> int:
+        """Executions outside the LLM that are in progress."""
+        return sum(len(visit.starts) for visit in self.open.values())
 
     @property
     def before(self) -> Visit | None:
         """The visit before the latest one."""
         return self.visits[-2].closed if len(self.visits) > 1 else None
 
-    def visit(self, unit: str, backend: str, now: float) -> tuple[OpenVisit, bool]:
+    # ---- what happens
+
+    def came(self, request: Request, unit: str, expected: float, now: float) -> tuple[OpenVisit, bool]:
+        """A request has come: it begins a visit, or widens one that is in progress; tell which (new).
+
+        expected: tokens of its answer.
+        """
+        stage = request.stage
+        if stage is not None and stage.target is not None:
+            self.target = stage.target
+        self.final |= stage is None or stage.final or not stage.run
+        visit, new = self._visit(unit, LLM, now)
+        visit.requests += 1
+        visit.inside += 1
+        visit.prompt += request.prompt_tokens
+        visit.expected += expected
+        self.requests.add(request.id)
+        return visit, new
+
+    def went(
+        self, id: str, visit: OpenVisit, output_tokens: int | None, now: float, *, left: bool = False
+    ) -> None:
+        """A request has ended; output_tokens None = without an answer, left = because its client had left."""
+        self.seen = self.last = now
+        self.requests.discard(id)
+        self.failed |= output_tokens is None
+        self.lost |= output_tokens is None and not left
+        visit.output += output_tokens or 0
+        self._leave(visit)
+
+    def began_outside(self, unit: str, backend: str, now: float) -> tuple[OpenVisit, bool]:
+        """A unit outside the LLM has begun; return its visit and whether it is new."""
+        visit, new = self._visit(unit, backend, now)
+        visit.inside += 1
+        visit.starts.append(now)
+        return visit, new
+
+    def ended_outside(self, unit: str, now: float) -> float | None:
+        """A unit outside the LLM has ended; return the instant at which it began, None = it had not."""
+        visit = self.open.get((unit, False))
+        if visit is None:
+            return None
+        start = visit.starts.pop(0)
+        visit.seconds += now - start
+        self.seen = self.last = now
+        self._leave(visit)
+        return start
+
+    def _visit(self, unit: str, backend: str, now: float) -> tuple[OpenVisit, bool]:
         """Return the visit of a unit that is in progress, or begin one; tell whether it is new.
 
         Requests of one unit are parallel requests of one visit while any of them is in progress.
         """
-        if unit in self.open:
-            return self.open[unit], False
-        visit = self.open[unit] = OpenVisit(unit, backend, now)
+        self.seen = now
+        place = unit, backend == LLM
+        if place in self.open:
+            return self.open[place], False
+        visit = self.open[place] = OpenVisit(unit, backend, now)
         self.visits.append(visit)
         self.visited[unit] += 1
+        if len(self.visits) > self.kept:
+            self._forget(self.visits.popleft().unit)
         return visit, True
 
-    def leave(self, visit: OpenVisit) -> None:
-        """Note that one of a visit's requests has ended."""
+    def _forget(self, unit: str) -> None:
+        self.truncated = True
+        self.visited[unit] -= 1
+        if not self.visited[unit]:
+            del self.visited[unit]
+
+    def _leave(self, visit: OpenVisit) -> None:
         visit.inside -= 1
-        if visit.inside <= 0:
-            self.open.pop(visit.unit, None)
+        if not visit.inside:
+            del self.open[visit.unit, visit.backend == LLM]
 
     def visited_before(self) -> Counter[str]:
         """Return how often each unit was visited before the latest visit."""

@@ -18,18 +18,13 @@ import numpy as np
 from headway.apps.correlation import BUCKETS
 from headway.apps.demand import SAMPLES, Costs, Draw, Known
 from headway.apps.gittins import gittins, latest_start, mean_remaining
-from headway.apps.graph import LLM
 from headway.apps.knowledge import Knowledge
-from headway.apps.run import Key, OpenVisit, Run
+from headway.apps.run import Key, OpenVisit, Run, place_of
 from headway.types import Floats, Ints, Request
 
 _GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
 _MOST = 65_536  # live runs
-_SILENT = 600.0  # seconds without any sign of a run after which it has ended
 _NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline, where deadlines decide
-
-PLAIN = "plain "  # before the task's name: the application of requests that belong to none
-CALL = "call"  # the only unit of such a request
 
 Futures = Callable[[Run], Draw | None]
 
@@ -87,18 +82,13 @@ class Runs:
 
         expected: tokens of its answer, for applications of which nothing is known.
         """
-        key, unit = _place_of(request)
+        key, unit = place_of(request)
         run = self._runs.get(key) or self._begin(key, now)
-        if request.stage is not None and request.stage.target is not None:
-            run.target = request.stage.target
+        visit, new = run.came(request, unit, expected, now)
+        if run.target is not None:
             self._due[run.slot] = run.began + run.target
-        visit = self._enter(run, unit, LLM, now)
-        visit.requests += 1
-        visit.inside += 1
-        visit.prompt += request.prompt_tokens
-        visit.expected += expected
-        run.requests.add(request.id)
         self._of[request.id] = (run, visit, request)
+        self._entered(run, new)
 
     def started(self, id: str, now: float) -> None:
         """The first token of a request is out: from now on it attains service as time passes."""
@@ -126,55 +116,62 @@ class Runs:
             served += request.prompt_tokens * self.costs.prompt
         self._done[run.slot] += served
         self._stop(run, id)
-        run.requests.discard(id)
-        run.failed |= output_tokens is None
-        visit.output += output_tokens or 0
-        run.leave(visit)
-        self._touch(run, now)
-        if request.stage is None or not request.stage.run or (request.stage.final and run.idle):
+        run.went(id, visit, output_tokens, now)
+        self._runs.move_to_end(run.key)
+        if run.final:
             self.end(run.key)
 
     def unit_began(self, key: Key, unit: str, backend: str, now: float) -> None:
         """A unit outside the LLM has begun."""
         run = self._runs.get(key) or self._begin(key, now)
-        visit = self._enter(run, unit, backend, now)
-        visit.inside += 1
+        _, new = run.began_outside(unit, backend, now)
+        self._entered(run, new)
         self._active[run.slot] += 1
         self._since[run.slot] += now
 
     def unit_ended(self, key: Key, unit: str, now: float) -> None:
         """A unit outside the LLM has ended; one that has not begun is ignored."""
         run = self._runs.get(key)
-        visit = None if run is None else run.open.get(unit)
-        if run is None or visit is None or visit.backend == LLM:
+        began = None if run is None else run.ended_outside(unit, now)
+        if run is None or began is None:
             return
-        visit.seconds += now - visit.began
         self._active[run.slot] -= 1
-        self._since[run.slot] -= visit.began
-        self._done[run.slot] += now - visit.began
-        run.leave(visit)
-        self._touch(run, now)
+        self._since[run.slot] -= began
+        self._done[run.slot] += now - began
+        self._runs.move_to_end(run.key)
 
     def end(self, key: Key) -> None:
-        """A run has ended: its graph learns from it. What is still in progress ends as a run of its own."""
-        run = self._runs.pop(key, None)
+        """A run has ended: its graph learns from it. With requests in progress it ends with the last one."""
+        run = self._runs.get(key)
         if run is None:
             return
+        if run.requests:
+            run.final = True
+            return
+        del self._runs[key]
         self._dirty.pop(key, None)
-        for id in run.requests:
-            self._of.pop(id, None)
-            self._first_token.pop(id, None)
-        if not run.failed and not run.requests:
+        if run.teaches:
             self.knowledge.learn(key[0], key[1], [visit.closed for visit in run.visits])
         self.rank[run.slot] = math.inf
         self._active[run.slot] = 0
         self._free.append(run.slot)
 
-    def expire(self, now: float) -> None:
-        """End the runs that have been silent for too long; the most silent ones when there are too many."""
+    def _bound(self) -> None:
+        """End the most silent runs when there are too many; a host says when one was silent for too long."""
         for key, run in list(islice(self._runs.items(), 2)):
-            if run.idle and (now - run.seen > _SILENT or len(self._runs) > _MOST):
+            if len(self._runs) > _MOST and not run.requests:
                 self.end(key)
+
+    def rest(self, key: Key, now: float) -> float | None:
+        """Return the expected seconds of service that a live run still needs, None = nothing is known."""
+        run = self._runs.get(key)
+        if run is None or self.knowledge.demand(key[0], key[1]) is None:
+            return None
+        if key in self._dirty:
+            self._draw(run)
+        attained = float(self._attained(now)[run.slot])
+        ahead = self._samples[run.slot][self._samples[run.slot] > attained]
+        return float(ahead.mean()) - attained if ahead.size else attained
 
     # ---- ranks
 
@@ -222,21 +219,16 @@ class Runs:
         self._done[slot] = self._since[slot] = self._mark[slot] = 0.0
         self._due[slot], self.rank[slot], self._active[slot] = math.inf, math.inf, 0
         self._aged[slot] = self.options.aging * (now - self._origin)
-        self.expire(now)
+        self._bound()
         return run
 
-    def _enter(self, run: Run, unit: str, backend: str, now: float) -> OpenVisit:
-        visit, new = run.visit(unit, backend, now)
+    def _entered(self, run: Run, new: bool) -> None:
+        """A visit has begun, or is wider than was known: the rest of the run is estimated anew."""
         if new and (self.options.refine or len(run.visits) == 1):
             self._dirty[run.key] = None
             self._done[run.slot] = 0.0
         elif self.options.refine:
-            self._dirty[run.key] = None  # the visit is wider than was known
-        self._touch(run, now)
-        return visit
-
-    def _touch(self, run: Run, now: float) -> None:
-        run.seen = now
+            self._dirty[run.key] = None
         self._runs.move_to_end(run.key)
 
     def _stop(self, run: Run, id: str) -> None:
@@ -275,11 +267,3 @@ class Runs:
             setattr(self, name, np.concatenate([column, np.zeros(size - old, column.dtype)]))
         self._samples = np.concatenate([self._samples, np.zeros((size - old, SAMPLES))])
         self._free.extend(range(size - 1, old - 1, -1))
-
-
-def _place_of(request: Request) -> tuple[Key, str]:
-    """Return the run and the unit of a request; a plain request is a run of its own of its task."""
-    stage = request.stage
-    if stage is None:
-        return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
-    return (request.tenant, stage.app, stage.run or request.id), stage.unit

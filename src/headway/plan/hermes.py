@@ -29,7 +29,7 @@ _CONTEXT = 1024  # tokens of context per answer in a batch
 class Hermes(Planner):
     """Ranks runs, and sends the requests of the lowest ranks.
 
-    runs: the live runs. knowledge: the applications' graphs, which a host may load and store.
+    runs: the live runs.
     """
 
     reranks = True
@@ -37,10 +37,18 @@ class Hermes(Planner):
     def __init__(
         self, options: RankOptions, knowledge: Knowledge | None = None, futures: Futures | None = None
     ) -> None:
-        self.knowledge = Knowledge() if knowledge is None else knowledge
-        self.runs = Runs(self.knowledge, options, futures)
+        self.runs = Runs(Knowledge() if knowledge is None else knowledge, options, futures)
         self._slot = RequestColumn()
         self._fleet_version = -1
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """The applications' graphs."""
+        return self.runs.knowledge
+
+    def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
+        """Return the expected seconds of service that a live run still needs."""
+        return self.runs.rest((tenant, app, run), now)
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Tell the live runs what has happened."""
