@@ -163,7 +163,7 @@ def _described(state: AppState, key: Key) -> dict[str, Any]:
         assert ended is not None
         promised = _promised(ended.began, ended.target)
         return told | promised | {"status": "ended", "outcome": ended.outcome, "seconds": ended.seconds}
-    visits = [
+    visits: list[dict[str, Any]] = [
         {"unit": visit.unit, "backend": visit.backend, "in_progress": visit.inside,
          "requests": visit.requests, "prompt_tokens": visit.prompt, "output_tokens": visit.output,
          "seconds": visit.seconds}
