@@ -36,12 +36,16 @@ class Known(NamedTuple):
 class Draw(NamedTuple):
     """Equally likely futures of a run, aligned, shape (SAMPLES,).
 
-    total: seconds of service from the beginning of the current visit to the end of the run.
-    visit: those of the current visit alone.
+    total: seconds of service from the beginning of the current visit to the end of the run: what all of its
+        requests take.
+    path: the same for one request of each visit, as parallel ones are served at the same time: the seconds
+        that the run takes when it waits for nothing.
+    visit: the path of the current visit alone.
     after: index in `Demand.units` of the unit after it, -1 = the run ends.
     """
 
     total: Floats
+    path: Floats
     visit: Floats
     after: Ints
 
@@ -92,7 +96,8 @@ class Demand:
         values = _NOTHING
         if before is not None and before.parallel:
             values = (before.prompt, before.output, float(before.parallel))
-        draw = Draw(np.empty(SAMPLES), np.empty(SAMPLES), np.empty(SAMPLES, np.int64))
+        total, path, first = np.empty((3, SAMPLES))
+        draw = Draw(total, path, first, np.empty(SAMPLES, np.int64))
         at = self._index[unit]
         _walk(self._tables, at, counts, np.array(values), known, costs, seeded(seed), draw)
         return draw
@@ -163,7 +168,7 @@ def _walk(
 ) -> None:  # fmt: skip
     want = np.empty(CONDITIONS, np.int64)
     for i in range(draw.total.size):
-        unit, values, counts, total = first, before.copy(), visited.copy(), 0.0
+        unit, values, counts, total, path = first, before.copy(), visited.copy(), 0.0, 0.0
         for step in range(_LONGEST):
             for c in range(CONDITIONS - 1):
                 asked = tables.used[unit, c]
@@ -175,10 +180,11 @@ def _walk(
             prompt, parallel = tables.prompt[record], tables.parallel[record]
             if step == 0 and known.parallel:
                 prompt, parallel = known.prompt, known.parallel
-            tokens = prompt * costs.prompt + tables.output[record] * costs.output
-            total += parallel * tokens + tables.seconds[record]
+            prompts, answer = parallel * prompt * costs.prompt, tables.output[record] * costs.output
+            total += prompts + parallel * answer + tables.seconds[record]
+            path += prompts + answer + tables.seconds[record]
             if step == 0:
-                draw.visit[i], draw.after[i] = total, tables.after[record]
+                draw.visit[i], draw.after[i] = path, tables.after[record]
             counts[unit] += 1
             values[:] = np.nan
             if parallel:
@@ -186,4 +192,4 @@ def _walk(
             unit = tables.after[record]
             if unit < 0:
                 break
-        draw.total[i] = total
+        draw.total[i], draw.path[i] = total, path

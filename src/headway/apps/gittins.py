@@ -47,13 +47,19 @@ def mean_remaining(samples: Floats, attained: Floats, rows: Ints) -> Floats:
 
 
 @compiled
-def latest_start(samples: Floats, attained: Floats, due: Floats, rows: Ints) -> Floats:
+def latest_start(paths: Floats, attained: Floats, due: Floats, now: float, rows: Ints) -> Floats:
     """Return the instant by which each run must go on without a pause, in the worst case (Equation 2).
 
-    due: instants, inf = no deadline. Worst-case slack is this instant minus now; the order is the same.
+    paths, attained: as above, of the seconds that a run takes when it waits for nothing. due: instants, inf =
+    no deadline.
+
+    Worst-case slack is this instant minus now; the order is the same. NaN = not even in the best case can the
+    run be in time: least slack would serve such runs before all others, and lose those, too.
     """
     ranks = np.empty(rows.size)
     for i in range(rows.size):
         row = rows[i]
-        ranks[i] = due[row] - max(samples[row, -1] - attained[row], 0.0)
+        best = max(paths[row, 0] - attained[row], 0.0)
+        worst = max(paths[row, -1] - attained[row], 0.0)
+        ranks[i] = np.nan if now + best > due[row] else due[row] - worst
     return ranks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -111,6 +111,16 @@ class Graph:
             visit = replace(visit, unit=OTHER)
         self.units.setdefault(visit.unit, Unit(visit.unit))
         return visit
+
+    def renamed(self, app: str, units: Mapping[str, str]) -> Graph:
+        """Return the same graph for another application; units that are not named keep their names."""
+        names = {END: END} | {name: units.get(name, name) for name in self.units}
+        graph = Graph(app, runs=self.runs)
+        graph.starts.extend(names[name] for name in self.starts)
+        for name, unit in self.units.items():
+            records = [replace(record, after=names[record.after]) for record in unit.records]
+            graph.units.setdefault(names[name], Unit(names[name])).records.extend(records)
+        return graph
 
     def to_json(self) -> dict[str, Any]:
         """Return the graph as JSON values (`from_json` reads them)."""

@@ -23,10 +23,11 @@ from headway.apps.run import Key, OpenVisit, Run, place_of
 from headway.types import Floats, Ints, Request
 
 _GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
+_LEAST = 1e-3  # seconds of demand that are told from none
 _MOST = 65_536  # live runs
-_NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline, where deadlines decide
+_NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline or late ones, where deadlines decide
 
-Futures = Callable[[Run], Draw | None]
+Futures = Callable[[Run, Costs], Draw | None]  # from the beginning of a run's latest visit on
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class Runs:
         self._free: list[int] = []
         self._by_slot: dict[int, Run] = {}
         self._samples: Floats = np.empty((0, SAMPLES))
+        self._paths: Floats = np.empty((0, SAMPLES))
+        self._width, self._hopeless = np.empty(0), np.empty(0)
         self._done, self._since, self._due = np.empty(0), np.empty(0), np.empty(0)
         self._mark, self._aged, self.rank = np.empty(0), np.empty(0), np.empty(0)
         self._active: Ints = np.empty(0, np.int64)
@@ -152,7 +155,7 @@ class Runs:
         self._dirty.pop(key, None)
         if run.teaches:
             self.knowledge.learn(key[0], key[1], [visit.closed for visit in run.visits])
-        self.rank[run.slot] = math.inf
+        self.rank[run.slot] = self._hopeless[run.slot] = math.inf
         self._active[run.slot] = 0
         self._free.append(run.slot)
 
@@ -180,32 +183,35 @@ class Runs:
         for key in self._dirty:
             self._draw(self._runs[key])
         attained = self._attained(now)
-        passed = np.flatnonzero((self._active > 0) & (attained >= self._mark))
+        passed = np.flatnonzero((self._active > 0) & (attained >= self._mark) | (now > self._hopeless))
         dirty = [self._runs[key].slot for key in self._dirty]
         rows = np.union1d(passed, np.array(dirty, np.int64))
         if not rows.size:
             return []
         before = self.rank[rows].copy()
-        self._set_ranks(rows, attained)
+        self._set_ranks(rows, attained, now)
         self._dirty.clear()
         return [self._by_slot[row] for row in rows[self.rank[rows] != before].tolist()]
 
     def _attained(self, now: float) -> Floats:
         return np.asarray(self._done + self._active * now - self._since)
 
-    def _set_ranks(self, rows: Ints, attained: Floats) -> None:
-        width = self._samples[rows, -1] / BUCKETS
+    def _set_ranks(self, rows: Ints, attained: Floats, now: float) -> None:
+        width = np.maximum(self._samples[rows, -1], _LEAST) / BUCKETS
         self._mark[rows] = (np.floor(attained[rows] / width) + 1) * width
-        self.rank[rows] = self._ranks(rows, attained) + self._aged[rows]
+        self.rank[rows] = self._ranks(rows, attained, now) + self._aged[rows]
 
-    def _ranks(self, rows: Ints, attained: Floats) -> Floats:
+    def _ranks(self, rows: Ints, attained: Floats, now: float) -> Floats:
         if self.options.rank == "mean":
             return mean_remaining(self._samples, attained, rows)
         index = gittins(self._samples, attained, rows)
         if self.options.rank == "gittins":
             return index
-        late = latest_start(self._samples, attained, self._due, rows)
-        return np.where(np.isinf(late), _NO_DEADLINE + index, late - self._origin)
+        on_path = attained / self._width
+        start = latest_start(self._paths, on_path, self._due, now, rows)
+        best = np.maximum(self._paths[rows, 0] - on_path[rows], 0.0)
+        self._hopeless[rows] = np.where(np.isfinite(start), self._due[rows] - best, math.inf)
+        return np.where(np.isfinite(start), start - self._origin, _NO_DEADLINE + index)
 
     # ---- runs and their slots
 
@@ -216,6 +222,7 @@ class Runs:
         if math.isnan(self._origin):
             self._origin = now
         run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now)
+        self._width[slot], self._hopeless[slot] = 1.0, math.inf
         self._done[slot] = self._since[slot] = self._mark[slot] = 0.0
         self._due[slot], self.rank[slot], self._active[slot] = math.inf, math.inf, 0
         self._aged[slot] = self.options.aging * (now - self._origin)
@@ -240,15 +247,16 @@ class Runs:
 
     def _draw(self, run: Run) -> None:
         """Draw what a run has ahead of it, from the beginning of its latest visit."""
-        draw = self._futures(run)
+        draw, visit, slot = self._futures(run, self.costs), run.visits[-1], run.slot
+        self._width[slot] = max(visit.requests, 1)
         if draw is None:
-            visit = run.visits[-1]
             mean = visit.prompt * self.costs.prompt + visit.expected * self.costs.output
-            self._samples[run.slot] = max(mean, 1e-3) * _GUESS
+            self._samples[slot] = max(mean, _LEAST) * _GUESS
+            self._paths[slot] = self._samples[slot] / self._width[slot]
         else:
-            self._samples[run.slot] = np.sort(draw.total)
+            self._samples[slot], self._paths[slot] = np.sort(draw.total), np.sort(draw.path)
 
-    def _drawn(self, run: Run) -> Draw | None:
+    def _drawn(self, run: Run, costs: Costs) -> Draw | None:
         """Draw from the application's graph, as far as it is known."""
         tenant, app, _ = run.key
         demand = self.knowledge.demand(tenant, app)
@@ -256,14 +264,17 @@ class Runs:
             return None
         visit, seed = run.visits[-1], run.slot
         if not self.options.refine:
-            return demand.draw(visit.unit, {}, None, Known(), self.costs, seed)
-        return demand.draw(visit.unit, run.visited_before(), run.before, visit.known, self.costs, seed)
+            return demand.draw(visit.unit, {}, None, Known(), costs, seed)
+        return demand.draw(visit.unit, run.visited_before(), run.before, visit.known, costs, seed)
 
     def _grow(self) -> None:
         old = self.rank.size
         size = max(2 * old, 64)
-        for name in ("_done", "_since", "_due", "_mark", "_aged", "rank", "_active"):
+        for name in ("_done", "_since", "_due", "_mark", "_aged", "_width", "_hopeless", "rank", "_active"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(size - old, column.dtype)]))
-        self._samples = np.concatenate([self._samples, np.zeros((size - old, SAMPLES))])
+        self._hopeless[old:], self._width[old:] = math.inf, 1.0  # no run is there yet
+        more = np.zeros((size - old, SAMPLES))
+        self._samples = np.concatenate([self._samples, more])
+        self._paths = np.concatenate([self._paths, more])
         self._free.extend(range(size - 1, old - 1, -1))

@@ -287,7 +287,7 @@ def fleet(
 
 @bench_app.command()
 def papers(
-    name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve or qlm.")],
+    name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.apps.knowledge import Knowledge
 from headway.apps.runs import Futures, RankOptions
-from headway.pack.by_rank import ByRank
+from headway.pack.ranked import Fcfs
 from headway.plan.hermes import Hermes
 from headway.recipes.recipe import Recipe
 
@@ -18,7 +18,9 @@ def variant(
     knowledge: graphs to begin with, shared by all runs of the recipe; None = every planner starts without.
     futures: as in `Runs`.
     """
-    return Recipe(name, about, lambda: Hermes(options, knowledge, futures), ByRank)
+    return Recipe(
+        name, about, lambda: Hermes(options, knowledge, futures), lambda spec: Fcfs(spec.max_running)
+    )
 
 
 HERMES = {

@@ -57,6 +57,7 @@ class Loop:
         self.controller, self.observer = controller, observer
         self.instances = {instance.id: instance for instance in instances}
         self._numbers = {name: number for number, name in enumerate(self.instances)}
+        self._arrivals: list[float] = workload.arrival.tolist()
         self._tick = tick
         self._future = EventQueue()
         self._planning = PlanningTime(controller, plan_seconds, self._future, self._execute)
@@ -75,9 +76,9 @@ class Loop:
         """Run until every request has ended, at most to the instant `until`."""
         for instance in self.instances.values():
             self._notify(InstanceUp(instance.instance()), 0.0)
-        arrivals = self.workload.arrival.tolist()
+        arrivals = self._arrivals
         i, size, now, idle = 0, len(arrivals), 0.0, 0
-        while now < until and (i < size or self.controller.requests):
+        while now < until and (i < size or self.controller.requests or self._more):
             arrival = arrivals[i] if i < size else math.inf
             upcoming = min(arrival, self._future.next_time)
             if self.controller.queued and not self._running and upcoming > now + self._tick:
@@ -97,6 +98,11 @@ class Loop:
             progress(size)
         self.outcome.planning = self._planning.spent
         return self.outcome
+
+    @property
+    def _more(self) -> bool:
+        """Tell whether requests will arrive that are in no list of arrivals."""
+        return False
 
     # ---- the controller
 

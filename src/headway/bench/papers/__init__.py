@@ -4,5 +4,6 @@ PAPERS = {
     "anneal": "headway.bench.papers.anneal:main",
     "bros": "headway.bench.papers.bros:main",
     "ecoserve": "headway.bench.papers.ecoserve:main",
+    "hermes": "headway.bench.papers.hermes:main",
     "qlm": "headway.bench.papers.qlm:main",
 }

@@ -1,0 +1,203 @@
+"""Hermes' workloads (section 5.1): applications, arrivals, engine, deadlines, and what the graphs know.
+
+Recorded runs and Mooncake's arrivals from HEADWAY_DATA where it is set, else the built-in applications and
+Gamma arrivals. Runs are split by turns: one half teaches the demand graphs, the other half is served.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from headway.apps.graph import Graph
+from headway.apps.knowledge import SHARED, Knowledge
+from headway.apps.runs import RankOptions
+from headway.recipes.hermes import variant
+from headway.recipes.recipe import Recipe
+from headway.recipes.registry import find
+from headway.sim import fleet
+from headway.sim.instance import InstanceSpec
+from headway.sim.replay import Replayed, oracle, replay
+from headway.sim.workload import traces
+from headway.sim.workload.application_models import generated
+from headway.sim.workload.applications import (
+    Applications,
+    AppRun,
+    applications,
+    draw,
+    graphs_of,
+    read,
+)
+from headway.sim.workload.arrivals import bursty
+from headway.types import Batch, Floats
+
+RUNS = 300
+WINDOWS = {"1x": 1800.0, "2x": 900.0, "3x": 600.0}  # seconds of arrivals (Hermes 5.2)
+FACTORS = (1.2, 1.5, 2.0)  # deadlines in multiples of the time that a run takes alone
+_FILES = {"KBQAV": "kbqav", "CC": "cc", "EV": "ev", "ALFWI": "alfwi", "CG": "cg", "PE": "pe", "DM": "dm"}
+_BUILT_IN = 200  # runs of each built-in application
+_BUDGET = 2048
+_BURSTINESS = 1 / 16  # of arrivals that are not recorded: gaps with a coefficient of variation of 4
+_ENGINES = {  # by name: latency profile, instances, KV tokens
+    "7b": ("llama-2-7b-a100", 1, 40_000),  # an A100 with 40 GB: 22 GB are left for KV
+    "70b": ("llama-2-70b-h100-tp4", 2, 400_000),
+}
+HERMES, ORACLE = "hermes", "oracle"
+_OPTIONS = {
+    HERMES: RankOptions(),
+    "hermes-ddl": RankOptions("slack"),
+    "hermes-no-refine": RankOptions(refine=False),
+    "hermes-mean": RankOptions("mean", refine=False),
+    "srtf-mean": RankOptions("mean"),
+}
+# What the graphs know: the other half of the runs; nothing until runs end; another application's runs.
+GRAPHS = ("the other half", "the same half", "nothing at first", "of another application")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One workload on one engine or fleet.
+
+    runs: applications that arrive. window: seconds of arrivals. deadlines: runs have some.
+    graphs: one of `GRAPHS`.
+    """
+
+    name: str
+    runs: int = RUNS
+    window: float = WINDOWS["3x"]
+    engine: str = "7b"
+    deadlines: bool = False
+    graphs: str = GRAPHS[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A setting that was served by a system.
+
+    act: application completion time by run, seconds. target: seconds that it may take. factor: its class of
+    `FACTORS`. apps: names, by run.
+    """
+
+    system: str
+    setting: Setting
+    act: Floats
+    target: Floats
+    factor: Floats
+    apps: Sequence[str]
+
+
+def source() -> str:
+    """Return where runs and arrivals are from, for reports."""
+    if _data() is None:
+        return (
+            "built-in applications (percentiles of recorded runs), Gamma arrivals (HEADWAY_DATA is not set)"
+        )
+    return "recorded application runs, arrivals of the Mooncake conversation trace"
+
+
+@cache
+def pool() -> tuple[Mapping[str, list[AppRun]], Mapping[str, list[AppRun]]]:
+    """Return the runs that are served and those that teach, by application."""
+    data = _data()
+    if data is None:
+        runs = generated(_BUILT_IN, np.random.default_rng(0))
+    else:
+        runs = {app: read(data / "apps" / f"{name}.jsonl.gz") for app, name in _FILES.items()}
+    return {app: some[1::2] for app, some in runs.items()}, {app: some[::2] for app, some in runs.items()}
+
+
+def workload(setting: Setting, seed: int) -> tuple[Applications, Floats]:
+    """Return the runs of a setting, and the factor of each one's deadline."""
+    rng = np.random.default_rng(seed)
+    runs = draw(pool()[0], setting.runs, rng)
+    arrival = _arrivals(setting, rng)
+    factor = rng.choice(FACTORS, setting.runs)
+    engine = engines(setting.engine)[0]
+    alone = np.array([alone_seconds(run, engine) for run in runs])
+    target = alone * factor if setting.deadlines else None
+    return applications(runs, arrival, engine.instance.model, target), factor
+
+
+@cache
+def engines(name: str) -> tuple[InstanceSpec, ...]:
+    """Return the instances of an engine's name."""
+    profile, count, kv_tokens = _ENGINES[name]
+    spec = fleet.Spec(
+        profile, count, max_running=256, budget=_BUDGET, max_model_len=8192, kv_tokens=kv_tokens
+    )
+    return tuple(fleet.build([spec]))
+
+
+def serve(system: str, setting: Setting, seed: int) -> Served:
+    """Run a system on a setting."""
+    apps, factor = workload(setting, seed)
+    replayed: Replayed = replay(recipe(system, setting, apps), engines(setting.engine), apps)
+    act = replayed.end - apps.arrival
+    return Served(system, setting, act, apps.target, factor, [run.app for run in apps.runs])
+
+
+def recipe(system: str, setting: Setting, apps: Applications) -> Recipe:
+    """Return a system's recipe, with the graphs that the setting gives it."""
+    if system == ORACLE:
+        return variant(ORACLE, "every run's true demand", RankOptions(), futures=oracle(apps))
+    if system in _OPTIONS:
+        return variant(system, system, _OPTIONS[system], knowledge(setting.graphs))
+    return find(system)
+
+
+def knowledge(graphs: str) -> Knowledge:
+    """Return what a planner knows at the start; it learns more only if it knows nothing."""
+    served, taught = pool()
+    known = Knowledge(learns=graphs == GRAPHS[2])
+    runs = {GRAPHS[0]: taught, GRAPHS[1]: served, GRAPHS[2]: {}, GRAPHS[3]: taught}[graphs]
+    learned = graphs_of([run for some in runs.values() for run in some])
+    if graphs == GRAPHS[3]:
+        learned = _shuffled(learned)
+    for graph in learned.values():
+        known.put(SHARED, graph)
+    return known
+
+
+def alone_seconds(run: AppRun, engine: InstanceSpec) -> float:
+    """Return the seconds that a run takes on an engine that serves nothing else (by the latency profile)."""
+    seconds = 0.0
+    for step in run.steps:
+        seconds += step.seconds
+        if step.requests:
+            prompts = sum(prompt for prompt, _ in step.requests)
+            tokens = prompts + sum(output for _, output in step.requests) // 2
+            chunks = max(prompts / _BUDGET, 1.0)
+            seconds += chunks * engine.latency.seconds(Batch(0, 0, min(prompts, _BUDGET)))
+            decode = engine.latency.seconds(Batch(len(step.requests), tokens, 0))
+            seconds += decode * max(output for _, output in step.requests)
+    return seconds
+
+
+def _shuffled(graphs: Mapping[str, Graph]) -> dict[str, Graph]:
+    """Return the graphs under one another's names; a unit is taken for the one at the same place."""
+    names = list(graphs)
+    swapped = {}
+    for name, other in zip(names, [*names[1:], names[0]], strict=True):
+        mine, theirs = list(graphs[name].units), graphs[other]
+        renamed = dict(zip(theirs.units, mine, strict=False))
+        swapped[name] = theirs.renamed(name, renamed)
+    return swapped
+
+
+def _arrivals(setting: Setting, rng: np.random.Generator) -> Floats:
+    if _data() is None:
+        at = bursty(setting.runs / setting.window, _BURSTINESS, setting.window, rng)
+    else:
+        at = np.sort(rng.choice(traces.arrivals("mooncake_conversation"), setting.runs))
+    at = at - at[0]
+    return np.asarray(at * (setting.window / max(float(at[-1]), 1e-9)))
+
+
+def _data() -> Path | None:
+    folder = os.environ.get("HEADWAY_DATA")
+    return Path(folder) if folder else None

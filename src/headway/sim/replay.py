@@ -1,0 +1,168 @@
+"""Runs of applications in virtual time: a step begins when the one before it has ended.
+
+The simulation is closed: how fast an engine answers decides when a run's next requests arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from headway.apps.demand import SAMPLES, Costs, Draw
+from headway.apps.graph import LLM
+from headway.apps.run import Run
+from headway.apps.runs import Futures
+from headway.core.controller import Controller
+from headway.events import RunEnded, UnitBegan, UnitEnded
+from headway.forecast.lengths.task import TaskLengths
+from headway.recipes.recipe import Recipe
+from headway.sim.instance import InstanceSpec, SimulatedInstance, check, check_fleet
+from headway.sim.loop import Loop
+from headway.sim.observer import Observer
+from headway.sim.outcome import Outcome
+from headway.sim.run import no_time
+from headway.sim.workload.applications import Applications, Step
+from headway.types import Floats, Slo, Stage
+
+_LATE = 1e-3  # seconds left to a request whose run is late already
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What became of the runs.
+
+    end: instants at which they were complete, NaN = never.
+    outcome: of their requests.
+    """
+
+    end: Floats
+    outcome: Outcome
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where a run is: its step, and how many requests of it are to end."""
+
+    step: int = -1
+    left: int = 0
+
+
+class ReplayLoop(Loop):
+    """The loop over requests that arrive when a run's earlier steps have ended.
+
+    pause: seconds between two steps of a run.
+    """
+
+    def __init__(
+        self, apps: Applications, controller: Controller, instances: Sequence[SimulatedInstance], *,
+        pause: float, observer: Observer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            apps.workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer
+        )
+        self._arrivals = []  # each request arrives when its run gets there
+        self.end = np.full(len(apps), math.nan)
+        self._apps, self._pause = apps, pause
+        self._progress = [_Progress() for _ in range(len(apps))]
+        self._due = len(apps)  # runs to come, or in progress
+        for run, arrival in enumerate(apps.arrival.tolist()):
+            self._future.at(arrival, partial(self._next_step, run))
+
+    @property
+    def _more(self) -> bool:
+        return self._due > 0
+
+    def _next_step(self, run: int, now: float) -> None:
+        """Begin the next step of a run, or end the run."""
+        script, progress = self._apps.runs[run], self._progress[run]
+        progress.step += 1
+        if progress.step == len(script.steps):
+            self.end[run] = now
+            self._stop(run, now)
+            return
+        step, stage = script.steps[progress.step], self._stage(run)
+        if step.backend != LLM:
+            self._notify(UnitBegan(self._tenant(run), stage, step.backend), now)
+            self._future.at(now + step.seconds, partial(self._end_outside, run, stage))
+            return
+        rows = self._apps.rows[run]
+        mine = range(rows[progress.step], rows[progress.step + 1])
+        progress.left = len(mine)
+        slo = self._slo(run, now)
+        for row in mine:
+            self._arrive(replace(self.workload.request(row), arrival=now, stage=stage, slo=slo), now)
+
+    def _end_outside(self, run: int, stage: Stage, now: float) -> None:
+        self._notify(UnitEnded(self._tenant(run), stage), now)
+        self._future.at(now + self._pause, partial(self._next_step, run))
+
+    def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
+        super()._end_request(id, first, evictions, overhead, now)
+        run = int(self.workload.run[self.workload.row_of(id)])
+        self._progress[run].left -= 1
+        if self._progress[run].left == 0:
+            self._future.at(now + overhead + self._pause, partial(self._next_step, run))
+
+    def _stop(self, run: int, now: float) -> None:
+        self._due -= 1
+        self._notify(RunEnded(self._tenant(run), self._apps.runs[run].app, str(run)), now)
+
+    def _stage(self, run: int) -> Stage:
+        script, target = self._apps.runs[run], float(self._apps.target[run])
+        unit = script.steps[self._progress[run].step].unit
+        return Stage(script.app, str(run), unit, None if math.isinf(target) else target)
+
+    def _slo(self, run: int, now: float) -> Slo:
+        """Return the SLO of a run's next requests: to be complete when the run must be."""
+        due = float(self._apps.arrival[run] + self._apps.target[run])
+        return Slo() if math.isinf(due) else Slo(e2e=max(due - now, _LATE))
+
+    def _tenant(self, run: int) -> str:
+        return self._apps.runs[run].app
+
+
+def replay(
+    recipe: Recipe, instances: Sequence[InstanceSpec], apps: Applications, *, pause: float = 0.0,
+    progress: Callable[[int], None] | None = None, observer: Observer | None = None, until: float = math.inf,
+) -> Replayed:  # fmt: skip
+    """Run applications to their end, at most to the instant `until`.
+
+    Each application is a tenant, as fair sharing (VTC) counts it. Raises ConfigError for a fleet that cannot
+    serve the workload.
+    """
+    planner = recipe.planner()
+    check(instances)
+    check_fleet(instances, apps.workload, swaps=planner.swaps)
+    fleet = [SimulatedInstance(spec, recipe) for spec in instances]
+    controller = Controller(planner, TaskLengths(), max_queued=1 << 40)
+    loop = ReplayLoop(apps, controller, fleet, pause=pause, observer=observer)
+    outcome = loop.run(progress, until)
+    return Replayed(loop.end, outcome)
+
+
+def oracle(apps: Applications) -> Futures:
+    """Return the futures of runs as they will be, in the place of a demand graph's."""
+
+    def futures(run: Run, costs: Costs) -> Draw:
+        steps = apps.runs[int(run.key[2])].steps[len(run.visits) - 1 :]
+        work = sum(_service(step, costs) for step in steps)
+        path = sum(_path(step, costs) for step in steps)
+        same = np.ones(SAMPLES)
+        return Draw(work * same, path * same, _path(steps[0], costs) * same, np.full(SAMPLES, -1))
+
+    return futures
+
+
+def _service(step: Step, costs: Costs) -> float:
+    return step.seconds + sum(prompt * costs.prompt + out * costs.output for prompt, out in step.requests)
+
+
+def _path(step: Step, costs: Costs) -> float:
+    prompts = sum(prompt for prompt, _ in step.requests)
+    return (
+        step.seconds + prompts * costs.prompt + max((o for _, o in step.requests), default=0) * costs.output
+    )
