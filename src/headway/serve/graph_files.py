@@ -42,10 +42,14 @@ class GraphFiles:
         digest = hashlib.sha256(json.dumps([tenant, app]).encode()).hexdigest()[:12]
         return self.folder / f"{plain}-{digest}.json"
 
+    def paths(self) -> list[Path]:
+        """Return the files, those that were written last at the end."""
+        return sorted(self.folder.glob("*.json"), key=lambda path: (path.stat().st_mtime, path.name))
+
     def load(self) -> dict[GraphKey, Graph]:
         """Return all graphs, those that were written last at the end; damaged files are set aside."""
         found: dict[GraphKey, Graph] = {}
-        for path in sorted(self.folder.glob("*.json"), key=lambda path: (path.stat().st_mtime, path.name)):
+        for path in self.paths():
             try:
                 tenant, graph = read(path)
             except ConfigError as error:
