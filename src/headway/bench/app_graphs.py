@@ -19,7 +19,7 @@ from headway.serve.graph_files import GraphFiles, read
 from headway.sim.workload import applications
 
 _WAYS = 3  # next units that a table names
-_UNIT_COLUMNS = ("unit", "backend", "visits", "next", "prompt", "output", "parallel", "seconds")
+_UNIT_COLUMNS = ("unit", "backend", "visits", "next units", "median / 95th percentile")
 
 
 def files(config: Path | None, folder: Path | None) -> GraphFiles:
@@ -50,10 +50,10 @@ def show(stored: GraphFiles, app: str, tenant: str | None, out: Path | None) -> 
     """Print a graph's units, and write its picture if a file is given."""
     tenant, graph = _find(stored, app, tenant)
     lines = [_unit_line(unit) for unit in graph.units.values()]
-    grid = Grid(_UNIT_COLUMNS, [lines], ("visits", *_UNIT_COLUMNS[4:]))
+    grid = Grid(_UNIT_COLUMNS, [lines], ("visits",))
     starts = ", ".join(f"{name} {share:.0%}" for name, share in graph.first_units.items())
-    caption = f"{graph.runs} runs; first unit: {starts}. Figures: median / 95th percentile per visit; tokens "
-    caption += "per request, parallel requests, seconds outside the LLM."
+    caption = f"{graph.runs} runs; first unit: {starts}. Per visit: tokens per request, parallel requests; "
+    caption += "seconds outside the LLM."
     Console().print(grid.table(f"{app} of {_tenant(tenant)}", caption))
     if out is not None:
         from headway.bench.output.graph_picture import picture  # matplotlib takes a second to load
@@ -110,14 +110,15 @@ def _find(stored: GraphFiles, app: str, tenant: str | None) -> tuple[str, Graph]
 def _unit_line(unit: Unit) -> list[str]:
     nexts = "\n".join(_ways(unit))
     visits = [record.visit for record in unit.records]
-    inside = unit.backend == LLM
-    figures = [
-        _percentiles([visit.prompt for visit in visits]) if inside else "",
-        _percentiles([visit.output for visit in visits]) if inside else "",
-        _percentiles([visit.parallel for visit in visits]) if inside else "",
-        "" if inside else _percentiles([visit.seconds for visit in visits]),
-    ]
-    return [unit.name, unit.backend, str(len(visits)), nexts, *figures]
+    figures = {"seconds": [visit.seconds for visit in visits]}
+    if unit.backend == LLM:
+        figures = {
+            "prompt": [visit.prompt for visit in visits],
+            "output": [visit.output for visit in visits],
+            "parallel": [float(visit.parallel) for visit in visits],
+        }
+    demand = "\n".join(f"{name} {_percentiles(values)}" for name, values in figures.items())
+    return [unit.name, unit.backend, str(len(visits)), nexts, demand]
 
 
 def _ways(unit: Unit) -> list[str]:
@@ -129,7 +130,7 @@ def _ways(unit: Unit) -> list[str]:
     return [f"{name} {share:.0%}" for name, share in ways]
 
 
-def _percentiles(values: list[float] | list[int]) -> str:
+def _percentiles(values: list[float]) -> str:
     median, high = np.quantile(values, [0.5, 0.95]).tolist()
     return f"{median:.3g} / {high:.3g}" if high < 100 else f"{median:,.0f} / {high:,.0f}"
 

@@ -56,7 +56,8 @@ def _reports(app: FastAPI, state: AppState) -> None:
     )
     async def end(id: str, request: Request) -> Response:
         """End a run: at once, or with its last request in progress. Ending it again changes nothing."""
-        key = _key(state, request, id, checked(EndBody, await _read(state, request)).app)
+        tenant = state.tenant(request)
+        key = _key(tenant, request, id, checked(EndBody, await _read(state, request)).app)
         _known(state, key)
         dispatcher.dispatch(RunEnded(*key))
         return JSONResponse(_described(state, key))
@@ -66,8 +67,9 @@ def _reports(app: FastAPI, state: AppState) -> None:
     )
     async def unit(id: str, request: Request) -> Response:
         """Report that a unit outside the LLM has started, which may begin the run, or that it has ended."""
+        tenant = state.tenant(request)
         body = checked(UnitBody, await _read(state, request))
-        key = _key(state, request, id, body.app)
+        key = _key(tenant, request, id, body.app)
         stage = Stage(key[1], key[2], body.unit)
         if body.state == "started":
             _check_started(dispatcher.runs.live(key), body)
@@ -101,7 +103,7 @@ def _states(app: FastAPI, state: AppState) -> None:
     @app.get("/v1/runs/{id:path}", responses=error_docs(400, 401, 404), openapi_extra=_QUERY)
     async def show(id: str, request: Request) -> Response:
         """Return a run: its units so far, what they took, what is expected to come, its deadline."""
-        key = _key(state, request, id, request.query_params.get("app"))
+        key = _key(state.tenant(request), request, id, request.query_params.get("app"))
         _known(state, key)
         return JSONResponse(_described(state, key))
 
@@ -113,8 +115,8 @@ async def _read(state: AppState, request: Request) -> dict[str, Any]:
     return read_json(await state.body(request) or b"{}")
 
 
-def _key(state: AppState, request: Request, id: str, app: str | None) -> Key:
-    return state.tenant(request), app_of(request.headers) or app or SESSION, id
+def _key(tenant: str, request: Request, id: str, app: str | None) -> Key:
+    return tenant, app_of(request.headers) or app or SESSION, id
 
 
 def _known(state: AppState, key: Key) -> Run | EndedRun:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from headway.apps.graph import END, LLM, Graph
 from headway.bench.output import plots
 
-_LEAST = 0.01  # share of the visits; rarer ways are left out
+_LEAST = 0.05  # share of the visits; rarer ways are left out
 _WIDTH, _HEIGHT = 2.6, 1.5  # inches per unit
 
 Place = tuple[float, float]
@@ -33,7 +33,11 @@ def picture(graph: Graph) -> bytes:
     axes.set_xlim(-0.6, columns - 0.4)
     axes.set_ylim(-rows / 2 - 0.2, rows / 2 + 0.2)
     axes.set_axis_off()
-    axes.set_title(f"{graph.app}: {graph.runs} runs", loc="left", fontsize=10)
+    axes.set_title(
+        f"{graph.app}: {graph.runs} runs (ways that less than {_LEAST:.0%} take are left out)",
+        loc="left",
+        fontsize=10,
+    )
     return plots.png(figure)
 
 
