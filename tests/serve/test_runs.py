@@ -288,3 +288,14 @@ def test_what_the_client_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         "x-headway-app": "agent", "x-headway-run": "", "x-headway-unit": "act",
         "x-slo-run-ms": "1500", "x-headway-run-final": "true",
     }  # fmt: skip
+
+
+def test_langchain_sends_the_headers(gateway: Gateway) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason="not among the development dependencies")
+    with headway.run("chain", base_url=f"{gateway.url}/v1", id="c1") as run:
+        model = langchain.ChatOpenAI(
+            model="smollm2", base_url=f"{gateway.url}/v1", api_key="none", default_headers=run.headers()
+        )
+        model.bind(extra_headers=run.unit("verify")).invoke("hello")
+        told = gateway.get("/v1/runs/c1?app=chain").json()
+    assert [unit["unit"] for unit in told["units"]] == ["verify"]
