@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.resources import Resource
 from headway.types import Floats, Instance, Request, Stage
 
 
@@ -109,6 +110,14 @@ class RunEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Prewarmed:
+    """A resource is warm, on a `Prewarm` or because it was needed. seconds: that warming took."""
+
+    resource: Resource
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed and nothing else."""
 
@@ -127,5 +136,6 @@ Event = (
     | UnitBegan
     | UnitEnded
     | RunEnded
+    | Prewarmed
     | Tick
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,6 +44,11 @@ class Planner(Protocol):
     def reranks(self) -> bool:
         """Tell whether it changes ranks inside engines also while nothing is queued outside them."""
         return False
+
+    @property
+    def wake_at(self) -> float:
+        """The instant at which it wants to plan even if nothing happens before, inf = none."""
+        return math.inf
 
     @property
     def gauges(self) -> Mapping[str, float]:

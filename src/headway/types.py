@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.resources import Prewarm
 from headway.tables import Table
 
 Ints = NDArray[np.int64]
@@ -127,15 +128,6 @@ class Forecast:
     def quantile(self, p: float) -> float:
         """Return the value not exceeded with probability p, 0 <= p <= 1."""
         return float(np.quantile(self.samples, p))
-
-    def left(self, output_tokens: float) -> float:
-        """Return the mean of what is still to come, given that `output_tokens` are out; at least 1."""
-        rest = self.samples[self.samples > output_tokens]
-        return float(rest.mean() - output_tokens) if rest.size else 1.0
-
-    def sample(self, rng: np.random.Generator, n: int) -> Floats:
-        """Draw n values with replacement."""
-        return rng.choice(self.samples, n)
 
 
 class Jobs(Table):
@@ -315,7 +307,7 @@ class Reject:
     shortfall: Shortfall | None = None
 
 
-Command = Send | Rerank | Swap | Warm | Reject
+Command = Send | Rerank | Swap | Warm | Prewarm | Reject
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +330,7 @@ class Plan:
         rerank: new ranks for requests that are inside engines.
         swap: instance -> model it shall serve.
         warm: instance -> model whose weights it shall hold in host memory.
+        prewarm: resources to warm for units that have not begun.
         reject: queued requests to refuse.
         based_on: `Cluster.version` of the snapshot that a thinking planner read; what no longer holds of the
             plan is dropped. None = the plan is for the cluster as it is.
@@ -348,6 +341,7 @@ class Plan:
     rerank: Sequence[Rerank] = ()
     swap: Mapping[str, str] = field(default_factory=dict)
     warm: Mapping[str, str] = field(default_factory=dict)
+    prewarm: Sequence[Prewarm] = ()
     reject: Sequence[str] = ()
     based_on: int | None = None
     final: bool = False

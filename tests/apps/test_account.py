@@ -141,5 +141,5 @@ def test_a_run_that_never_ends_is_bounded() -> None:
     assert run is not None
     assert [visit.unit for visit in run.visits] == [f"u{i}" for i in range(900, 1000)]
     assert len(run.visited) == 100
-    assert run.truncated
+    assert run.entered == 1000
     assert not run.teaches

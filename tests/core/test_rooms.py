@@ -14,9 +14,21 @@ import pytest
 import headway
 
 ROOT = Path(headway.__file__).parent
-GROUND = {"types", "events", "tables", "ports", "errors", "config", "compiled", "forecast", "memory"}
+GROUND = {
+    "types",
+    "resources",
+    "events",
+    "tables",
+    "ports",
+    "errors",
+    "config",
+    "compiled",
+    "forecast",
+    "memory",
+}
 CORE = {
     "types",
+    "resources",
     "events",
     "tables",
     "ports",
@@ -29,7 +41,18 @@ CORE = {
     "forecast",
     "memory",
 }
-POLICY = {"types", "events", "tables", "ports", "errors", "compiled", "forecast", "memory", "core"}
+POLICY = {
+    "types",
+    "resources",
+    "events",
+    "tables",
+    "ports",
+    "errors",
+    "compiled",
+    "forecast",
+    "memory",
+    "core",
+}
 TOP = {"serve", "bench", "sim"}
 # What each room may import of ours beside itself; a room that is not named here fails the test.
 ALLOWED = {

@@ -218,23 +218,6 @@ def test_a_quantile_is_not_exceeded_with_its_probability(samples: Any, p: float)
     assert np.count_nonzero(samples > value + 1e-9) <= math.ceil((1 - p) * samples.size)
 
 
-@given(SAMPLES, st.integers(0, 6000))
-def test_tokens_left_are_at_least_one_and_count_only_longer_answers(samples: Any, output_tokens: int) -> None:
-    left = Forecast(samples).left(output_tokens)
-    longer = [s - output_tokens for s in samples if s > output_tokens]
-    assert left == pytest.approx(sum(longer) / len(longer) if longer else 1.0)
-    assert left >= 1.0
-
-
-@given(SAMPLES, st.integers(0, 2**32 - 1), st.integers(0, 50))
-def test_samples_come_from_the_distribution_and_repeat_with_the_seed(samples: Any, seed: int, n: int) -> None:
-    forecast = Forecast(samples)
-    drawn = forecast.sample(np.random.default_rng(seed), n)
-    assert drawn.size == n
-    assert set(drawn) <= set(samples)
-    assert (drawn == forecast.sample(np.random.default_rng(seed), n)).all()
-
-
 def test_mean_and_spread_are_those_of_the_samples() -> None:
     forecast = Forecast(np.array([2.0, 4.0, 6.0]))
     assert forecast.mean == 4.0

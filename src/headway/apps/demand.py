@@ -73,11 +73,12 @@ class _Tables(NamedTuple):
 class Demand:
     """The compiled view of a graph as it is now.
 
-    units: names of its units. runs: of the graph when this was made.
+    units: names of its units. backends: of its units. runs: of the graph when this was made.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.units = list(graph.units)
+        self.backends = {name: unit.backend for name, unit in graph.units.items()}
         self.runs = graph.runs
         self._index = {name: i for i, name in enumerate(self.units)}
         self._tables = _tables(list(graph.units.values()), self._index)

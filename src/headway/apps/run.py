@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from headway.apps.demand import Known
+from headway.apps.demand import Draw, Known
 from headway.apps.graph import LLM, Visit
 from headway.types import Request
 
@@ -28,6 +28,8 @@ class OpenVisit:
     """A visit that is under way, or that ended last.
 
     began: instant. inside: requests in progress; outside the LLM, executions in progress.
+    served: a token of it is out, the first at `first_token`, or it is outside the LLM.
+    planned: warm-ups for what follows are planned.
     prompt, output: tokens, summed over its requests. expected: output tokens forecast for them.
     seconds: summed over the executions outside the LLM that have ended.
     starts: instants at which those in progress began, the earliest first.
@@ -38,6 +40,9 @@ class OpenVisit:
     began: float
     requests: int = 0
     inside: int = 0
+    served: bool = False
+    planned: bool = False
+    first_token: float = 0.0
     prompt: int = 0
     output: int = 0
     expected: float = 0.0
@@ -69,10 +74,13 @@ class Run:
     final: it ends as soon as no request of it is in progress.
     requests: ids of its requests in progress.
     visits: the latest ones by the order in which they began, at most `kept`; the last one may be open.
+    entered: visits that have begun, all of them.
     open: visits in progress, by unit and whether the LLM serves it.
     visited: how often each unit was visited, among `visits`.
+    draw: its futures from the beginning of its latest visit, None = nothing is known.
+    tier, adapter: of its latest request.
     failed: a request of it had no answer. lost: nor had its client left.
-    truncated: older visits were forgotten.
+    ended: it is no longer live.
     """
 
     key: Key
@@ -84,17 +92,21 @@ class Run:
     final: bool = False
     requests: set[str] = field(default_factory=set)
     visits: deque[OpenVisit] = field(default_factory=deque)
+    entered: int = 0
     open: dict[tuple[str, bool], OpenVisit] = field(default_factory=dict)
     visited: Counter[str] = field(default_factory=Counter)
+    draw: Draw | None = None
+    tier: str = "default"
+    adapter: str | None = None
     failed: bool = False
     lost: bool = False
-    truncated: bool = False
+    ended: bool = False
     kept: int = KEPT_VISITS
 
     @property
     def teaches(self) -> bool:
         """Tell whether its visits are a complete run."""
-        return not (self.failed or self.truncated or self.requests)
+        return not (self.failed or self.requests) and len(self.visits) == self.entered
 
     @property
     def outside(self) -> int:
@@ -123,6 +135,7 @@ class Run:
         visit.prompt += request.prompt_tokens
         visit.expected += expected
         self.requests.add(request.id)
+        self.tier, self.adapter = request.tier, request.adapter
         return visit, new
 
     def went(
@@ -163,7 +176,9 @@ class Run:
         place = unit, backend == LLM
         if place in self.open:
             return self.open[place], False
-        visit = self.open[place] = OpenVisit(unit, backend, now)
+        visit = self.open[place] = OpenVisit(unit, backend, now, served=backend != LLM)
+        self.entered += 1
+        self.draw = None
         self.visits.append(visit)
         self.visited[unit] += 1
         if len(self.visits) > self.kept:
@@ -171,7 +186,6 @@ class Run:
         return visit, True
 
     def _forget(self, unit: str) -> None:
-        self.truncated = True
         self.visited[unit] -= 1
         if not self.visited[unit]:
             del self.visited[unit]

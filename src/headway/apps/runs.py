@@ -19,6 +19,7 @@ from headway.apps.correlation import BUCKETS
 from headway.apps.demand import SAMPLES, Costs, Draw, Known
 from headway.apps.gittins import gittins, latest_start, mean_remaining
 from headway.apps.knowledge import Knowledge
+from headway.apps.prewarming import Prewarming, PrewarmOptions
 from headway.apps.run import Key, OpenVisit, Run, place_of
 from headway.types import Floats, Ints, Request
 
@@ -51,10 +52,15 @@ class Runs:
     options: of the ranks. knowledge: the applications' graphs.
     costs: seconds of service per token, set by the planner.
     futures: draws what a run has ahead of it, in place of `knowledge` (an oracle).
+    prewarming: the warm-ups that are planned.
     """
 
-    def __init__(self, knowledge: Knowledge, options: RankOptions, futures: Futures | None = None) -> None:
+    def __init__(
+        self, knowledge: Knowledge, options: RankOptions, futures: Futures | None = None,
+        prewarming: Prewarming | None = None,
+    ) -> None:  # fmt: skip
         self.knowledge, self.options = knowledge, options
+        self.prewarming = Prewarming(PrewarmOptions()) if prewarming is None else prewarming
         self.costs = Costs(1e-4, 0.03)
         self._futures = futures or self._drawn
         self._runs: OrderedDict[Key, Run] = OrderedDict()  # by the latest sign of life
@@ -96,7 +102,10 @@ class Runs:
     def started(self, id: str, now: float) -> None:
         """The first token of a request is out: from now on it attains service as time passes."""
         if id in self._of and id not in self._first_token:
-            run, _, request = self._of[id]
+            run, visit, request = self._of[id]
+            if not visit.served:
+                visit.served, visit.first_token = True, now
+            self._look_ahead(run, now)
             self._first_token[id] = now
             self._done[run.slot] += request.prompt_tokens * self.costs.prompt
             self._active[run.slot] += 1
@@ -120,6 +129,9 @@ class Runs:
         self._done[run.slot] += served
         self._stop(run, id)
         run.went(id, visit, output_tokens, now)
+        if not visit.inside and visit.served:
+            path = visit.output / visit.requests * self.costs.output
+            self.prewarming.learn_pace(now - visit.first_token, path)
         self._runs.move_to_end(run.key)
         if run.final:
             self.end(run.key)
@@ -152,6 +164,7 @@ class Runs:
             run.final = True
             return
         del self._runs[key]
+        run.ended = True
         self._dirty.pop(key, None)
         if run.teaches:
             self.knowledge.learn(key[0], key[1], [visit.closed for visit in run.visits])
@@ -182,6 +195,7 @@ class Runs:
         """Bring all ranks up to date; return the runs whose rank has changed."""
         for key in self._dirty:
             self._draw(self._runs[key])
+            self._look_ahead(self._runs[key], now)
         attained = self._attained(now)
         passed = np.flatnonzero((self._active > 0) & (attained >= self._mark) | (now > self._hopeless))
         dirty = [self._runs[key].slot for key in self._dirty]
@@ -221,7 +235,7 @@ class Runs:
         slot = self._free.pop()
         if math.isnan(self._origin):
             self._origin = now
-        run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now)
+        run = self._runs[key] = self._by_slot[slot] = Run(key, slot, now, seen=now)
         self._width[slot], self._hopeless[slot] = 1.0, math.inf
         self._done[slot] = self._since[slot] = self._mark[slot] = 0.0
         self._due[slot], self.rank[slot], self._active[slot] = math.inf, math.inf, 0
@@ -248,6 +262,7 @@ class Runs:
     def _draw(self, run: Run) -> None:
         """Draw what a run has ahead of it, from the beginning of its latest visit."""
         draw, visit, slot = self._futures(run, self.costs), run.visits[-1], run.slot
+        run.draw = draw
         self._width[slot] = max(visit.requests, 1)
         if draw is None:
             mean = visit.prompt * self.costs.prompt + visit.expected * self.costs.output
@@ -255,6 +270,13 @@ class Runs:
             self._paths[slot] = self._samples[slot] / self._width[slot]
         else:
             self._samples[slot], self._paths[slot] = np.sort(draw.total), np.sort(draw.path)
+
+    def _look_ahead(self, run: Run, now: float) -> None:
+        """Plan what to warm for the units after the latest visit, once that is served."""
+        visit, demand = run.visits[-1], self.knowledge.demand(run.key[0], run.key[1])
+        if run.draw is not None and demand is not None and visit.served and not visit.planned:
+            visit.planned = True
+            self.prewarming.begin(run, run.draw, demand, now)
 
     def _drawn(self, run: Run, costs: Costs) -> Draw | None:
         """Draw from the application's graph, as far as it is known."""

@@ -28,6 +28,7 @@ from headway.events import (
 )
 from headway.plan.dispatch import swaps, warms
 from headway.ports import Lengths, Planner
+from headway.resources import Prewarm
 from headway.types import (
     OBJECTIVES,
     Command,
@@ -110,8 +111,11 @@ class Controller:
 
     @property
     def next_check(self) -> float:
-        """The instant at which the host calls `overdue`, inf = not as things are; it changes with events."""
-        return self._drops.next_check
+        """The instant at which the host calls `overdue` and `decide`, inf = not as things are.
+
+        It changes with events and plans.
+        """
+        return min(self._drops.next_check, self.planner.wake_at)
 
     def overdue(self, now: float) -> Overdue:
         """Refuse the queued requests that cannot be on time any more, and name those inside engines.
@@ -222,7 +226,7 @@ class Controller:
             plan = self.planner.plan(self.cluster, now)
             commands = self.apply(plan, now)
             out += commands
-            if plan.final or all(isinstance(command, Rerank) for command in commands):
+            if plan.final or all(isinstance(command, Rerank | Prewarm) for command in commands):
                 break
         return out
 
@@ -257,7 +261,7 @@ class Controller:
             assert not self.cluster.backlog.sent[row], f"{send.id} is inside an engine"
             self.cluster.send(row, send.instance)
         self._queued -= len(sending)
-        return [*rejects, *swapping, *warming, *sending, *plan.rerank]
+        return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
 
     def _still_holds(self, plan: Plan) -> Plan:
         """Return the part of a plan that can still be carried out."""

@@ -12,10 +12,22 @@ import numpy as np
 
 from headway.apps.demand import Costs
 from headway.apps.knowledge import Knowledge
+from headway.apps.prewarming import Prewarming, PrewarmOptions
 from headway.apps.run import Run
 from headway.apps.runs import Futures, RankOptions, Runs
 from headway.core.cluster import Cluster
-from headway.events import Arrived, Event, Failed, Finished, Returned, RunEnded, Started, UnitBegan, UnitEnded
+from headway.events import (
+    Arrived,
+    Event,
+    Failed,
+    Finished,
+    Prewarmed,
+    Returned,
+    RunEnded,
+    Started,
+    UnitBegan,
+    UnitEnded,
+)
 from headway.plan.dispatch import sends
 from headway.plan.request_column import RequestColumn
 from headway.plan.virtual_queue import virtual_queue
@@ -35,11 +47,19 @@ class Hermes(Planner):
     reranks = True
 
     def __init__(
-        self, options: RankOptions, knowledge: Knowledge | None = None, futures: Futures | None = None
-    ) -> None:
-        self.runs = Runs(Knowledge() if knowledge is None else knowledge, options, futures)
+        self, options: RankOptions, knowledge: Knowledge | None = None, futures: Futures | None = None,
+        prewarm: PrewarmOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.prewarming = Prewarming(prewarm or PrewarmOptions())
+        known = Knowledge() if knowledge is None else knowledge
+        self.runs = Runs(known, options, futures, self.prewarming)
         self._slot = RequestColumn()
         self._fleet_version = -1
+
+    @property
+    def wake_at(self) -> float:
+        """The instant of the next warm-up."""
+        return self.prewarming.wake_at
 
     @property
     def knowledge(self) -> Knowledge:
@@ -72,6 +92,8 @@ class Hermes(Planner):
                 runs.unit_ended((tenant, stage.app, stage.run), stage.unit, now)
             case RunEnded(tenant, app, run):
                 runs.end((tenant, app, run))
+            case Prewarmed(resource, seconds):
+                self.prewarming.learn(resource, seconds)
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside by rank, and the ranks that have changed of what is inside."""
@@ -84,7 +106,8 @@ class Hermes(Planner):
         ranked = np.asarray(rows[order], np.int64)
         queues = {name: virtual_queue(cluster, name, ranked) for name in cluster.instances}
         out = [self._with_rank(cluster, send) for send in sends(queues, cluster)]
-        return Plan(out, rerank=self._reranks(cluster, changed), final=len(cluster.instances) == 1)
+        reranks, prewarm = self._reranks(cluster, changed), self.prewarming.due(now)
+        return Plan(out, rerank=reranks, prewarm=prewarm, final=len(cluster.instances) == 1)
 
     def _ranks(self, cluster: Cluster, rows: Ints) -> Floats:
         slots = self._slot.get(cluster.backlog, rows)

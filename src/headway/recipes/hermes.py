@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headway.apps.knowledge import Knowledge
+from headway.apps.prewarming import PrewarmOptions
 from headway.apps.runs import Futures, RankOptions
 from headway.pack.ranked import Fcfs
 from headway.plan.hermes import Hermes
@@ -11,15 +12,15 @@ from headway.recipes.recipe import Recipe
 
 def variant(
     name: str, about: str, options: RankOptions, knowledge: Knowledge | None = None,
-    futures: Futures | None = None,
+    futures: Futures | None = None, prewarm: PrewarmOptions | None = None,
 ) -> Recipe:  # fmt: skip
     """Return a recipe with these ranks.
 
     knowledge: graphs to begin with, shared by all runs of the recipe; None = every planner starts without.
-    futures: as in `Runs`.
+    futures: as in `Runs`. prewarm: which resources are warmed, and how early.
     """
     return Recipe(
-        name, about, lambda: Hermes(options, knowledge, futures), lambda spec: Fcfs(spec.max_running)
+        name, about, lambda: Hermes(options, knowledge, futures, prewarm), lambda spec: Fcfs(spec.max_running)
     )
 
 

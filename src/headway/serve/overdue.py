@@ -74,6 +74,7 @@ class OverdueWatch:
             self._execute(overdue.rejects)
             for id, requests in overdue.inside.items():
                 self._inquiries[id].put(requests)
+            self._execute(self._controller.decide(time.time()))
             self.arm()
 
     async def _ask(self, inquiry: _Inquiry) -> None:

@@ -178,7 +178,7 @@ def _described(state: AppState, key: Key) -> dict[str, Any]:
     }
     return told | _promised(run.began, run.target) | {
         "status": status, "outcome": None, "seconds": now - run.began, "units": visits,
-        "units_left_out": run.truncated, "attained": took, "expected_rest_s": rest,
+        "units_left_out": run.entered - len(visits), "attained": took, "expected_rest_s": rest,
     }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from headway.events import (
     Tick,
     Warmed,
 )
+from headway.resources import Prewarm
 from headway.sim.event_queue import Callback, EventQueue
 from headway.sim.instance import Preempted, SimulatedInstance, Submission
 from headway.sim.observer import Observer
@@ -130,10 +131,15 @@ class Loop:
                     self._swap(self.instances[name], model, now)
                 case Warm(name, model):
                     self._warm(self.instances[name], model, now)
+                case Prewarm():
+                    self._prewarm(command, now)
                 case Reject(id, reason):
                     self._preempted.pop(id, None)
                     self.outcome.infeasible += reason == "infeasible"
                     self.outcome.shed += reason != "infeasible"
+
+    def _prewarm(self, command: Prewarm, now: float) -> None:
+        """Warm a resource; requests that belong to no run need none."""
 
     def _wait(self, now: float, idle: int, *, last: bool) -> None:
         """Let a tick pass: no event is near, so only time can change what the planner commands."""
@@ -217,6 +223,7 @@ class Loop:
             self._set_timer(instance, "iteration", later, partial(self._end_iteration, instance))
             return
         done = instance.engine.complete(instance.running, now)
+        self._started(instance, instance.running, now)
         instance.running = None
         self._running -= 1
         refused = self._answer(instance, now)
@@ -229,6 +236,9 @@ class Loop:
             self._planning.decide(now)
         if instance.leaving:
             self._unload(instance, now)
+
+    def _started(self, instance: SimulatedInstance, ran: Ran, now: float) -> None:
+        """Tell of first tokens that are out; only planners of application runs mind."""
 
     def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
         row = self.workload.row_of(id)
@@ -277,7 +287,7 @@ class Loop:
             instance.asked += ids
             if instance.running is None:
                 refused |= self._answer(instance, now)
-        if refused:
+        if refused or self.controller.planner.wake_at <= now:
             self._planning.decide(now)
         self._set_check()
 

@@ -6,7 +6,7 @@ The simulation is closed: how fast an engine answers decides when a run's next r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,14 +17,17 @@ from headway.apps.graph import LLM
 from headway.apps.run import Run
 from headway.apps.runs import Futures
 from headway.core.controller import Controller
-from headway.events import RunEnded, UnitBegan, UnitEnded
+from headway.engines.simulated.engine import Ran
+from headway.events import Prewarmed, RunEnded, Started, UnitBegan, UnitEnded
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.recipe import Recipe
+from headway.resources import Prewarm, Resource
 from headway.sim.instance import InstanceSpec, SimulatedInstance, check, check_fleet
 from headway.sim.loop import Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Outcome
 from headway.sim.run import no_time
+from headway.sim.warm_pool import WarmPool
 from headway.sim.workload.applications import Applications, Step
 from headway.types import Floats, Slo, Stage
 
@@ -37,10 +40,12 @@ class Replayed:
 
     end: instants at which they were complete, NaN = never.
     outcome: of their requests.
+    pool: the backends outside the LLM.
     """
 
     end: Floats
     outcome: Outcome
+    pool: WarmPool
 
 
 @dataclass(slots=True)
@@ -54,19 +59,19 @@ class _Progress:
 class ReplayLoop(Loop):
     """The loop over requests that arrive when a run's earlier steps have ended.
 
-    pause: seconds between two steps of a run.
+    pause: seconds between two steps of a run. pool: backends outside the LLM.
     """
 
     def __init__(
         self, apps: Applications, controller: Controller, instances: Sequence[SimulatedInstance], *,
-        pause: float, observer: Observer | None = None,
+        pause: float, pool: WarmPool, observer: Observer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             apps.workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer
         )
         self._arrivals = []  # each request arrives when its run gets there
         self.end = np.full(len(apps), math.nan)
-        self._apps, self._pause = apps, pause
+        self._apps, self._pause, self._pool = apps, pause, pool
         self._progress = [_Progress() for _ in range(len(apps))]
         self._due = len(apps)  # runs to come, or in progress
         for run, arrival in enumerate(apps.arrival.tolist()):
@@ -75,6 +80,19 @@ class ReplayLoop(Loop):
     @property
     def _more(self) -> bool:
         return self._due > 0
+
+    def _started(self, instance: SimulatedInstance, ran: Ran, now: float) -> None:
+        jobs = instance.engine.jobs
+        rows = ran.rows[jobs.live[ran.rows]]
+        for id in jobs.names(rows[jobs.first[rows] == now]):
+            self._notify(Started(id), now)
+
+    def _prewarm(self, command: Prewarm, now: float) -> None:
+        resource = command.resource
+        if resource.kind == "backend":
+            seconds = self._pool.warm(resource.name, now, command.until)
+            if seconds:
+                self._future.at(now + seconds, partial(self._notify, Prewarmed(resource, seconds)))
 
     def _next_step(self, run: int, now: float) -> None:
         """Begin the next step of a run, or end the run."""
@@ -86,8 +104,7 @@ class ReplayLoop(Loop):
             return
         step, stage = script.steps[progress.step], self._stage(run)
         if step.backend != LLM:
-            self._notify(UnitBegan(self._tenant(run), stage, step.backend), now)
-            self._future.at(now + step.seconds, partial(self._end_outside, run, stage))
+            self._begin_outside(run, step, stage, now)
             return
         rows = self._apps.rows[run]
         mine = range(rows[progress.step], rows[progress.step + 1])
@@ -95,6 +112,17 @@ class ReplayLoop(Loop):
         slo = self._slo(run, now)
         for row in mine:
             self._arrive(replace(self.workload.request(row), arrival=now, stage=stage, slo=slo), now)
+
+    def _begin_outside(self, run: int, step: Step, stage: Stage, now: float) -> None:
+        """Begin a unit outside the LLM; its recorded seconds are those with a cold backend."""
+        self._notify(UnitBegan(self._tenant(run), stage, step.backend), now)
+        cold = self._pool.cold_s.get(step.backend, 0.0)
+        serves = max(step.seconds - cold, 0.0)
+        delay = self._pool.take(step.backend, serves, now)
+        if delay and delay == cold:
+            warm = Prewarmed(Resource("backend", step.backend), cold)
+            self._future.at(now + cold, partial(self._notify, warm))
+        self._future.at(now + delay + serves, partial(self._end_outside, run, stage))
 
     def _end_outside(self, run: int, stage: Stage, now: float) -> None:
         self._notify(UnitEnded(self._tenant(run), stage), now)
@@ -127,21 +155,25 @@ class ReplayLoop(Loop):
 
 def replay(
     recipe: Recipe, instances: Sequence[InstanceSpec], apps: Applications, *, pause: float = 0.0,
-    progress: Callable[[int], None] | None = None, observer: Observer | None = None, until: float = math.inf,
+    cold_s: Mapping[str, float] | None = None, progress: Callable[[int], None] | None = None,
+    observer: Observer | None = None, until: float = math.inf,
 ) -> Replayed:  # fmt: skip
     """Run applications to their end, at most to the instant `until`.
 
-    Each application is a tenant, as fair sharing (VTC) counts it. Raises ConfigError for a fleet that cannot
-    serve the workload.
+    Each application is a tenant, as fair sharing (VTC) counts it. cold_s: seconds that backends outside the
+    LLM need to start, by name; they are part of the recorded seconds of the units that they serve. Raises
+    ConfigError for a fleet that cannot serve the workload.
     """
     planner = recipe.planner()
     check(instances)
     check_fleet(instances, apps.workload, swaps=planner.swaps)
     fleet = [SimulatedInstance(spec, recipe) for spec in instances]
     controller = Controller(planner, TaskLengths(), max_queued=1 << 40)
-    loop = ReplayLoop(apps, controller, fleet, pause=pause, observer=observer)
+    pool = WarmPool(cold_s or {})
+    loop = ReplayLoop(apps, controller, fleet, pause=pause, pool=pool, observer=observer)
     outcome = loop.run(progress, until)
-    return Replayed(loop.end, outcome)
+    pool.close()
+    return Replayed(loop.end, outcome, pool)
 
 
 def oracle(apps: Applications) -> Futures:

@@ -1,7 +1,7 @@
 """`headway bench papers hermes`: the evaluation of Hermes (section 5), SIMULATED.
 
-Application completion times at three intensities, the ablation, deadlines, what wrong graphs cost, and the
-time of the policy. Workloads: `hermes_workloads.py`.
+Application completion times at three intensities, the ablation, deadlines, what wrong graphs cost, backends
+that are prewarmed (`hermes_prewarm.py`), and the time of the policy. Workloads: `hermes_workloads.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from rich.progress import Progress
 
 from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
 from headway.bench.papers.hermes_policy import policy_rows
+from headway.bench.papers.hermes_prewarm import KS, Warmed, prewarm_rows, prewarmed
 from headway.bench.papers.hermes_workloads import (
     FACTORS,
     GRAPHS,
@@ -31,6 +33,7 @@ from headway.bench.papers.hermes_workloads import (
 
 SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, ORACLE)
 _ABLATION = (HERMES, "hermes-no-refine", "hermes-mean", ORACLE)
+_WARMED = ("CG", "PE")  # applications with backends that have to be started
 _DEADLINES = ("vllm", "parrot", "edf", HERMES, "hermes-ddl")
 # What the paper reports, in percent: reductions of the mean and the P95 at 1x (5.2), of one 7B model.
 _REDUCTION = {"vllm": (77.0, 82.4), "parrot": (76.7, 69.0), "vtc": (66.7, 74.1)}
@@ -49,11 +52,16 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run. seeds: per setting and system. live: numbers of live runs whose policy is timed."""
+    """What is run.
+
+    seeds: per setting and system. live: numbers of live runs whose policy is timed.
+    ks: how aggressively backends are prewarmed.
+    """
 
     experiments: tuple[Experiment, ...]
     seeds: int
     live: tuple[int, ...]
+    ks: tuple[float, ...]
 
 
 Results = Mapping[str, Sequence[Served]]
@@ -72,7 +80,7 @@ def full() -> Plan:
             Experiment("deadlines", (_deadlines(),), _DEADLINES),
             Experiment("graphs", wrong, (HERMES,)),
         ),
-        3, (100, 1000, 10_000),
+        3, (100, 1000, 10_000), KS,
     )  # fmt: skip
 
 
@@ -84,7 +92,7 @@ def quick() -> Plan:
             Experiment("ablation", (Setting("10 minutes"),), _ABLATION),
             Experiment("deadlines", (_deadlines(),), ("edf", "hermes-ddl")),
         ),
-        1, (100, 10_000),
+        1, (100, 10_000), KS[1:4],
     )  # fmt: skip
 
 
@@ -96,8 +104,9 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     """Run the evaluation; `quick`: a minute of it, 3x with one seed."""
     began = time.perf_counter()
     plan = _plan(quick)
-    results = run(plan, seed, bar=not as_json)
-    figures = [*_act_rows(results), *_deadline_rows(results), *_graph_rows(results), *policy_rows(plan.live)]
+    results, warmed = run(plan, seed, bar=not as_json)
+    figures = [*_act_rows(results), *_deadline_rows(results), *_graph_rows(results)]
+    figures += [*prewarm_rows(warmed), *policy_rows(plan.live)]
     workload = (
         f"{SIMULATED}: {source()}; {RUNS} runs within 30, 15 and 10 minutes (1x, 2x, 3x) on one engine "
         "(Llama-2-7B on an A100, KV for 40,000 tokens); graphs learned from other runs than those served; "
@@ -110,21 +119,27 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(results))
 
 
-def run(plan: Plan, seed: int, *, bar: bool) -> dict[str, list[Served]]:
+def run(plan: Plan, seed: int, *, bar: bool) -> tuple[dict[str, list[Served]], list[Warmed]]:
     """Run a plan; what two experiments have in common runs once. One `Served` per system and setting."""
     jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
     done: dict[tuple[str, Setting], Served] = {}
     with Progress(disable=not bar) as progress:
-        task = progress.add_task("simulating", total=len(jobs) * plan.seeds)
+        task = progress.add_task(
+            "simulating", total=len(jobs) * plan.seeds + len(_WARMED) * (len(plan.ks) + 1)
+        )
         for system, setting in jobs:
             some = []
             for number in range(seed, seed + plan.seeds):
                 some.append(serve(system, setting, number))
                 progress.advance(task)
             done[system, setting] = _together(some)
-    return {
+        warmed = []
+        for app in _WARMED:
+            warmed += prewarmed(app, plan.ks, seed, partial(progress.advance, task))
+    served = {
         e.name: [done[system, one] for one in e.settings for system in e.systems] for e in plan.experiments
     }
+    return served, warmed
 
 
 def _together(some: Sequence[Served]) -> Served:

@@ -165,6 +165,7 @@ def _step(unit: Mapping[str, Any]) -> Step | None:
     """Return a unit as a step; None for one that did nothing (an LLM unit without requests)."""
     name, kind = str(unit["unit"]), str(unit["type"])
     if kind != LLM:
+        kind = name if name.startswith(f"{kind}:") else kind  # such as dnn:object-detection
         return Step(name, kind, seconds=max(float(unit.get("exec_time_s") or 0.0), 0.0))
     lengths = [(int(one["prompt_tokens"]), int(one["completion_tokens"])) for one in unit["requests"]]
     requests = tuple((max(prompt, 1), max(output, 1)) for prompt, output in lengths)
