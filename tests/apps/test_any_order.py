@@ -25,6 +25,7 @@ from headway.events import (
 from headway.forecast.lengths.task import TaskLengths
 from headway.plan.hermes import Hermes
 from headway.recipes.registry import find, names
+from headway.resources import Prewarm
 from headway.types import Instance, Request, Rerank, Send, Stage
 
 UNITS, RUNS = ("plan", "act", "search"), ("r0", "r1", "r2", "")
@@ -67,9 +68,10 @@ class Host:
             if isinstance(command, Send):
                 assert command.id not in self.inside
                 self.inside.add(command.id)
-            else:
-                assert isinstance(command, Rerank)
+            elif isinstance(command, Rerank):
                 assert set(command.ranks) <= self.inside
+            else:
+                assert isinstance(command, Prewarm)
 
     def act(self, act: str, run: int, unit: int, flag: bool, wait: float) -> None:
         self.now += wait
