@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -288,6 +290,16 @@ def test_what_the_client_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         "x-headway-app": "agent", "x-headway-run": "", "x-headway-unit": "act",
         "x-slo-run-ms": "1500", "x-headway-run-final": "true",
     }  # fmt: skip
+
+
+def test_the_client_needs_nothing_but_httpx() -> None:
+    code = (
+        "import sys, headway; assert 'httpx' not in sys.modules; headway.run;"
+        "assert 'httpx' in sys.modules;"
+        "print({'numpy', 'numba', 'pydantic', 'aiohttp', 'vllm', 'openai'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_langchain_sends_the_headers(gateway: Gateway) -> None:
