@@ -88,6 +88,21 @@ async def test_only_what_has_changed_is_written(tmp_path: Path) -> None:
     assert files.load()["t", "new"].runs == 4
 
 
+async def test_a_tenant_that_makes_up_applications_forgets_its_own_and_fills_no_disk(tmp_path: Path) -> None:
+    knowledge, visits = Knowledge(), [Visit("plan", prompt=1.0, output=1.0, parallel=1)]
+    knowledge.learn("quiet", "agent", visits)
+    async with kept_graphs(knowledge, tmp_path):
+        for i in range(1000):
+            knowledge.learn("loud", f"a{i}", visits)
+    async with kept_graphs(knowledge, tmp_path):
+        for i in range(1000, 1100):
+            knowledge.learn("loud", f"a{i}", visits)
+    found = GraphFiles(tmp_path).load()
+    assert len(found) == len(knowledge.graphs) == 1024
+    assert ("quiet", "agent") in found
+    assert ("loud", "a0") not in found
+
+
 async def test_a_disk_that_refuses_does_not_end_the_gateway(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

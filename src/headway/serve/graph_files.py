@@ -74,6 +74,14 @@ class GraphFiles:
                 "Make room there, or set apps.dir to another directory.", param="apps.dir",
             ) from error  # fmt: skip
 
+    def delete(self, tenant: str, app: str) -> None:
+        """Delete the file of a graph, if there is one; a disk error is logged."""
+        path = self.path(tenant, app)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be deleted: %s; delete it by hand", path, error.strerror)
+
     def _set_aside(self, path: Path, error: ConfigError) -> None:
         aside = path.with_name(path.name + _ASIDE)
         try:
@@ -133,9 +141,14 @@ class _Keeper:
             await self.save()
 
     async def save(self) -> None:
-        """Write what has changed. A disk error is logged, and the file is written the next time."""
+        """Write what has changed, and delete what the planner has forgotten because it has too many.
+
+        A disk error is logged, and the file is written the next time.
+        """
         graphs = self._knowledge.graphs
-        self._saved = {key: runs for key, runs in self._saved.items() if key in graphs}
+        for tenant, app in [key for key in self._saved if key not in graphs]:
+            del self._saved[tenant, app]
+            self._files.delete(tenant, app)
         for (tenant, app), graph in graphs.items():
             if self._saved.get((tenant, app)) == graph.runs:
                 continue
