@@ -76,7 +76,7 @@ class Prewarming:
     def begin(self, run: Run, draw: Draw, demand: Demand, now: float) -> None:
         """Plan for a run whose latest visit begins to be served now; what comes after it is in `draw`."""
         k = self.options.effectiveness.get(run.tier, self.options.default)
-        ends = draw.visit * (self.pace if demand.backends[run.visits[-1].unit] == LLM else 1.0)
+        ends = draw.visit * (self.pace if run.visits[-1].backend == LLM else 1.0)
         for unit, share in _shares(draw, demand):
             for resource in self._needed(run, demand, unit):
                 after = trigger(share, ends, self.seconds.get(resource, _FIRST_GUESS), k)
