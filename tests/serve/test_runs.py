@@ -172,6 +172,7 @@ def test_a_client_that_leaves_does_not_fail_its_run(serve: Serve) -> None:
         ("/v1/runs/nobody/end", {}, 404, "run_not_found"),
         ("/v1/runs/nobody/end", None, 404, "run_not_found"),
         ("/v1/runs/nobody/end", {"ap": "x"}, 400, None),
+        (f"/v1/runs/{'n' * 129}/units", {"unit": "u", "state": "started"}, 400, None),
         ("/v1/runs/nobody/units", {"unit": "u", "state": "ended"}, 404, "run_not_found"),
         ("/v1/runs/nobody/units", {"unit": "u", "state": "paused"}, 400, None),
         ("/v1/runs/nobody/units", {"state": "started"}, 400, None),

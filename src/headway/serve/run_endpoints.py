@@ -19,7 +19,7 @@ from headway.events import RunEnded, UnitBegan, UnitEnded
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.fields import checked
 from headway.serve.request_parsing import read_json
-from headway.serve.run_identity import APP, SESSION, Name, app_of
+from headway.serve.run_identity import APP, LONGEST, SESSION, Name, app_of
 from headway.types import Stage
 
 
@@ -116,6 +116,10 @@ async def _read(state: AppState, request: Request) -> dict[str, Any]:
 
 
 def _key(tenant: str, request: Request, id: str, app: str | None) -> Key:
+    if len(id) > LONGEST:
+        raise RequestError(
+            f"The run's id has {len(id)} characters.", f"Use at most {LONGEST}.", param="id"
+        )  # fmt: skip
     return tenant, app_of(request.headers) or app or SESSION, id
 
 

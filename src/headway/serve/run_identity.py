@@ -14,7 +14,7 @@ from headway.serve.fields import Ms, milliseconds
 from headway.types import Stage
 
 SESSION = "session"  # the application of runs that name none
-_LONGEST = 128  # characters of a name
+LONGEST = 128  # characters of a name
 APP, RUN, UNIT = "x-headway-app", "x-headway-run", "x-headway-unit"
 FINAL, DEADLINE = "x-headway-run-final", "x-slo-run-ms"
 # Headers by which agents name their sessions; the first one present is the run. In this order: general,
@@ -27,7 +27,7 @@ _SESSIONS = (
 HEADERS: dict[str, str] = {
     **dict.fromkeys((APP, RUN, UNIT, *_SESSIONS), "string"), FINAL: "boolean", DEADLINE: "number",
 }  # fmt: skip
-Name = Annotated[str, Field(min_length=1, max_length=_LONGEST, strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST, strict=True)]
 
 
 class RunFields(BaseModel):
@@ -74,7 +74,7 @@ def app_of(headers: Mapping[str, str]) -> str | None:
 def _session(headers: Mapping[str, str]) -> str | None:
     """Return an agent's session; one that is too long, which its user cannot help, by its digest."""
     session = next((headers[name] for name in _SESSIONS if headers.get(name)), None)
-    if session is None or len(session) <= _LONGEST:
+    if session is None or len(session) <= LONGEST:
         return session
     return f"sha256:{hashlib.sha256(session.encode()).hexdigest()}"
 
@@ -82,9 +82,9 @@ def _session(headers: Mapping[str, str]) -> str | None:
 def _name(headers: Mapping[str, str], header: str) -> str | None:
     """Return a header's name, None if it is missing or empty."""
     name = headers.get(header)
-    if name is not None and len(name) > _LONGEST:
+    if name is not None and len(name) > LONGEST:
         raise RequestError(
-            f"The header {header} has {len(name)} characters.", f"Use at most {_LONGEST}.", param=header
+            f"The header {header} has {len(name)} characters.", f"Use at most {LONGEST}.", param=header
         )
     return name or None
 
