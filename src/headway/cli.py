@@ -18,7 +18,9 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pret
 model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
 config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+apps_app = typer.Typer(help="Demand graphs of LLM applications, on disk.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(apps_app, name="apps")
 
 # A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (
@@ -293,6 +295,57 @@ def show(config: ConfigFile = None) -> None:
     from headway import config as configuration
 
     print(configuration.show(configuration.load(config)), end="")
+
+
+GraphDir = Annotated[
+    Path | None, typer.Option("--dir", help="Directory of the graphs; default: that of the configuration.")
+]
+Tenant = Annotated[str | None, typer.Option(help='Tenant of the graph; "" = shared by all tenants.')]
+App = Annotated[str, typer.Argument(help="Name of the application.")]
+
+
+@apps_app.command("list")
+def list_apps(config: ConfigFile = None, folder: GraphDir = None) -> None:
+    """List the graphs: tenant, application, units, runs that they have learned from."""
+    from headway.bench import app_graphs
+
+    app_graphs.list_graphs(app_graphs.files(config, folder))
+
+
+@apps_app.command("show")
+def show_app(
+    application: App, tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
+    out: Annotated[Path | None, typer.Option(help="Write a picture of the graph (PNG) to this file.")] = None,
+) -> None:  # fmt: skip
+    """Show a graph: units, what comes next, tokens and seconds at the median and the 95th percentile."""
+    from headway.bench import app_graphs
+
+    app_graphs.show(app_graphs.files(config, folder), application, tenant, out)
+
+
+@apps_app.command("import")
+def import_apps(
+    file: Annotated[
+        Path, typer.Argument(help="A graph (.json), or recorded runs (.jsonl, .jsonl.gz; docs/apps.md).")
+    ],
+    tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
+) -> None:  # fmt: skip
+    """Import a graph, or learn graphs from recorded runs; the gateway reads them when it starts."""
+    from headway.bench import app_graphs
+
+    app_graphs.import_graphs(app_graphs.files(config, folder), file, tenant)
+
+
+@apps_app.command("export")
+def export_app(
+    application: App,
+    out: Annotated[Path, typer.Argument(help="File to write (JSON).")],
+    tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
+) -> None:  # fmt: skip
+    """Export a graph to a file that `headway apps import` reads, here or elsewhere."""
+    from headway.bench import app_graphs
+
+    app_graphs.export(app_graphs.files(config, folder), application, tenant, out)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,18 @@ class Predictor:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Apps:
+    """Runs of LLM applications, and the demand graphs that recipes such as hermes learn from them.
+
+    dir: the directory of the graphs; unset, beside the queue if that is on disk; "none" = nowhere.
+    run_timeout_s: a run without a request in progress ends after this long without a sign of it.
+    """
+
+    dir: Annotated[str, Field(min_length=1)] | None = None
+    run_timeout_s: Positive = 600.0
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Tier:
     """A class of requests that clients can name instead of spelling out SLOs; milliseconds.
 
@@ -204,22 +216,30 @@ class Config:
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)
     predictor: Predictor = field(default_factory=Predictor)
+    apps: Apps = field(default_factory=Apps)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
 
     @property
     def history(self) -> Path | None:
         """Return the file that keeps the predictor's history, None = nowhere."""
-        given = self.predictor.history
+        return self._beside_queue(self.predictor.history, ".lengths.npz")
+
+    @property
+    def apps_dir(self) -> Path | None:
+        """Return the directory that keeps the applications' demand graphs, None = nowhere."""
+        return self._beside_queue(self.apps.dir, ".apps")
+
+    def _beside_queue(self, given: str | None, suffix: str) -> Path | None:
         if given == "none" or (given is None and self.broker.kind == "memory"):
             return None
-        return Path(given).expanduser() if given else self.broker.sqlite.file.with_suffix(".lengths.npz")
+        return Path(given).expanduser() if given else self.broker.sqlite.file.with_suffix(suffix)
 
 
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
-    "classes": Tier, "keys": Key,
+    "apps": Apps, "classes": Tier, "keys": Key,
 }  # fmt: skip
 _UNKNOWN = "unexpected_keyword_argument"
 

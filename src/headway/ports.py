@@ -11,6 +11,7 @@ from headway.events import Event
 from headway.types import Batch, Forecast, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
+    from headway.apps.knowledge import Knowledge
     from headway.core.cluster import Cluster
     from headway.core.engine_spec import PackerParams
     from headway.memory.budget import KvBudget
@@ -53,6 +54,15 @@ class Planner(Protocol):
     def gauges(self) -> Mapping[str, float]:
         """What it sees at the moment, for reports."""
         return {}
+
+    @property
+    def knowledge(self) -> Knowledge | None:
+        """The demand graphs of applications that it learns and plans by; a host loads and stores them."""
+        return None
+
+    def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
+        """Return the expected seconds of service that an application's live run still needs, if known."""
+        return None
 
     def prepare(self) -> None:
         """Compile what it needs; a host calls this before it serves, because compiling takes seconds."""

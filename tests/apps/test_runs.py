@@ -169,31 +169,10 @@ def test_a_run_with_a_request_that_had_no_answer_teaches_nothing() -> None:
     assert runs.knowledge.graphs == {}
 
 
-def test_a_silent_run_expires_and_teaches() -> None:
-    runs = fixed(5.0)
-    runs.arrived(ask("r1"), 1.0, 0.0)
-    runs.ended("r1", 1, 1.0)
-    runs.expire(601.0)
-    assert len(runs) == 1
-    runs.expire(601.1)
-    assert len(runs) == 0
-    assert len(taught(runs)) == 1
-
-
-def test_runs_in_progress_do_not_keep_silent_ones_from_expiring() -> None:
-    runs = fixed(5.0)
-    for i in range(3):
-        runs.arrived(ask(f"busy{i}", run=f"busy{i}"), 1.0, 0.0)
-    runs.arrived(ask("r1"), 1.0, 1.0)
-    runs.ended("r1", 1, 2.0)
-    runs.expire(1000.0)
-    assert len(runs) == 3
-
-
-def test_a_run_whose_tool_never_ends_expires_and_teaches_nothing() -> None:
+def test_a_run_whose_tool_never_ends_teaches_nothing_when_it_is_ended() -> None:
     runs = fixed(5.0)
     runs.unit_began(KEY, "tool", "python", 0.0)
-    runs.expire(1000.0)
+    runs.end(KEY)
     assert len(runs) == 0
     assert runs.knowledge.graphs == {}
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headway.config import (
+    Apps,
     Broker,
     Config,
     Engine,
@@ -80,6 +81,10 @@ quantile = 0.9
 window = 512
 history = "lengths.npz"
 
+[apps]
+dir = "graphs"
+run_timeout_s = 30
+
 [classes.gold]
 ttft_ms = 300
 tpot_ms = 50.5
@@ -126,6 +131,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     )  # fmt: skip
     assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
+    assert config.apps == Apps("graphs", 30.0)
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True)
     assert config.keys == (Key(SECRET, "alice"),)
 
@@ -136,6 +142,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
     tables |= {
         Sqlite: data["broker"]["sqlite"],
         Predictor: data["predictor"],
+        Apps: data["apps"],
         Tier: data["classes"]["gold"],
         Key: data["keys"][0],
     }

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 
 from headway.config import Config
-from headway.serve.app import AppState, add_endpoints, new_app
+from headway.serve.app import add_endpoints, new_app
+from headway.serve.app_state import AppState
 from tests.serve.gateway import Gateway
 
 ERROR = {"message", "type", "param", "code"}

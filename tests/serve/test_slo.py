@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,7 +125,12 @@ def test_a_class_of_one_s_own_and_the_default_class(serve: Serve, fake: Fake) ->
         ({"x-claude-code-session-id": "c1"}, ("session", "c1", "call")),
         ({"x-session-affinity": "a1"}, ("session", "a1", "call")),
         ({"x-headway-run": "r1", "x-session-id": "s1"}, ("session", "r1", "call")),
-        ({"x-session-id": "s" * 300}, ("session", "s" * 128, "call")),
+        ({"x-opencode-session": "o1"}, ("session", "o1", "call")),
+        ({"session-id": "x1"}, ("session", "x1", "call")),
+        ({"session_id": "x2"}, ("session", "x2", "call")),
+        ({"x-litellm-session-id": "l1"}, ("session", "l1", "call")),
+        ({"x-headway-run": "", "x-session-id": ""}, None),
+        ({"x-session-id": "s" * 300}, ("session", f"sha256:{sha256(b's' * 300).hexdigest()}", "call")),
     ],
 )
 def test_sessions_are_runs(

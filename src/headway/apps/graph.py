@@ -87,6 +87,11 @@ class Graph:
     starts: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
     runs: int = 0
 
+    @property
+    def first_units(self) -> dict[str, float]:
+        """The units that runs began with -> their share, the most frequent first."""
+        return {name: count / len(self.starts) for name, count in Counter(self.starts).most_common()}
+
     def learn(self, visits: Sequence[Visit]) -> None:
         """Learn from a complete run: its visits in the order in which they began."""
         if not visits:

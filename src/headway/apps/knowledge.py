@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from headway.apps.demand import Demand
 from headway.apps.graph import KEPT, Graph, Visit
 
 SHARED = ""  # the tenant of graphs that were imported: they serve every tenant without runs of its own
-_KEPT = 1024  # graphs; the one used least recently is forgotten first
+_KEPT = 1024  # graphs
 _GROWN = 20  # a compiled graph is used until this share (1/20) of the runs that it knows is new
 
 
@@ -61,6 +61,9 @@ class Knowledge:
         return compiled
 
     def _forget(self) -> None:
+        """Forget the least used graph of the tenant that has most: no tenant pushes out another's."""
         while len(self._graphs) > _KEPT:
-            key, _ = self._graphs.popitem(last=False)
+            ((most, _),) = Counter(tenant for tenant, _ in self._graphs).most_common(1)
+            key = next(key for key in self._graphs if key[0] == most)
+            del self._graphs[key]
             self._compiled.pop(key, None)

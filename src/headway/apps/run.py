@@ -7,19 +7,31 @@ from dataclasses import dataclass, field
 
 from headway.apps.demand import Demand, Draw, Known
 from headway.apps.graph import KEPT, LLM, Visit
+from headway.types import Request
 
 Key = tuple[str, str, str]  # tenant, application, run
+PLAIN = "plain "  # before the task's name: the application of requests that belong to none
+CALL = "call"  # the only unit of such a request, and any unit without a name
+
+
+def place_of(request: Request) -> tuple[Key, str]:
+    """Return the run and the unit of a request; a request without a run is one of its own."""
+    stage = request.stage
+    if stage is None:
+        return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
+    return (request.tenant, stage.app, stage.run or request.id), stage.unit or CALL
 
 
 @dataclass(slots=True)
 class OpenVisit:
     """A visit that is under way, or that ended last.
 
-    began: instant. inside: requests or units outside the LLM in progress.
+    began: instant. inside: requests in progress; outside the LLM, executions in progress.
     served: a token of it is out, the first at `first_token`, or it is outside the LLM.
     planned: warm-ups for what follows are planned.
     prompt, output: tokens, summed over its requests. expected: output tokens forecast for them.
-    seconds: from begin to end, of a visit outside the LLM. outside: it is one, whatever its backend's name.
+    seconds: from begin to end, of a visit outside the LLM.
+    outside: it is outside the LLM, whatever its backend's name.
     """
 
     unit: str
@@ -54,17 +66,21 @@ class OpenVisit:
 class Run:
     """A live run.
 
-    slot: its place in the columns of `Runs`. began: instant of its first request. seen: of the latest sign.
+    slot: its place in the columns of `Runs`, -1 = it has none.
+    began: instant of its first request or unit. seen: of its latest sign of life.
+    last: at which the latest of its requests and units ended, None = none has.
     target: seconds that it may take, None = no deadline.
+    final: it ends as soon as no request of it is in progress.
     requests: ids of its requests in progress.
-    visits: its latest visits (as many as a graph keeps) by the order in which they began.
-    steps: visits that have begun. visited: how often each unit is among `visits`.
+    visits: the latest ones by the order in which they began, at most `kept`; the last one may be open.
+    steps: visits that have begun, all of them.
     open: visits in progress, by unit and whether they are outside the LLM.
+    visited: how often each unit was visited, among `visits`.
     draw: its futures from the beginning of its latest visit, None = nothing is known.
     demand: that they are drawn from, None = another source.
     tier, adapter: of its latest request.
-    failed: a request of it had no answer, so that it teaches nothing.
-    ending: it ends with what is in progress. ended: it is no longer live.
+    failed: a request of it had no answer. lost: nor had its client left.
+    ended: it is no longer live.
     """
 
     key: Key
@@ -72,23 +88,36 @@ class Run:
     began: float
     target: float | None = None
     seen: float = 0.0
+    last: float | None = None
+    final: bool = False
     requests: set[str] = field(default_factory=set)
     visits: deque[OpenVisit] = field(default_factory=deque)
-    open: dict[tuple[str, bool], OpenVisit] = field(default_factory=dict)
     steps: int = 0
+    open: dict[tuple[str, bool], OpenVisit] = field(default_factory=dict)
     visited: Counter[str] = field(default_factory=Counter)
     draw: Draw | None = None
     demand: Demand | None = None
     tier: str = "default"
     adapter: str | None = None
     failed: bool = False
-    ending: bool = False
+    lost: bool = False
     ended: bool = False
+    kept: int = KEPT
+
+    @property
+    def teaches(self) -> bool:
+        """Tell whether its visits are a complete run."""
+        return not (self.failed or self.open) and len(self.visits) == self.steps
 
     @property
     def idle(self) -> bool:
         """Tell whether nothing of it is in progress that Headway knows of."""
         return not self.open
+
+    @property
+    def outside(self) -> int:
+        """Executions outside the LLM that are in progress."""
+        return sum(visit.inside for visit in self.open.values() if visit.outside)
 
     @property
     def before(self) -> Visit | None:
@@ -97,28 +126,80 @@ class Run:
             return None
         return self.visits[-2].closed
 
-    def visit(self, unit: str, now: float, backend: str | None = None) -> tuple[OpenVisit, bool]:
+    # ---- what happens
+
+    def came(self, request: Request, unit: str, expected: float, now: float) -> tuple[OpenVisit, bool]:
+        """A request has come: it begins a visit, or widens one that is in progress; tell which (new).
+
+        expected: tokens of its answer.
+        """
+        stage = request.stage
+        if stage is not None and stage.target is not None:
+            self.target = stage.target
+        self.final |= stage is None or stage.final or not stage.run
+        visit, new = self._visit(unit, None, now)
+        visit.requests += 1
+        visit.inside += 1
+        visit.prompt += request.prompt_tokens
+        visit.expected += expected
+        self.requests.add(request.id)
+        self.tier, self.adapter = request.tier, request.adapter
+        return visit, new
+
+    def went(
+        self, id: str, visit: OpenVisit, output_tokens: int | None, now: float, *, left: bool = False
+    ) -> None:
+        """A request has ended; output_tokens None = without an answer, left = because its client had left."""
+        self.seen = self.last = now
+        self.requests.discard(id)
+        self.failed |= output_tokens is None
+        self.lost |= output_tokens is None and not left
+        visit.output += output_tokens or 0
+        self._leave(visit)
+
+    def began_outside(self, unit: str, backend: str, now: float) -> tuple[OpenVisit, bool]:
+        """A unit outside the LLM has begun; return its visit and whether it is new."""
+        visit, new = self._visit(unit or CALL, backend, now)
+        visit.inside += 1
+        return visit, new
+
+    def ended_outside(self, unit: str, now: float) -> OpenVisit | None:
+        """A unit outside the LLM has ended; return its visit, None = it had not begun."""
+        visit = self.open.get((unit or CALL, True))
+        if visit is None:
+            return None
+        self.seen = self.last = now
+        self._leave(visit)
+        if not visit.inside:
+            visit.seconds = now - visit.began
+        return visit
+
+    def _visit(self, unit: str, backend: str | None, now: float) -> tuple[OpenVisit, bool]:
         """Return the visit of a unit that is in progress, or begin one; tell whether it is new.
 
         Requests of one unit are parallel requests of one visit while any of them is in progress.
         backend: of a unit outside the LLM, which is a visit of its own beside an LLM unit of that name.
         """
-        place = (unit, backend is not None)
+        self.seen = now
+        outside = backend is not None
+        place = unit, outside
         if place in self.open:
             return self.open[place], False
-        outside = backend is not None
         visit = self.open[place] = OpenVisit(unit, backend or LLM, now, served=outside, outside=outside)
-        if len(self.visits) == KEPT:  # a run that never ends must not grow for ever
-            self.visited[self.visits.popleft().unit] -= 1
-            self.visited += Counter()  # drops units that are not visited any more
-        self.draw = self.demand = None
         self.steps += 1
+        self.draw = self.demand = None
         self.visits.append(visit)
         self.visited[unit] += 1
+        if len(self.visits) > self.kept:
+            self._forget(self.visits.popleft().unit)
         return visit, True
 
-    def leave(self, visit: OpenVisit) -> None:
-        """Note that one of a visit's requests has ended."""
+    def _forget(self, unit: str) -> None:
+        self.visited[unit] -= 1
+        if not self.visited[unit]:
+            del self.visited[unit]
+
+    def _leave(self, visit: OpenVisit) -> None:
         visit.inside -= 1
         if not visit.inside:
             del self.open[visit.unit, visit.outside]

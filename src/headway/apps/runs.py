@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -20,17 +19,13 @@ from headway.apps.demand import SAMPLES, Costs, Draw, Known
 from headway.apps.gittins import gittins, latest_start, mean_remaining
 from headway.apps.knowledge import Knowledge
 from headway.apps.prewarming import Prewarming, PrewarmOptions
-from headway.apps.run import Key, OpenVisit, Run
+from headway.apps.run import Key, OpenVisit, Run, place_of
 from headway.types import Floats, Ints, Request
 
 _GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
 _MOST = 65_536  # live runs, beside those with requests in progress
-_SILENT = 600.0  # seconds without any sign of a run after which it has ended
 _FINEST = 1e-3  # seconds of service after which a rank is computed anew, at least
 _NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline or late ones, where deadlines decide
-
-PLAIN = "plain "  # before the task's name: the application of requests that belong to none
-CALL = "call"  # the only unit of such a request, and any unit without a name
 
 Futures = Callable[[Run, Costs], Draw | None]  # from the beginning of a run's latest visit on
 
@@ -96,20 +91,13 @@ class Runs:
 
         expected: tokens of its answer, for applications of which nothing is known.
         """
-        key, unit = _place_of(request)
+        key, unit = place_of(request)
         run = self._runs.get(key) or self._begin(key, now)
-        if request.stage is not None and request.stage.target is not None:
-            run.target = request.stage.target
+        visit, new = run.came(request, unit, expected, now)
+        if run.target is not None:
             self._due[run.slot] = run.began + run.target
-        visit = self._enter(run, unit, now)
-        visit.requests += 1
-        visit.inside += 1
-        visit.prompt += request.prompt_tokens
-        visit.expected += expected
-        run.tier, run.adapter = request.tier, request.adapter
-        run.requests.add(request.id)
         self._of[request.id] = (run, visit, request)
-        self._touch(run, now)
+        self._entered(run, new, now)
 
     def started(self, id: str, now: float) -> None:
         """The first token of a request is out: from now on it attains service as time passes."""
@@ -138,58 +126,52 @@ class Runs:
         if id not in self._first_token:
             served += request.prompt_tokens * self.costs.prompt
         self._stop(run, visit, id, served, now)
-        run.requests.discard(id)
-        run.failed |= output_tokens is None
-        run.ending |= request.stage is None or not request.stage.run or request.stage.final
-        visit.output += output_tokens or 0
-        if visit.inside == 1 and visit.served:
+        run.went(id, visit, output_tokens, now)
+        if not visit.inside and visit.served:
             path = visit.output / visit.requests * self.costs.output
             self.prewarming.learn_pace(now - visit.first_token, path)
-        self._leave(run, visit, now)
+        self._left(run)
 
     def unit_began(self, key: Key, unit: str, backend: str, now: float) -> None:
         """A unit outside the LLM has begun; without a run it says nothing."""
         if not key[2]:
             return
         run = self._runs.get(key) or self._begin(key, now)
-        visit = self._enter(run, unit or CALL, now, backend)
-        visit.inside += 1
-        if visit.inside == 1:
+        _, new = run.began_outside(unit, backend, now)
+        self._entered(run, new, now)
+        if new:
             self._active[run.slot] += 1
             self._since[run.slot] += now
-        self._touch(run, now)
 
     def unit_ended(self, key: Key, unit: str, now: float) -> None:
         """A unit outside the LLM has ended; one that has not begun is ignored."""
         run = self._runs.get(key)
-        visit = None if run is None else run.open.get((unit or CALL, True))
+        visit = None if run is None else run.ended_outside(unit, now)
         if run is None or visit is None:
             return
-        if visit.inside == 1:
-            visit.seconds = now - visit.began
+        if not visit.inside:
             self._active[run.slot] -= 1
             self._since[run.slot] -= visit.began
             self._done[run.slot] += visit.seconds
-        self._leave(run, visit, now)
+        self._left(run)
 
     def end(self, key: Key) -> None:
-        """A run has ended: its graph learns from it. Requests in progress end first."""
+        """A run has ended: its graph learns from it. With requests in progress it ends with the last one."""
         run = self._runs.get(key)
-        if run is not None and run.requests:
-            run.ending = True
-        elif run is not None:
-            self._close(run, teaches=run.idle)
+        if run is not None:
+            run.final = True
+            self._left(run)
 
-    def expire(self, now: float) -> None:
-        """End the runs that have been silent for too long; the most silent ones when there are too many.
-
-        Runs with requests in progress are not silent. Those that are ended early teach nothing.
-        """
-        for run in list(islice(self._quiet.values(), 2)):
-            if now - run.seen > _SILENT:
-                self._close(run, teaches=run.idle)
-            elif len(self._runs) >= _MOST:
-                self._close(run, teaches=False)
+    def rest(self, key: Key, now: float) -> float | None:
+        """Return the expected seconds of service that a live run still needs, None = nothing is known."""
+        run = self._runs.get(key)
+        if run is None or self.knowledge.demand(key[0], key[1]) is None:
+            return None
+        if key in self._dirty:
+            self._draw(run)
+        attained = float(self._attained(now)[run.slot])
+        ahead = self._samples[run.slot][self._samples[run.slot] > attained]
+        return float(ahead.mean()) - attained if ahead.size else attained
 
     # ---- ranks
 
@@ -232,7 +214,7 @@ class Runs:
     # ---- runs and their slots
 
     def _begin(self, key: Key, now: float) -> Run:
-        self.expire(now)
+        self._bound()
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -242,25 +224,29 @@ class Runs:
         self._aged[slot] = self.options.aging * (now - self._origin)
         return run
 
-    def _enter(self, run: Run, unit: str, now: float, backend: str | None = None) -> OpenVisit:
-        visit, new = run.visit(unit, now, backend)
+    def _bound(self) -> None:
+        """End the most silent run when there are too many; a host says when one was silent for too long."""
+        if len(self._runs) >= _MOST and self._quiet:
+            self._close(next(iter(self._quiet.values())), teaches=False)
+
+    def _entered(self, run: Run, new: bool, now: float) -> None:
+        """A visit has begun, or is wider than was known: the rest of the run is estimated anew."""
         if new and (self.options.refine or run.steps == 1):
             self._dirty[run.key] = None
             # What it has attained counts from here on, also while units before this one go on.
             self._done[run.slot] = self._since[run.slot] - self._active[run.slot] * now
         elif self.options.refine:
-            self._dirty[run.key] = None  # the visit is wider than was known
-        return visit
+            self._dirty[run.key] = None
+        self._settle(run)
 
-    def _leave(self, run: Run, visit: OpenVisit, now: float) -> None:
-        """Note that a part of a visit has ended, and with it maybe the run."""
-        run.leave(visit)
-        self._touch(run, now)
-        if run.ending and run.idle:
-            self._close(run, teaches=True)
+    def _left(self, run: Run) -> None:
+        """A part of a visit has ended, and with it maybe the run."""
+        self._settle(run)
+        if run.final and not run.requests:
+            self._close(run, teaches=run.teaches)
 
-    def _touch(self, run: Run, now: float) -> None:
-        run.seen = now
+    def _settle(self, run: Run) -> None:
+        """Keep the order of runs without requests in progress, after a sign of life."""
         self._quiet.pop(run.key, None)
         if not run.requests:
             self._quiet[run.key] = run
@@ -270,7 +256,7 @@ class Runs:
         slot, run.ended = run.slot, True
         for table in (self._runs, self._quiet, self._dirty):
             table.pop(run.key, None)
-        if teaches and not run.failed:
+        if teaches:
             self.knowledge.learn(run.key[0], run.key[1], [visit.closed for visit in run.visits])
         del self._by_slot[slot]
         self._clear(slot)
@@ -337,11 +323,3 @@ class Runs:
         self._samples = np.concatenate([self._samples, more])
         self._paths = np.concatenate([self._paths, more])
         self._free.extend(range(size - 1, old - 1, -1))
-
-
-def _place_of(request: Request) -> tuple[Key, str]:
-    """Return the run and the unit of a request; a plain request is a run of its own of its task."""
-    stage = request.stage
-    if stage is None:
-        return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
-    return (request.tenant, stage.app, stage.run or request.id), stage.unit or CALL

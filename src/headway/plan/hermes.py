@@ -41,7 +41,7 @@ _CONTEXT = 1024  # tokens of context per answer in a batch
 class Hermes(Planner):
     """Ranks runs, and sends the requests of the lowest ranks.
 
-    runs: the live runs. knowledge: the applications' graphs, which a host may load and store.
+    runs: the live runs.
     """
 
     reranks = True
@@ -50,9 +50,9 @@ class Hermes(Planner):
         self, options: RankOptions, knowledge: Knowledge | None = None, futures: Futures | None = None,
         prewarm: PrewarmOptions | None = None,
     ) -> None:  # fmt: skip
-        self.knowledge = Knowledge() if knowledge is None else knowledge
         self.prewarming = Prewarming(prewarm or PrewarmOptions())
-        self.runs = Runs(self.knowledge, options, futures, self.prewarming)
+        known = Knowledge() if knowledge is None else knowledge
+        self.runs = Runs(known, options, futures, self.prewarming)
         self._slot = RequestColumn()
         self._fleet_version = -1
 
@@ -60,6 +60,15 @@ class Hermes(Planner):
     def wake_at(self) -> float:
         """The instant of the next warm-up."""
         return self.prewarming.wake_at
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """The applications' graphs."""
+        return self.runs.knowledge
+
+    def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
+        """Return the expected seconds of service that a live run still needs."""
+        return self.runs.rest((tenant, app, run), now)
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Tell the live runs what has happened."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,87 +15,20 @@ from headway import __version__
 from headway.broker.port import Job
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
+from headway.serve.app_state import AppState, error_docs
 from headway.serve.gateway import Gateway
 from headway.serve.request_parsing import (
     HEADERS,
     ChatBody,
     CompletionBody,
     Kind,
-    ParsedRequest,
-    interpret,
     read_json,
-    validate,
 )
+from headway.serve.run_endpoints import add_run_endpoints
 from headway.serve.streaming import ResponseStream, error_response
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class AppState:
-    """What the endpoints share: an open gateway, the models it serves and the API keys it accepts."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway, self.config = gateway, gateway.config
-        self.models = {name: engine for engine in self.config.engines for name in engine.served}
-        self.started = int(time.time())
-        self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
-
-    def tenant(self, request: Request) -> str:
-        """Return the tenant of a request; 401 when keys are configured and none fits."""
-        if not self._keys:
-            return "default"
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        tenant = self._keys.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
-        if tenant is None:
-            raise RequestError(
-                "This server wants an API key.", "Send `Authorization: Bearer KEY`.",
-                status=401, code="invalid_api_key",
-            )  # fmt: skip
-        return tenant
-
-    async def body(self, request: Request) -> bytes:
-        """Read the body; 413 as soon as it is too long, whatever its declared length."""
-        limit = self.config.server.max_body_kib * 1024
-        declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > limit:
-            raise self._too_long(limit)
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise self._too_long(limit)
-            parts.append(part)
-        return b"".join(parts)
-
-    def _too_long(self, limit: int) -> RequestError:
-        return RequestError(
-            f"The body is larger than {limit} bytes.",
-            "Send less, or raise server.max_body_kib.",
-            status=413,
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
-
-    async def parse(self, kind: Kind, request: Request) -> ParsedRequest:
-        """Parse an HTTP request, or refuse it before anything is stored."""
-        arrival, tenant = time.time(), self.tenant(request)
-        raw = read_json(await self.body(request))
-        body = validate(kind, raw)
-        engine = self.models.get(body.model)
-        if engine is None:
-            raise RequestError(
-                f"The model {body.model[:100]!r} does not exist here.",
-                f"Use one of {', '.join(sorted(self.models))}.",
-                status=404, code="model_not_found", param="model",
-            )  # fmt: skip
-        tokens = await self.gateway.counters[body.model].count(body)
-        parsed = interpret(
-            kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
-            prompt_tokens=tokens, max_model_len=engine.max_model_len,
-        )  # fmt: skip
-        self.gateway.path.check_capacity(parsed.request)
-        return parsed
 
 
 def new_app() -> FastAPI:
@@ -110,6 +41,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _errors(app)
     _generation(app, state)
     _background(app, state)
+    add_run_endpoints(app, state)
     _status(app, state)
     _operations(app, state)
 
@@ -153,16 +85,13 @@ def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
     parts = schema.pop("$defs", {})  # FastAPI would not put them where references find them
     if "messages" in schema["properties"]:
         schema["properties"]["messages"]["items"] = parts["Message"]
+    schema["properties"]["headway"] = parts["RunFields"]
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": kind}}
         for name, kind in HEADERS.items()
     ]
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"requestBody": body, "parameters": headers}
-
-
-def _error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"description": "An error in OpenAI's shape."} for code in codes}
 
 
 def _generation(app: FastAPI, state: AppState) -> None:
@@ -182,7 +111,7 @@ def _generation(app: FastAPI, state: AppState) -> None:
         handle.__name__ = kind
         return handle
 
-    errors = _error_docs(202, 400, 401, 404, 413, 429, 502, 503)
+    errors = error_docs(202, 400, 401, 404, 413, 429, 502, 503)
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),
@@ -205,7 +134,7 @@ def _background(app: FastAPI, state: AppState) -> None:
             )  # fmt: skip
         return job
 
-    @app.get("/v1/responses/{id}", responses=_error_docs(401, 404))
+    @app.get("/v1/responses/{id}", responses=error_docs(401, 404))
     async def retrieve(id: str, request: Request) -> Response:
         """Return a background response: its status, and the answer once it is complete."""
         job = await find(request, id)
@@ -216,7 +145,7 @@ def _background(app: FastAPI, state: AppState) -> None:
             body["response"] = read_json(job.result)
         return JSONResponse(body)
 
-    @app.post("/v1/responses/{id}/cancel", responses=_error_docs(401, 404, 409))
+    @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
     async def cancel(id: str, request: Request) -> Response:
         """Cancel a background response that is not complete yet."""
         job = await find(request, id)
@@ -245,7 +174,7 @@ def _waiting_for(obstacle: str | None) -> dict[str, str]:
 def _status(app: FastAPI, state: AppState) -> None:
     engines = state.gateway.dispatcher.engines
 
-    @app.get("/v1/models", responses=_error_docs(401))
+    @app.get("/v1/models", responses=error_docs(401))
     async def models(request: Request) -> Response:
         """List the models served here."""
         state.tenant(request)
@@ -261,7 +190,7 @@ def _status(app: FastAPI, state: AppState) -> None:
         """Answer as long as this process lives."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", responses=_error_docs(503))
+    @app.get("/ready", responses=error_docs(503))
     async def ready() -> Response:
         """Return 200 when requests can be answered: every model has an instance that is up or can load it."""
         up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
@@ -280,7 +209,7 @@ def _operations(app: FastAPI, state: AppState) -> None:
         pages = {id: await engine.metrics() for id, engine in engines.items() if engine.up.is_set()}
         return PlainTextResponse(gateway.metrics.render(pages), media_type="text/plain; version=0.0.4")
 
-    @app.post("/headway/control/{engine}", responses=_error_docs(400, 401, 404, 502, 503))
+    @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 404, 502, 503))
     async def control(engine: str, request: Request) -> Response:
         """Pass a message to a running scheduler (state, urgency, pause, resume) and return its state."""
         state.tenant(request)
@@ -303,6 +232,7 @@ async def _gauge(gateway: Gateway) -> None:
     metrics.queued.set(controller.queued)
     metrics.planned(controller.planner.gauges)
     metrics.running.set(len(controller.requests) - controller.queued)
+    metrics.runs.count(gateway.dispatcher.runs)
     engines, swaps = gateway.dispatcher.engines, gateway.dispatcher.swaps
     serving = {id: engine.models.current for id, engine in engines.items() if engine.up.is_set()}
     metrics.models(serving, {model: swaps.queued(model) for model in gateway.counters})
@@ -315,8 +245,3 @@ async def _gauge(gateway: Gateway) -> None:
                 metrics.counted(id, state["counters"])
             except (HeadwayError, KeyError, TypeError):
                 continue  # an engine without Headway's scheduler has no such counters
-
-
-def _digest(key: str) -> bytes:
-    """Return the digest by which keys are compared, so that timing reveals nothing about them."""
-    return hashlib.sha256(key.encode()).digest()

@@ -12,11 +12,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from headway.apps.account import EndedRun, RunAccount
 from headway.core.controller import Controller
 from headway.core.drops import prepare
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
-from headway.events import Arrived, Event, InstanceUp, Returned, Tick
+from headway.events import Arrived, Event, InstanceUp, Returned, RunEnded, Tick
 from headway.serve import tasks
 from headway.serve.metrics import Metrics
 from headway.serve.overdue import OverdueWatch
@@ -35,17 +36,19 @@ class Dispatcher:
     """Connects the controller to the engines and to the requests in flight.
 
     engines: makes the engines, given the listener for their `InstanceUp` and `InstanceDown`.
+    runs: the account of application runs, which says when one has ended.
     drops: some class drops requests, so the controller is told what the engines learn (as for planners that
         think: they plan by it).
     """
 
     def __init__(
         self, controller: Controller, metrics: Metrics,
-        engines: Callable[[Listener], dict[str, VllmEngine]], *, drops: bool = False,
+        engines: Callable[[Listener], dict[str, VllmEngine]], runs: RunAccount, *, drops: bool = False,
     ) -> None:  # fmt: skip
         self.controller = controller
         self.engines: Mapping[str, VllmEngine] = engines(self.dispatch)
         self.in_flight: dict[str, InFlightRequest] = {}
+        self.runs = runs
         self.swaps = ModelSwaps(controller, self.engines, self.in_flight)
         self._metrics = metrics
         self._planning = Planning(controller, self.execute)
@@ -74,7 +77,10 @@ class Dispatcher:
 
     def dispatch(self, event: Event) -> None:
         """Tell the controller an event; its commands are executed now, or when a slow planner has planned."""
-        self._planning.note(event)
+        ended = self.runs.note(event, time.time())
+        if not isinstance(event, RunEnded):  # the account says when a run ends
+            self._planning.note(event)
+        self._end_runs(ended)
         if isinstance(event, InstanceUp):  # a swap may have failed once too often
             self.swaps.refuse_unavailable()
         self._overdue.arm()
@@ -97,10 +103,17 @@ class Dispatcher:
         self.in_flight.pop(in_flight.id, None)
         self.dispatch(event)
 
+    def _end_runs(self, ended: Sequence[EndedRun]) -> None:
+        """Count runs that have ended, and tell the planner."""
+        for run in ended:
+            self._metrics.runs.ended(run)
+            self._planning.note(RunEnded(*run.key))
+
     async def _tick(self) -> None:
-        """Let planners run that wait for nothing but time."""
+        """Let silent runs end, and planners run that wait for nothing but time."""
         while True:
             await asyncio.sleep(_TICK)
+            self._end_runs(self.runs.expire(time.time()))
             if self.controller.queued:
                 self.dispatch(Tick())
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headway.apps.account import RunAccount
 from headway.broker import open_broker
 from headway.broker.port import Broker
 from headway.config import Broker as BrokerSettings
@@ -19,6 +20,7 @@ from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.background import BackgroundWork
 from headway.serve.dispatcher import Dispatcher, Listener
+from headway.serve.graph_files import kept_graphs
 from headway.serve.lengths.service import LengthService, open_lengths
 from headway.serve.metrics import Metrics
 from headway.serve.recovery import Recovery, forget_old_jobs
@@ -57,17 +59,23 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
     ):
-        controller = Controller(recipe.planner(), lengths.lengths, config.server.max_queued)
+        planner = recipe.planner()
+        controller = Controller(planner, lengths.lengths, config.server.max_queued)
         drops = any(tier.drop for tier in config.classes.values())
         dispatcher = Dispatcher(
-            controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics), drops=drops
-        )
+            controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
+            RunAccount(config.apps.run_timeout_s), drops=drops,
+        )  # fmt: skip
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         try:
-            async with dispatcher.running(), background.running():
+            async with (
+                kept_graphs(planner.knowledge, config.apps_dir),
+                dispatcher.running(),
+                background.running(),
+            ):
                 await recovery.renew()
                 async with tasks.running(recovery.run(), forget()):
                     yield Gateway(config, metrics, lengths, counters, broker, dispatcher, path, background)

@@ -23,7 +23,8 @@ from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
 from headway.serve import tasks
-from headway.serve.app import AppState, add_endpoints, new_app
+from headway.serve.app import add_endpoints, new_app
+from headway.serve.app_state import AppState
 from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate

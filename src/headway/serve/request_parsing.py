@@ -7,22 +7,21 @@ engine's own error goes to the client as it is.
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from headway.config import Config, Tier
 from headway.errors import RequestError
-from headway.types import Request, Slo, Stage
+from headway.serve import run_identity
+from headway.serve.fields import Ms, checked, milliseconds
+from headway.types import Request, Slo
 
 Kind = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_MIN_MS, _MAX_MS = 0.001, 86_400_000  # an SLO is at least a microsecond, at most a day
-_Ms = Annotated[float, Field(ge=_MIN_MS, le=_MAX_MS, allow_inf_nan=False, strict=True)]
 _Count = Annotated[int, Field(ge=1, strict=True)]
 
 # Synonymous header names, of which the first one present wins; the last entry is the body's field.
@@ -31,17 +30,14 @@ _SLO_NAMES: dict[str, tuple[str, ...]] = {
     "tpot": ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms", "tpot_slo_ms"),
     "e2e": ("x-slo-e2e-ms", "x-llm-d-slo-e2e-ms", "ttlt_slo_ms"),
 }
-_SESSIONS = ("x-headway-run", "x-session-id", "x-claude-code-session-id", "x-session-affinity")
 # The headers that are read, with their JSON types.
 HEADERS: dict[str, str] = {
     **{name: "number" for names in _SLO_NAMES.values() for name in names[:-1]},
     "x-vllm-priority": "integer",
-    **dict.fromkeys(
-        ("x-llm-d-inference-objective", "x-headway-task", "x-headway-app", *_SESSIONS, "x-headway-unit"),
-        "string",
-    ),
+    **dict.fromkeys(("x-llm-d-inference-objective", "x-headway-task"), "string"),
+    **run_identity.HEADERS,
 }
-_OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier")
+_OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier", "headway")
 
 
 class Body(BaseModel):
@@ -57,9 +53,10 @@ class Body(BaseModel):
     priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
     service_tier: str | None = None
     background: Annotated[bool, Field(strict=True)] | None = None
-    ttft_slo_ms: _Ms | None = None
-    tpot_slo_ms: _Ms | None = None
-    ttlt_slo_ms: _Ms | None = None
+    ttft_slo_ms: Ms | None = None
+    tpot_slo_ms: Ms | None = None
+    ttlt_slo_ms: Ms | None = None
+    headway: run_identity.RunFields | None = None
     vllm_xargs: dict[str, Any] | None = None
 
 
@@ -125,20 +122,9 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-# How pydantic names a member of a union in the path of an error; the client knows only the field.
-_UNION = re.compile(r"str$|list\[|constrained-|function-")
-
-
 def validate(kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
     """Check the fields Headway reads; RequestError names the field and what it must be."""
-    try:
-        return (ChatBody if kind == "chat" else CompletionBody).model_validate(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        path = ".".join(str(part) for part in first["loc"] if not _UNION.match(str(part)))
-        given = "" if first["type"] == "missing" else f" (it is {str(first.get('input'))[:80]!r})"
-        text = f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}{given}."
-        raise RequestError(text, f"Correct {path!r} in the body.", param=path) from error
+    return checked(ChatBody, raw) if kind == "chat" else checked(CompletionBody, raw)
 
 
 def interpret(
@@ -170,7 +156,7 @@ def interpret(
         tenant=tenant,
         task=headers.get("x-headway-task", name)[:128],
         tier=name,
-        stage=_stage(headers),
+        stage=run_identity.stage_of(headers, body.headway),
         drop=tier.drop,
     )
     background, stream = bool(body.background), bool(body.stream)
@@ -224,23 +210,9 @@ def _target(
     *header_names, body_name = names
     for name in header_names:
         if name in headers:
-            return _number(name, headers[name]) / 1000
+            return milliseconds(name, headers[name]) / 1000
     value = getattr(body, body_name)
     return default if value is None else value / 1000
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not _MIN_MS <= value <= _MAX_MS:
-        raise RequestError(
-            f"The header {name} is {text[:40]!r}.",
-            f"It must be a number of milliseconds from {_MIN_MS} to {_MAX_MS} (a day).",
-            param=name,
-        )
-    return value
 
 
 def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:
@@ -257,14 +229,6 @@ def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:
             "It must be a 32-bit integer; lower is more urgent.",
         )
     return value
-
-
-def _stage(headers: Mapping[str, str]) -> Stage | None:
-    run = next((headers[name] for name in _SESSIONS if name in headers), None)
-    app = headers.get("x-headway-app")
-    if run is None and app is None:
-        return None
-    return Stage((app or "session")[:128], (run or "")[:128], headers.get("x-headway-unit", "call")[:128])
 
 
 def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:

@@ -6,8 +6,6 @@ It holds sizes, marks and embeddings of prompts, their tasks and the lengths of 
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.forecast.lengths.ridge import History
+from headway.serve.files import replacing
 
 _MOST = 64 << 20  # bytes; four times what 8,192 answers take
 log = logging.getLogger("headway.serve")
@@ -24,17 +23,10 @@ log = logging.getLogger("headway.serve")
 def keep(path: Path, history: History) -> None:
     """Write a history atomically, readable by its owner only; a disk error is logged."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(
-                    file, features=history.features, tasks=np.array(history.tasks), made=history.output_tokens
-                )
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with replacing(path) as file:
+            np.savez(
+                file, features=history.features, tasks=np.array(history.tasks), made=history.output_tokens
+            )
     except OSError as error:
         log.warning("lengths are not kept: %s (%s); set predictor.history to another file", path, error)
 

@@ -1,0 +1,89 @@
+"""What the HTTP endpoints share: the open gateway, tenants, bodies within their limits."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+from fastapi import Request
+
+from headway.errors import RequestError
+from headway.serve.gateway import Gateway
+from headway.serve.request_parsing import Kind, ParsedRequest, interpret, read_json, validate
+
+
+class AppState:
+    """What the endpoints share: an open gateway, the models it serves and the API keys it accepts."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway, self.config = gateway, gateway.config
+        self.models = {name: engine for engine in self.config.engines for name in engine.served}
+        self.started = int(time.time())
+        self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
+
+    def tenant(self, request: Request) -> str:
+        """Return the tenant of a request; 401 when keys are configured and none fits."""
+        if not self._keys:
+            return "default"
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        tenant = self._keys.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise RequestError(
+                "This server wants an API key.", "Send `Authorization: Bearer KEY`.",
+                status=401, code="invalid_api_key",
+            )  # fmt: skip
+        return tenant
+
+    async def body(self, request: Request) -> bytes:
+        """Read the body; 413 as soon as it is too long, whatever its declared length."""
+        limit = self.config.server.max_body_kib * 1024
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > limit:
+            raise self._too_long(limit)
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise self._too_long(limit)
+            parts.append(part)
+        return b"".join(parts)
+
+    def _too_long(self, limit: int) -> RequestError:
+        return RequestError(
+            f"The body is larger than {limit} bytes.",
+            "Send less, or raise server.max_body_kib.",
+            status=413,
+            code="body_too_large",
+            headers={"connection": "close"},
+        )
+
+    async def parse(self, kind: Kind, request: Request) -> ParsedRequest:
+        """Parse an HTTP request, or refuse it before anything is stored."""
+        arrival, tenant = time.time(), self.tenant(request)
+        raw = read_json(await self.body(request))
+        body = validate(kind, raw)
+        engine = self.models.get(body.model)
+        if engine is None:
+            raise RequestError(
+                f"The model {body.model[:100]!r} does not exist here.",
+                f"Use one of {', '.join(sorted(self.models))}.",
+                status=404, code="model_not_found", param="model",
+            )  # fmt: skip
+        tokens = await self.gateway.counters[body.model].count(body)
+        parsed = interpret(
+            kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
+            prompt_tokens=tokens, max_model_len=engine.max_model_len,
+        )  # fmt: skip
+        self.gateway.path.check_capacity(parsed.request)
+        return parsed
+
+
+def error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """Return the documentation of error answers for OpenAPI."""
+    return {code: {"description": "An error in OpenAI's shape."} for code in codes}
+
+
+def _digest(key: str) -> bytes:
+    """Return the digest by which keys are compared, so that timing reveals nothing about them."""
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,44 @@
+"""Checks of what clients send, with errors that name the field and what it must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from headway.errors import RequestError
+
+_MIN_MS, _MAX_MS = 0.001, 86_400_000  # an SLO is at least a microsecond, at most a day
+Ms = Annotated[float, Field(ge=_MIN_MS, le=_MAX_MS, allow_inf_nan=False, strict=True)]
+Model = TypeVar("Model", bound=BaseModel)
+# How pydantic names a member of a union in the path of an error; the client knows only the field.
+_UNION = re.compile(r"str$|list\[|constrained-|function-")
+
+
+def checked(model: type[Model], raw: Mapping[str, Any]) -> Model:
+    """Return a body as a model; RequestError names the field and what it must be."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join(str(part) for part in first["loc"] if not _UNION.match(str(part)))
+        given = "" if first["type"] == "missing" else f" (it is {str(first.get('input'))[:80]!r})"
+        text = f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}{given}."
+        raise RequestError(text, f"Correct {path!r} in the body.", param=path) from error
+
+
+def milliseconds(name: str, text: str) -> float:
+    """Return the value of a header in milliseconds; RequestError unless it is a number within the limits."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not _MIN_MS <= value <= _MAX_MS:
+        raise RequestError(
+            f"The header {name} is {text[:40]!r}.",
+            f"It must be a number of milliseconds from {_MIN_MS} to {_MAX_MS} (a day).",
+            param=name,
+        )
+    return value
