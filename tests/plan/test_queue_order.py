@@ -41,7 +41,7 @@ def problem(
     return PlanProblem(
         np.array(size), np.array(model), np.full(items, -1), share, every * np.array(size) * spread**2,
         every * room, every * finish, last, last, np.zeros(items), np.zeros(items), np.array(loaded),
-        np.zeros(instances), np.full((instances, max(model) + 1), swap),
+        np.zeros(instances), np.full((instances, max(model) + 2, max(model) + 1), swap),
         z * np.linspace(0.0, 1.0, len(LEVELS)),
     )  # fmt: skip
 
@@ -60,6 +60,7 @@ def drawn(seed: int, items: int, instances: int, z: float = 0.0) -> PlanProblem:
         share=plain.share * speed,
         last=plain.last + rng.uniform(0, 10, items),
         ready=rng.uniform(0, 3, instances),
+        swap=plain.swap * rng.uniform(0.1, 3.0, plain.swap.shape),
     )
 
 
@@ -182,8 +183,8 @@ def test_a_new_group_goes_where_it_costs_least(seed: int, placed: int, instances
 
 def test_an_instance_that_cannot_load_a_model_gets_none_of_it() -> None:
     p = problem([1, 1], [0, 1], [10.0, 10.0], loaded=(0, 1))
-    p = p._replace(swap=np.full((2, 2), np.inf))
+    p = p._replace(swap=np.full((2, 3, 2), np.inf))
     order, _ = searched(p)
     assert (order.queue(0), order.queue(1)) == ([0], [1])
-    alone = p._replace(loaded=np.array([0]), swap=np.full((1, 2), np.inf))
+    alone = p._replace(loaded=np.array([0]), swap=np.full((1, 3, 2), np.inf))
     assert best_place(alone, *order_of([[]], 2), 1) == (-1, 0)

@@ -112,3 +112,12 @@ def limit_of(instance: Instance, model: str) -> int:
     if instance.model == model:
         return instance.limit
     return max((other.limit for other in instance.loadable if other.model == model), default=0)
+
+
+def holds(instance: Instance, model: str, longest: int, most: int) -> bool:
+    """Tell whether an instance can serve requests so long: all tokens fit, or no other instance is larger.
+
+    most: the largest `limit_of` of the fleet.
+    """
+    here = limit_of(instance, model)
+    return 0 < here >= min(longest, most)

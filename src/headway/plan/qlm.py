@@ -20,10 +20,12 @@ from headway.forecast.latency.online import OnlineLatency
 from headway.plan import plan_generator as generator
 from headway.plan.estimator import Normal, fleet_of
 from headway.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
+from headway.plan.group_queues import Item
 from headway.plan.groups import Group, RequestGroups, Sort, centres_of
 from headway.plan.occupancy import SentRequest
-from headway.plan.plan_generator import Item, Shortage, Situation
+from headway.plan.plan_generator import Shortage
 from headway.plan.queue_order import QueueOrder
+from headway.plan.situation import Situation, describe
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
 
@@ -274,7 +276,7 @@ class Qlm(Planner):
             return None
         self._next = now + self.options.period
         stale = [(sort, self._groups.points(sort)) for sort in self._groups.stale()]
-        situation = self._places.describe(cluster, now, list(self._places.queues.unplaced))
+        situation = describe(self._places, cluster, now, list(self._places.queues.unplaced))
         seen = generator.see(situation)
         self.shortage = generator.shortage(situation, seen)
         idle = self._places.idles(cluster)
@@ -329,7 +331,7 @@ class Qlm(Planner):
         group = self._groups.of(int(cluster.backlog.serial[row])) if row is not None else None
         if row is None or group is None or not group.instance:
             return None
-        situation = self._places.describe(cluster, now, [])
+        situation = describe(self._places, cluster, now, [])
         ahead = group.position(int(cluster.backlog.serial[row]), cluster.backlog)
         i = next(i for i, item in enumerate(situation.items) if item.group is group)
         base, work = generator.see(situation).waiting(i)

@@ -40,8 +40,10 @@ class PlanProblem(NamedTuple):
     finish: (G, I) mean seconds from the last request's start to its end.
     first, last: (K, G, I) latest starts of its oldest and of its youngest request, by level; inf = no SLO.
     evict, leave: (I,) seconds lost when a running item is displaced, and when its model is swapped out.
-    loaded: (G,) the model that each instance has, or is loading. ready: (G,) seconds until it takes work.
-    swap: (G, M) seconds until another model serves; inf = it cannot be loaded.
+    loaded: (G,) the model that each instance has, or is loading; -1 = one that no item asks for.
+    ready: (G,) seconds until it takes work.
+    swap: (G, M + 1, M) seconds until a model serves that is loaded after another one; inf = it cannot be.
+        The last row is for a `loaded` of -1.
     z: (K,) standard deviations of the waiting time that a start must hold for, by level.
     """
 
@@ -95,8 +97,8 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
     for k in range(length):
         i = items[k]
         if p.model[i] != model:
+            base, ahead, swapped = end + p.swap[g, model, p.model[i]], 0.0, True
             model = p.model[i]
-            base, ahead, swapped = end + p.swap[g, model], 0.0, True
         if p.fixed[i] < 0:
             displaced = True
         elif swapped:
@@ -169,7 +171,8 @@ def _able(p: PlanProblem, g: int, i: int) -> bool:
     """Tell whether an instance can serve an item: it can have the model, and holds requests so long."""
     if p.fixed[i] >= 0:
         return bool(p.fixed[i] == g)
-    return bool(p.share[g, i] < np.inf and (p.model[i] == p.loaded[g] or p.swap[g, p.model[i]] < np.inf))
+    here = p.model[i] == p.loaded[g] or p.swap[g, p.loaded[g], p.model[i]] < np.inf
+    return bool(p.share[g, i] < np.inf and here)
 
 
 @compiled

@@ -32,11 +32,15 @@ class Load:
     cold_s: seconds from disk.
     warm_s: seconds from host memory.
     bytes: of its weights.
+    in_place_of: models whose weights it replaces in the running engine.
+    in_place_s: seconds of that from host memory; reading from disk adds as much as to `warm_s`.
     """
 
     cold_s: float
     warm_s: float
     bytes: int
+    in_place_of: frozenset[str] = frozenset()
+    in_place_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +202,9 @@ class SimulatedInstance:
         others = tuple(
             _loadable(spec) for model, spec in self.variants.items() if model != self.variant.instance.model
         )
+        loaded = _loadable(self.variant) if others else None
         latency, warm = self.variant.latency.seconds, tuple(self.memory.held)
-        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency)
+        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency, loaded=loaded)
 
     @property
     def busy(self) -> bool:
@@ -279,8 +284,8 @@ class SimulatedInstance:
 
     def load_seconds(self, model: str) -> float:
         """Return the seconds that loading a model takes now."""
-        load = _load(self.variants[model])
-        return load.warm_s if model in self.memory.held else load.cold_s
+        before = self.variant.instance.model
+        return _loadable(self.variants[model]).seconds(before, model in self.memory.held)
 
     def warm_seconds(self, model: str) -> float:
         """Return the seconds that bring a model's weights from disk into host memory."""
@@ -389,4 +394,7 @@ def _load(spec: InstanceSpec) -> Load:
 def _loadable(spec: InstanceSpec) -> Loadable:
     load, instance = _load(spec), spec.instance
     kv_tokens = instance.blocks_total * instance.block_size
-    return Loadable(instance.model, load.cold_s, load.warm_s, instance.limit, spec.latency.seconds, kv_tokens)
+    return Loadable(
+        instance.model, load.cold_s, load.warm_s, instance.limit, spec.latency.seconds, kv_tokens,
+        load.in_place_of, load.in_place_s + load.cold_s - load.warm_s, load.in_place_s,
+    )  # fmt: skip
