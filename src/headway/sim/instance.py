@@ -287,6 +287,10 @@ class SimulatedInstance:
         before = self.variant.instance.model
         return _loadable(self.variants[model]).seconds(before, model in self.memory.held)
 
+    def loads_in_place(self, model: str) -> bool:
+        """Tell whether a model is loaded in the running engine."""
+        return self.variant.instance.model in _load(self.variants[model]).in_place_of
+
     def warm_seconds(self, model: str) -> float:
         """Return the seconds that bring a model's weights from disk into host memory."""
         load = _load(self.variants[model])

@@ -39,7 +39,7 @@ class Outcome:
     shed: requests that the planner refused after they had arrived.
     infeasible: requests of classes that drop which were refused because they could not be on time.
     failed: requests that were too long for the instance they were sent to.
-    swaps: models loaded in place of others.
+    swaps: models loaded in place of others. restarts: those of them that were not loaded in a running engine.
     planning: virtual seconds that the planner took.
     """
 
@@ -56,6 +56,7 @@ class Outcome:
     swaps: int = 0
     planning: float = 0.0
     infeasible: int = 0
+    restarts: int = 0
 
     @classmethod
     def of(cls, size: int) -> Outcome:
