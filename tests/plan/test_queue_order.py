@@ -42,7 +42,7 @@ def problem(
         np.array(size), np.array(model), np.full(items, -1), share, every * np.array(size) * spread**2,
         every * room, every * finish, last, last, np.zeros(items), np.zeros(items), np.array(loaded),
         np.zeros(instances), np.full((instances, max(model) + 2, max(model) + 1), swap),
-        z * np.linspace(0.0, 1.0, len(LEVELS)),
+        z * np.linspace(0.0, 1.0, len(LEVELS)), 0.0,
     )  # fmt: skip
 
 
@@ -60,6 +60,7 @@ def drawn(seed: int, items: int, instances: int, z: float = 0.0) -> PlanProblem:
         share=plain.share * speed,
         last=plain.last + rng.uniform(0, 10, items),
         ready=rng.uniform(0, 3, instances),
+        away=float(rng.uniform(0, 0.1)),
         swap=plain.swap * rng.uniform(0.1, 3.0, plain.swap.shape),
     )
 

@@ -25,7 +25,7 @@ from headway.types import Floats
 
 _MOVES = 5_000, 300, 100_000  # of the search: at least, per item, at most
 # A new order must cost this much less than the old one, or groups would go to and fro: a share, and requests
-# (unless an instance idles, because then there is nothing to lose).
+# (unless an instance idles or is about to load a model: then there is nothing to lose).
 _BETTER, _BETTER_BY = 0.05, 0.5
 _SEED = 0
 
@@ -69,11 +69,11 @@ def shortage(situation: Situation, seen: Seen) -> Shortage:
     return Shortage(int(situation.problem.size[late].sum()), float(seen.late[late].max()))
 
 
-def improve(situation: Situation, exact: int, time_limit: float, *, idle: bool) -> QueueOrder | None:
+def improve(situation: Situation, exact: int, time_limit: float, *, eager: bool) -> QueueOrder | None:
     """Return a better order than the queues have, None = there is none worth the change.
 
-    exact: items up to which the stochastic program is solved by HiGHS, within `time_limit` seconds. idle: an
-    instance idles while groups wait on others.
+    exact: items up to which the stochastic program is solved by HiGHS, within `time_limit` seconds.
+    eager: any better order is worth the change: an instance idles, or is about to load a model for long.
     """
     problem, before = situation.problem, situation.order
     least, each, most = _MOVES
@@ -88,7 +88,7 @@ def improve(situation: Situation, exact: int, time_limit: float, *, idle: bool) 
         solution = stochastic.solve(problem, found, time_limit)
         found, cost = solution.order, solution.cost
     limit = float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - (
-        0.0 if idle else _BETTER_BY
+        0.0 if eager else _BETTER_BY
     )
     if placed and cost > limit:
         return None
@@ -101,7 +101,7 @@ def prepare() -> None:
     levels = np.ones((len(LEVELS), 1, 1))
     problem = PlanProblem(
         one, np.zeros(1, np.int64), np.full(1, -1), table, table, table, table, levels, levels, one, one,
-        np.zeros(1, np.int64), one, np.ones((1, 2, 1)), np.zeros(len(LEVELS)),
+        np.zeros(1, np.int64), one, np.ones((1, 2, 1)), np.zeros(len(LEVELS)), 0.0,
     )  # fmt: skip
     items, length = order_of([[]], 1)
     g, at = best_place(problem, items, length, 0)

@@ -33,10 +33,14 @@ _UPCOMING = 2  # models further back on a virtual queue that are brought into ho
 
 
 class Generated(NamedTuple):
-    """What the plan generator has worked out: a better order (None = there is none), and new kinds."""
+    """What the plan generator has worked out: a better order (None = there is none), and new kinds.
+
+    due: the swaps that it was asked about, by instance.
+    """
 
     situation: Situation
     order: QueueOrder | None
+    due: dict[str, str]
     centres: list[tuple[Sort, Floats]]
 
 
@@ -59,6 +63,8 @@ class Qlm(Planner):
         self._fleet_version = -1
         self._limits: dict[int, list[int]] = {}
         self._batch: dict[int, float] = {}
+        self._due: dict[str, str] = {}  # swaps that the plan generator is to judge first, by instance
+        self._judged: dict[str, str] = {}  # those that it has judged
         self._next = -math.inf  # when the plan generator may run again
 
     @property
@@ -80,6 +86,7 @@ class Qlm(Planner):
         """Put arrivals into groups, and take requests out of them; learn from answers."""
         match event:
             case Arrived(request):
+                self._places.arrivals.arrived(now)
                 self._places.models[cluster.code(request.model)] = request.model
                 self._add(cluster, cluster.backlog.row_of[request.id])
             case Returned(id):
@@ -171,7 +178,9 @@ class Qlm(Planner):
         send, swap, warm = list[Send](), dict[str, str](), dict[str, str]()
         for name in [name for name in cluster.instances if name in self._places.changed]:
             model = self._swap_to(cluster, name)
-            if model is not None:
+            if model is not None and self._takes_long(cluster, name, model):
+                self._due[name] = model
+            elif model is not None:
                 swap[name] = model
                 self._places.loading[name] = now
             else:
@@ -179,6 +188,7 @@ class Qlm(Planner):
                 if self.options.warms and (ahead := self._to_warm(cluster, name)) is not None:
                     warm[name] = ahead
         self._places.changed -= set(cluster.instances)
+        self._judged.clear()
         rerank = [Rerank(name, ranks) for name, ranks in self._rerank.items() if name in cluster.instances]
         self._rerank.clear()
         return Plan(send, rerank, swap, warm, final=True)
@@ -253,6 +263,16 @@ class Qlm(Planner):
         ahead = inside.ahead(queue[0].rank)[0] if self.options.evicts else len(inside)
         return model if ahead == 0 else None
 
+    def _takes_long(self, cluster: Cluster, name: str, model: str) -> bool:
+        """Tell whether the plan generator is to judge a swap first, as things are now.
+
+        It may have been planned long ago. Swaps that take less than the generator's period are not worth it.
+        """
+        if self.options.orders != "planned" or self._judged.get(name) == model:
+            return False
+        instance = cluster.instances[name]
+        return instance.load_seconds(model, instance.model) > self.options.period
+
     def _to_warm(self, cluster: Cluster, name: str) -> str | None:
         """Return the next model of a virtual queue that is not in host memory (model warm start)."""
         instance, upcoming = cluster.instances[name], list[str]()
@@ -269,10 +289,13 @@ class Qlm(Planner):
     # ---- the plan generator
 
     def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
-        """Return a run of the plan generator if a violation is foreseen or an instance idles in vain."""
+        """Return a run of the plan generator if there is reason for one.
+
+        That is: a violation is foreseen, an instance idles in vain, or is about to load a model for long.
+        """
         if not self._groups.groups:
             self.shortage = Shortage()
-        if now < self._next or not self._groups.groups:
+        if (now < self._next and not self._due) or not self._groups.groups:
             return None
         self._next = now + self.options.period
         stale = [(sort, self._groups.points(sort)) for sort in self._groups.stale()]
@@ -280,7 +303,8 @@ class Qlm(Planner):
         seen = generator.see(situation)
         self.shortage = generator.shortage(situation, seen)
         idle = self._places.idles(cluster)
-        wanted = self.options.orders == "planned" and (self.shortage.requests > 0 or idle)
+        due, self._due = self._due, {}
+        wanted = self.options.orders == "planned" and (self.shortage.requests > 0 or idle or bool(due))
         if not (stale or wanted):
             return None
         options = self.options
@@ -288,8 +312,9 @@ class Qlm(Planner):
         def generate() -> Generated:
             order = None
             if wanted:
-                order = generator.improve(situation, options.exact, options.time_limit, idle=idle)
-            return Generated(situation, order, [(sort, centres_of(points)) for sort, points in stale])
+                eager = idle or bool(due)
+                order = generator.improve(situation, options.exact, options.time_limit, eager=eager)
+            return Generated(situation, order, due, [(sort, centres_of(points)) for sort, points in stale])
 
         return generate
 
@@ -298,6 +323,8 @@ class Qlm(Planner):
         assert isinstance(result, Generated)
         for sort, centres in result.centres:
             self._groups.refit(sort, centres)
+        self._judged = result.due
+        self._places.changed |= set(result.due) & set(self._places.queues.queues)
         if result.order is None:
             return
         situation, order = result.situation, result.order

@@ -45,6 +45,7 @@ class PlanProblem(NamedTuple):
     swap: (G, M + 1, M) seconds until a model serves that is loaded after another one; inf = it cannot be.
         The last row is for a `loaded` of -1.
     z: (K,) standard deviations of the waiting time that a start must hold for, by level.
+    away: requests yet to come that are late for each second in which an instance loads a model.
     """
 
     size: Floats
@@ -62,6 +63,7 @@ class PlanProblem(NamedTuple):
     ready: Floats
     swap: Floats
     z: Floats
+    away: float
 
 
 class QueueOrder(NamedTuple):
@@ -97,8 +99,9 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
     for k in range(length):
         i = items[k]
         if p.model[i] != model:
-            base, ahead, swapped = end + p.swap[g, model, p.model[i]], 0.0, True
-            model = p.model[i]
+            seconds = p.swap[g, model, p.model[i]]
+            base, ahead, model, swapped = end + seconds, 0.0, p.model[i], True
+            cost += p.away * seconds
         if p.fixed[i] < 0:
             displaced = True
         elif swapped:

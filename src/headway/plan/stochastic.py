@@ -95,15 +95,15 @@ class _Program:
             for j in range(int(self.able[g].sum())):
                 for i in np.flatnonzero(self.able[g]).tolist():
                     self.x[g, i, j] = self.h.addBinary()
+        self.loading: Any = 0.0  # seconds of all swaps
         self._assign()
         for g in range(self.instances):
             self._queue(g)
-        self.h.minimize(
-            sum(
-                float(n) * (_missed(self.late[i]) + TARDY * self.tardy[i] + WAITING * self.starts[i])
-                for i, n in enumerate(problem.size)
-            )
+        late = sum(
+            float(n) * (_missed(self.late[i]) + TARDY * self.tardy[i] + WAITING * self.starts[i])
+            for i, n in enumerate(problem.size)
         )
+        self.h.minimize(late + problem.away * self.loading)
 
     def _able(self) -> Bools:
         p = self.p
@@ -142,6 +142,7 @@ class _Program:
             swapped = self._swapped(g, j, here)
             new_base, new_ahead, new_end = (h.addVariable(0.0, big) for _ in range(3))
             load = self._load(g, j, here)
+            self.loading = self.loading + load
             h.addConstr(new_base >= base)
             h.addConstr(new_base >= end + load - big * (1 - swapped))
             h.addConstr(new_ahead >= ahead - big * swapped)
