@@ -25,6 +25,7 @@ class QlmOptions:
     exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
     stay: a model stays loaded for this many times the seconds that its swap took, while it has work.
     evicts, warms: the LSOs of that name.
+    ranks: inside an engine requests run by the rank of their group; else its packer decides.
     places: how a new group gets its instance: where it costs least, at random, or in turn. Only the first
         moves it later.
     orders: by the plan generator, or by deadline (with model swaps wherever that order has them).
@@ -37,6 +38,7 @@ class QlmOptions:
     stay: float = 10.0
     evicts: bool = True
     warms: bool = True
+    ranks: bool = True
     places: Literal["planned", "random", "in turn"] = "planned"
     orders: Literal["planned", "deadline"] = "planned"
 

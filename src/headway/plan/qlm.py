@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from headway.core.cluster import Cluster
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.forecast.latency.online import OnlineLatency
@@ -21,7 +23,7 @@ from headway.plan import plan_generator as generator
 from headway.plan.estimator import Normal, fleet_of
 from headway.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
 from headway.plan.group_queues import Item
-from headway.plan.groups import Group, RequestGroups, Sort, centres_of
+from headway.plan.groups import Group, Kind, RequestGroups, Sort, centres_of
 from headway.plan.occupancy import SentRequest
 from headway.plan.plan_generator import Shortage
 from headway.plan.queue_order import QueueOrder
@@ -108,16 +110,34 @@ class Qlm(Planner):
 
     def _add(self, cluster: Cluster, row: int) -> None:
         backlog = cluster.backlog
-        model, longest = int(backlog.model[row]), int(backlog.longest[row])
-        limits = self._limits.get(model, [])
-        size = sum(longest > limit for limit in limits[:-1])
-        group, half = self._groups.add(backlog, row, size, self._batch.get(model, 64.0))
+        batch = self._batch.get(int(backlog.model[row]), 64.0)
+        group, half = self._groups.add(backlog, row, self._size(backlog, row), batch)
         self._joined(group)
         if half is not None:
             if group.instance:
                 self._places.queues.after(group, half)
             else:
                 self._places.queues.unplaced.append(half)
+
+    def _size(self, backlog: Backlog, row: int) -> int:
+        """Return the index of the smallest limit that holds a request (`Sort.size`)."""
+        limits, longest = self._limits.get(int(backlog.model[row]), []), int(backlog.longest[row])
+        return sum(longest > limit for limit in limits[:-1])
+
+    def take_over(self, cluster: Cluster, now: float) -> None:
+        """Go on with the requests that another planner has queued and sent."""
+        backlog, names = cluster.backlog, {cluster.code(name): name for name in cluster.instances}
+        self._places.models |= {code: name for name, code in cluster.codes.items()}
+        self._follow_fleet(cluster, now)
+        rows = backlog.rows()
+        for row in rows[np.argsort(backlog.serial[rows])].tolist():
+            if not backlog.sent[row]:
+                self._add(cluster, row)
+            elif (name := names.get(int(backlog.instance[row]))) is not None:
+                kind = self._groups.kind_of(backlog, row, self._size(backlog, row))
+                instance = cluster.instances[name]
+                blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
+                self._note_sent(backlog, row, kind, name, 0.0, blocks, now, full=False)
 
     def _joined(self, group: Group) -> None:
         """Note that a request has joined a group, which may be new."""
@@ -189,6 +209,8 @@ class Qlm(Planner):
                     warm[name] = ahead
         self._places.changed -= set(cluster.instances)
         self._judged.clear()
+        if not self.options.ranks:
+            self._rerank.clear()
         rerank = [Rerank(name, ranks) for name, ranks in self._rerank.items() if name in cluster.instances]
         self._rerank.clear()
         return Plan(send, rerank, swap, warm, final=True)
@@ -238,18 +260,24 @@ class Qlm(Planner):
         now: float,
         ahead: int,
     ) -> Send:
-        id, serial = str(backlog.keys[row]), int(backlog.serial[row])
         group.entries.popleft()
         full = 10 * (ahead + 1) >= 9 * instance.max_running
-        request = SentRequest(
-            id, serial, instance.id, group.kind, group.rank, blocks, float(backlog.due[row]), now, full
-        )
-        self._ungroup(serial)
+        id = self._note_sent(backlog, row, group.kind, instance.id, group.rank, blocks, now, full=full)
+        self._ungroup(int(backlog.serial[row]))
         if group.size:
             self._groups.refresh(group, backlog)
+        return Send(id, instance.id, group.rank if self.options.ranks else 0.0)
+
+    def _note_sent(
+        self, backlog: Backlog, row: int, kind: Kind, name: str, rank: float, blocks: int, now: float, *,
+        full: bool,
+    ) -> str:  # fmt: skip
+        """Take note that a request is inside an instance; return its id."""
+        id, due = str(backlog.keys[row]), float(backlog.due[row])
+        request = SentRequest(id, int(backlog.serial[row]), name, kind, rank, blocks, due, now, full)
         self._sent[id] = request
-        self._places.queues.inside[instance.id].add(request)
-        return Send(id, instance.id, group.rank)
+        self._places.queues.inside[name].add(request)
+        return id
 
     def _swap_to(self, cluster: Cluster, name: str) -> str | None:
         """Return the model to be swapped in: that of the head group, when nothing that runs is before it."""

@@ -6,9 +6,10 @@ of a machine that is shared: planners are compared by it. Load times are those t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from headway.bench.live.fleet import INSTANCES, MIX, RATE, TAIL
+from headway.bench.live.fleet import DURATION, INSTANCES, MIX, RATE, TAIL
+from headway.bench.load.mix import Mix, describe
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.errors import ConfigError
 from headway.forecast.latency import profiles
+from headway.forecast.latency.laws import Additive
 from headway.forecast.latency.profiles import FixedLatency
 from headway.recipes.registry import find
 from headway.sim.instance import InstanceSpec, Load
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload, concat, poisson, single
+from headway.sim.workload.traffic import Workload, concat, gamma, single
 from headway.types import Instance
 
 MODELS = ("smollm2", "smollm2-near", "smollm2-short")
@@ -43,12 +46,15 @@ class Trial:
 
     rate: arrivals per second, of all models. tail: share of them that asks for the last model.
     duration: seconds of arrivals.
+    slow: times as long as the latency profile's iterations.
     """
 
     systems: tuple[str, ...]
+    mix: Mix = MIX
     rate: float = RATE
     tail: float = TAIL
-    duration: float = 600.0
+    burstiness: float = 1.0
+    duration: float = DURATION
     max_running: int = 8
     seed: int = 0
     seeds: int = 5
@@ -61,15 +67,21 @@ class Trial:
         return [(1 - self.tail) / frequent] * frequent + [self.tail]
 
     def workload(self, seed: int) -> Workload:
-        """Return the requests of a seed."""
+        """Return the requests of a seed; prompts are equally likely of any length between their limits."""
         rng, parts = np.random.default_rng(seed), list[Workload]()
-        for tier in MIX.tiers:
+        at = gamma(self.rate, self.burstiness, self.duration, rng)
+        tiers = rng.choice(len(self.mix.tiers), at.size, p=self.mix.shares)
+        models = rng.choice(len(MODELS), at.size, p=self.shares)
+        for (t, tier), (m, model) in itertools.product(enumerate(self.mix.tiers), enumerate(MODELS)):
             assert tier.prompt_tokens is not None, "the fleet's classes have prompts within limits"
-            for model, share in zip(MODELS, self.shares, strict=True):
-                at = poisson(self.rate * tier.share * share, self.duration, rng)
-                prompt = rng.integers(*tier.prompt_tokens, at.size, endpoint=True)
-                more = {"slo": tier.slo, "priority": tier.priority, "tier": tier.name, "model": model}
-                parts.append(single(at, prompt, tier.max_tokens, **more))
+            mine = at[(tiers == t) & (models == m)]
+            prompt = rng.integers(*tier.prompt_tokens, mine.size, endpoint=True)
+            parts.append(
+                single(
+                    mine, prompt, tier.max_tokens, slo=tier.slo, priority=tier.priority, tier=tier.name,
+                    model=model,
+                )
+            )  # fmt: skip
         return concat(*parts).sorted()
 
     def instances(self) -> list[InstanceSpec]:
@@ -85,7 +97,7 @@ class Trial:
         file = profiles.load(_PROFILE)
         assert file.kv_tokens is not None, "the built-in profile has it"
         factor = self.slow * (_SHORT if model == MODELS[-1] else 1.0)
-        law = type(file.law)(**{name: factor * value for name, value in asdict(file.law).items()})
+        law = Additive(*(factor * file.coefficients()).tolist())
         alike = frozenset(MODELS[:-1]) if model != MODELS[-1] else frozenset[str]()
         blocks = file.kv_tokens // file.block_size
         return InstanceSpec(
@@ -131,13 +143,13 @@ def run(system: str, trial: Trial, seed: int) -> dict[tuple[str, str], float]:
 def _figures(work: Workload, outcome: Outcome) -> Iterator[tuple[tuple[str, str], float]]:
     took = outcome.end - work.arrival
     met, tier, model = took <= work.e2e, np.array(work.tiers)[work.tier], np.array(work.models)[work.model]
-    parts = {name: tier == name for name in ("fast", "batch")} | {"all": tier != ""}
-    parts |= {name: model == name for name in MODELS}
-    for name, rows in parts.items():
+    classes = {name: tier == name for name in work.tiers} | {"all": tier != ""}
+    for name, rows in (classes | {name: model == name for name in work.models}).items():
         if rows.any():
             yield ("attainment", name), 100 * float(met[rows].mean())
-    for name in ("fast", "batch", "all"):
-        yield ("e2el.p99", name), float(np.quantile(took[parts[name]], 0.99))
+    for name, rows in classes.items():
+        if rows.any():
+            yield ("e2el.p99", name), float(np.quantile(took[rows], 0.99))
     yield ("throughput.req_per_s", "all"), len(work) / float(outcome.end.max())
     yield ("swaps", "in_place"), float(outcome.swaps - outcome.restarts)
     yield ("swaps", "restart"), float(outcome.restarts)
@@ -159,8 +171,8 @@ def build(
         lines.append(line)
     title = f"Several models on two instances ({SIMULATED})"
     workload = (
-        f"{SIMULATED}: {trial.rate:g} req/s, Poisson, for {trial.duration:g} s, {trial.tail:.0%} of them for "
-        f"{MODELS[-1]}; 60 % fast (32 tokens out, due in 20 s), 40 % batch (64 tokens out, due in 240 s); "
+        f"{SIMULATED}: {describe(trial.mix)}; {trial.rate:g} req/s for {trial.duration:g} s, burstiness "
+        f"{trial.burstiness:g}, {trial.tail:.0%} of them for {MODELS[-1]}; "
         f"two engines, {trial.slow:g} times as slow as {_PROFILE}, batch limit {trial.max_running}; loads "
         f"take {_IN_PLACE:g} s in place, {_RESTART:g} s otherwise; means over {trial.seeds} seeds."
     )
