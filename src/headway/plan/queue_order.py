@@ -107,7 +107,7 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
         elif swapped:
             ahead += p.leave[i]
         elif displaced and ahead + p.share[g, i] > p.room[g, i]:
-            ahead += p.evict[i]
+            ahead += p.evict[i] * min((ahead + p.share[g, i] - p.room[g, i]) / p.share[g, i], 1.0)
         seen[1, i], seen[2, i] = base, ahead
         first, spread = base + max(ahead - p.room[g, i], 0.0), np.sqrt(variance)
         ahead += p.share[g, i]
