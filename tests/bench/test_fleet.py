@@ -135,7 +135,7 @@ def test_recipes_that_do_not_swap_are_refused(systems: tuple[str, ...], hint: st
 
 
 def test_standard_systems_swap() -> None:
-    assert set(fleet.standard()) <= set(fleet.swapping())
+    assert set(fleet.SYSTEMS) <= set(fleet.swapping())
 
 
 def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[str, str], float | None]:

@@ -93,6 +93,23 @@ def test_the_cost_of_an_order_by_hand() -> None:
     assert cost == pytest.approx(10 * WAITING * 10 + 5 * (sum(LATE) + TARDY * 10 + WAITING * 22))
 
 
+def test_what_a_swap_costs_depends_on_both_models() -> None:
+    p = problem([1, 1, 1], [0, 1, 2], [1000.0] * 3, finish=0.0)
+    seconds = np.array([[[0.0, 3.0, 50.0], [2.0, 0.0, 40.0], [30.0, 30.0, 0.0], [7.0, 8.0, 9.0]]])
+    p = p._replace(swap=seconds, away=0.1)
+
+    def begins(order: list[int], loaded: int = 0) -> tuple[list[float], float]:
+        placed, seen = order_of([order], 3), np.zeros((3, 3))
+        cost = outlook_of_all(p._replace(loaded=np.array([loaded])), placed.items, placed.length, seen)
+        return [float(seen[1, i]) for i in order], float(cost)
+
+    assert begins([0, 1, 2])[0] == [0.0, 1 + 3, 1 + 3 + 1 + 40]
+    assert begins([1, 0, 2])[0] == [3.0, 3 + 1 + 2, 3 + 1 + 2 + 1 + 50]
+    assert begins([1, 0, 2], loaded=-1)[0][0] == 8.0
+    assert begins([2, 1, 0])[1] > begins([1, 0, 2])[1] > begins([0, 1, 2])[1], "requests come meanwhile"
+    assert begins([0])[1] == pytest.approx(WAITING * 1.0)
+
+
 def test_a_batch_with_room_starts_at_once() -> None:
     p = problem([4, 4], [0, 0], [100.0, 100.0], room=6.0)
     order, seen = order_of([[0, 1]], 2), np.zeros((3, 2))

@@ -18,7 +18,7 @@ import numpy as np
 from rich.progress import Progress
 
 from headway.bench.live.fleet import DURATION, INSTANCES, MIX, RATE, TAIL
-from headway.bench.load.mix import Mix, describe
+from headway.bench.load.mix import Mix, format_slo
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.errors import ConfigError
 from headway.forecast.latency import profiles
@@ -171,13 +171,23 @@ def build(
         lines.append(line)
     title = f"Several models on two instances ({SIMULATED})"
     workload = (
-        f"{SIMULATED}: {describe(trial.mix)}; {trial.rate:g} req/s for {trial.duration:g} s, burstiness "
+        f"{SIMULATED}: {_classes(trial.mix)}; {trial.rate:g} req/s for {trial.duration:g} s, burstiness "
         f"{trial.burstiness:g}, {trial.tail:.0%} of them for {MODELS[-1]}; "
         f"two engines, {trial.slow:g} times as slow as {_PROFILE}, batch limit {trial.max_running}; loads "
         f"take {_IN_PLACE:g} s in place, {_RESTART:g} s otherwise; means over {trial.seeds} seeds."
     )
     grid = Grid(["figure", "setting", *found], [lines], tuple(found))
     return Report("fleet", "sim", title, rows, seconds, About(workload, trial.seed), grid)
+
+
+def _classes(mix: Mix) -> str:
+    """Return shares, prompts, answers and SLOs of the classes."""
+    return ", ".join(
+        f"{share:.0%} {tier.name} ({tier.prompt_tokens[0]} to {tier.prompt_tokens[1]} tokens in, "
+        f"{tier.max_tokens} out, {format_slo(tier.slo)})"
+        for share, tier in zip(mix.shares, mix.tiers, strict=True)
+        if tier.prompt_tokens is not None
+    )
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
