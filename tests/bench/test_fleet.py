@@ -16,8 +16,11 @@ from headway.bench.live import fleet
 from headway.bench.live.fleet import Run, Served, State, Trial, Watched, total
 from headway.bench.live.fleet_report import main, rows_of
 from headway.bench.load import mix
+from headway.bench.simulate import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
 from headway.errors import ConfigError
+from headway.recipes.registry import find
+from headway.sim.instance import SimulatedInstance
 from headway.types import Slo
 from tests.serve.gateway import serving
 from tests.serve.swapping import make_model, use_fake_engines
@@ -136,6 +139,30 @@ def test_recipes_that_do_not_swap_are_refused(systems: tuple[str, ...], hint: st
 
 def test_standard_systems_swap() -> None:
     assert set(fleet.SYSTEMS) <= set(fleet.swapping())
+
+
+def test_a_simulated_fleet_has_the_same_classes_and_models(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trial = virtual.Trial(("edf-model-swap", "qlm"), duration=60.0, tail=0.3, seeds=3)
+    virtual.main(trial, quick=True, as_json=True, out=tmp_path)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["bench"], result["host"]) == ("fleet", "sim")
+    rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
+    for system in trial.systems:
+        settings = {setting for id, name, setting in rows if (id, name) == ("attainment", system)}
+        assert settings == {"fast", "batch", "all", *virtual.MODELS}
+        assert rows["swaps", system, "restart"] > 0
+    assert (tmp_path / "attainment.png").stat().st_size > 1000
+    ways = {
+        (before, one.model): one.seconds(before, warm=True)
+        for spec in trial.instances()
+        for one in SimulatedInstance(spec, find("qlm")).instance().loadable
+        for before in virtual.MODELS[:2]
+    }
+    assert ways["smollm2", "smollm2-near"] < 1 < ways["smollm2", "smollm2-short"]
+    with pytest.raises(ConfigError, match="never swaps"):
+        virtual.check(("vllm",))
 
 
 def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[str, str], float | None]:
