@@ -182,13 +182,11 @@ class Backlog(Table):
 class Loadable:
     """A model that an instance can load in the place of another one.
 
-    cold_s: seconds until it serves when the weights are on disk, after a model that is not in `in_place_of`.
-    warm_s: the same when they are in host memory.
+    cold_s, warm_s: seconds until it serves when the weights are on disk, and in host memory.
     limit: tokens that one request may then have.
     latency: forecast seconds of an iteration, None = not known.
     kv_tokens: that its KV then holds, 0 = as many as now.
-    in_place_of: models whose weights it replaces in the running engine.
-    in_place_cold_s, in_place_warm_s: seconds until it serves after one of these.
+    in_place_of: models whose weights it replaces in the running engine; it then takes `in_place_*_s`.
     """
 
     model: str
@@ -200,12 +198,6 @@ class Loadable:
     in_place_of: frozenset[str] = frozenset()
     in_place_cold_s: float = 0.0
     in_place_warm_s: float = 0.0
-
-    def seconds(self, before: str, warm: bool) -> float:
-        """Return the seconds until it serves, after this model. warm: its weights are in host memory."""
-        if before in self.in_place_of:
-            return self.in_place_warm_s if warm else self.in_place_cold_s
-        return self.warm_s if warm else self.cold_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +237,6 @@ class Instance:
     def can_load(self, model: str) -> bool:
         """Tell whether a `Swap` to this model is possible."""
         return any(other.model == model for other in self.loadable)
-
-    def load_seconds(self, model: str, before: str) -> float:
-        """Return the seconds until a model serves that is loaded after another one, inf = it cannot be."""
-        for other in (*self.loadable, self.loaded):
-            if other is not None and other.model == model:
-                return other.seconds(before, model in self.warm)
-        return math.inf
 
 
 @dataclass(frozen=True, slots=True)

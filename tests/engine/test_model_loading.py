@@ -30,6 +30,7 @@ from headway.errors import ConfigError, EngineError
 from headway.events import Event, InstanceUp, Swapped
 from headway.models.compare import difference, weight_bytes
 from headway.models.variants import vary
+from headway.plan.estimator import load_seconds
 from headway.serve.main import preflight
 from headway.types import Instance
 
@@ -200,12 +201,12 @@ def test_what_a_load_takes_is_told_by_the_model_before(tmp_path: Path) -> None:
     assert {one.model: set(one.in_place_of) for one in (*told.loadable, told.loaded) if one} == {
         "a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c"},
     }  # fmt: skip
-    seconds = {(m, before): told.load_seconds(m, before) for m in "abcd" for before in "abcd" if m != before}
+    seconds = {(m, before): load_seconds(told, m, before) for m in "abcd" for before in "abcd" if m != before}
     assert {pair for pair, each in seconds.items() if each < 1} == {
         ("a", "b"), ("b", "a"), ("c", "d"), ("d", "c"),
     }  # fmt: skip
     assert all(each < 1 or each >= 45.0 for each in seconds.values())
-    assert told.load_seconds("e", "a") == math.inf
+    assert load_seconds(told, "e", "a") == math.inf
     assert EngineModels(Engine(model=paths[0])).announce(told).loaded is None
 
 

@@ -20,7 +20,7 @@ from headway.core.cluster import Cluster
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.forecast.latency.online import OnlineLatency
 from headway.plan import plan_generator as generator
-from headway.plan.estimator import Normal, fleet_of
+from headway.plan.estimator import Normal, fleet_of, load_seconds
 from headway.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
 from headway.plan.group_queues import Item
 from headway.plan.groups import Group, Kind, RequestGroups, Sort, centres_of
@@ -299,7 +299,7 @@ class Qlm(Planner):
         if self.options.orders != "planned" or self._judged.get(name) == model:
             return False
         instance = cluster.instances[name]
-        return instance.load_seconds(model, instance.model) > self.options.period
+        return load_seconds(instance, model, instance.model) > self.options.period
 
     def _to_warm(self, cluster: Cluster, name: str) -> str | None:
         """Return the next model of a virtual queue that is not in host memory (model warm start)."""

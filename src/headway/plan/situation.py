@@ -12,7 +12,7 @@ import numpy as np
 
 from headway.core.cluster import Cluster
 from headway.forecast.completion import Pace
-from headway.plan.estimator import Estimator, Serving, fleet_of, holds, limit_of
+from headway.plan.estimator import Estimator, Serving, fleet_of, holds, limit_of, load_seconds
 from headway.plan.group_queues import GroupQueues, Item
 from headway.plan.groups import Group, Kind
 from headway.plan.occupancy import Occupancy
@@ -251,7 +251,7 @@ class _Builder:
             seconds = 0.0
             if target != instance.model:
                 since = self.placed.loading.get(instance.id, self.now)
-                seconds = instance.load_seconds(target, instance.model) - (self.now - since)
+                seconds = load_seconds(instance, target, instance.model) - (self.now - since)
             out.append(max(seconds, 0.0))
         return np.array(out, float)
 
@@ -261,7 +261,7 @@ class _Builder:
         for g, instance in enumerate(self.fleet):
             _, loaded = self.cluster.loading.get(instance.id, (instance, instance.model))
             for m, before in enumerate((*self.models, loaded)):
-                out[g, m] = [instance.load_seconds(model, before) for model in self.models]
+                out[g, m] = [load_seconds(instance, model, before) for model in self.models]
         return out
 
 

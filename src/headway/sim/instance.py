@@ -18,6 +18,7 @@ from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
+from headway.plan.estimator import load_seconds
 from headway.ports import LatencyModel, Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.event_queue import Timer
@@ -284,12 +285,7 @@ class SimulatedInstance:
 
     def load_seconds(self, model: str) -> float:
         """Return the seconds that loading a model takes now."""
-        before = self.variant.instance.model
-        return _loadable(self.variants[model]).seconds(before, model in self.memory.held)
-
-    def loads_in_place(self, model: str) -> bool:
-        """Tell whether a model is loaded in the running engine."""
-        return self.variant.instance.model in _load(self.variants[model]).in_place_of
+        return load_seconds(self.instance(), model, self.variant.instance.model)
 
     def warm_seconds(self, model: str) -> float:
         """Return the seconds that bring a model's weights from disk into host memory."""
