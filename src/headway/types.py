@@ -183,13 +183,13 @@ class Backlog(Table):
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """A model that an instance can load in place of the one it serves.
+    """A model that an instance can load in the place of another one.
 
-    cold_s: seconds until it serves when the weights are on disk.
-    warm_s: the same when they are in host memory.
+    cold_s, warm_s: seconds until it serves when the weights are on disk, and in host memory.
     limit: tokens that one request may then have.
     latency: forecast seconds of an iteration, None = not known.
     kv_tokens: that its KV then holds, 0 = as many as now.
+    in_place_of: models whose weights it replaces in the running engine; it then takes `in_place_*_s`.
     """
 
     model: str
@@ -198,6 +198,9 @@ class Loadable:
     limit: int
     latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
     kv_tokens: int = 0
+    in_place_of: frozenset[str] = frozenset()
+    in_place_cold_s: float = 0.0
+    in_place_warm_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,7 @@ class Instance:
     loadable: what it can serve instead, after a `Swap`.
     warm: models whose weights are in its host memory.
     latency: forecast seconds of an iteration, None = not known.
+    loaded: its model as one that it can load again after another; None = it cannot load any.
     """
 
     id: str
@@ -221,6 +225,7 @@ class Instance:
     loadable: tuple[Loadable, ...] = ()
     warm: tuple[str, ...] = ()
     latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
+    loaded: Loadable | None = None
 
     @property
     def window(self) -> int:

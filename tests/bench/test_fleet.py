@@ -16,8 +16,12 @@ from headway.bench.live import fleet
 from headway.bench.live.fleet import Run, Served, State, Trial, Watched, total
 from headway.bench.live.fleet_report import main, rows_of
 from headway.bench.load import mix
+from headway.bench.simulate import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
 from headway.errors import ConfigError
+from headway.plan.estimator import load_seconds
+from headway.recipes.registry import find
+from headway.sim.instance import SimulatedInstance
 from headway.types import Slo
 from tests.serve.gateway import serving
 from tests.serve.swapping import make_model, use_fake_engines
@@ -135,7 +139,29 @@ def test_recipes_that_do_not_swap_are_refused(systems: tuple[str, ...], hint: st
 
 
 def test_standard_systems_swap() -> None:
-    assert set(fleet.standard()) <= set(fleet.swapping())
+    assert set(fleet.SYSTEMS) <= set(fleet.swapping())
+
+
+def test_a_simulated_fleet_has_the_same_classes_and_models(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trial = virtual.Trial(("edf-model-swap", "qlm"), duration=60.0, tail=0.3, seeds=3)
+    virtual.main(trial, quick=True, as_json=True, out=tmp_path)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["bench"], result["host"]) == ("fleet", "sim")
+    rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
+    for system in trial.systems:
+        settings = {setting for id, name, setting in rows if (id, name) == ("attainment", system)}
+        assert settings == {"fast", "batch", "all", *virtual.MODELS}
+        assert rows["swaps", system, "restart"] > 0
+    assert (tmp_path / "attainment.png").stat().st_size > 1000
+    told = [SimulatedInstance(spec, find("qlm")).instance() for spec in trial.instances()]
+    ways = {
+        (one.model, model): load_seconds(one, model, one.model) for one in told for model in virtual.MODELS
+    }
+    assert ways["smollm2", "smollm2-near"] < 1 < ways["smollm2", "smollm2-short"]
+    with pytest.raises(ConfigError, match="never swaps"):
+        virtual.check(("vllm",))
 
 
 def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[str, str], float | None]:

@@ -24,6 +24,7 @@ from headway.engines.simulated.engine import SimulatedEngine
 from headway.events import Arrived, Event, Finished, InstanceUp, Started
 from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.lengths.task import TaskLengths
+from headway.plan.by_fleet import ByFleet
 from headway.plan.ordered import Ordered
 from headway.recipes.registry import RECIPES
 from headway.types import Instance, Request, Send, Slo
@@ -138,6 +139,8 @@ def decisions(recipe: str) -> list[str]:
         engines[name] = Stepper(engine, latency)
     requests = workload()
     order = policy.planner()
+    if isinstance(order, ByFleet):
+        order = order.still  # this fleet cannot load other models
     assert isinstance(order, Ordered)
     pulling = Ordered(order.kind, order.displaces)  # the logs are of queues that pull, bros's too
     replay = Replay(Controller(pulling, TaskLengths(prior=32)), engines, {r.id: n for r, n in requests})

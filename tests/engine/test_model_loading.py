@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from headway.errors import ConfigError, EngineError
 from headway.events import Event, InstanceUp, Swapped
 from headway.models.compare import difference, weight_bytes
 from headway.models.variants import vary
+from headway.plan.estimator import load_seconds
 from headway.serve.main import preflight
 from headway.types import Instance
 
@@ -185,6 +187,27 @@ def test_a_model_that_fails_is_offered_later_and_then_given_up(tmp_path: Path) -
     now[0] += 10 * sum(RETRY_AFTER)
     assert (offered(), models.next_offer) == ([], None)
     assert "It broke." in str(models.unavailable("b"))
+
+
+def test_what_a_load_takes_is_told_by_the_model_before(tmp_path: Path) -> None:
+    """a and b have one shape, c and d another one: in place within each pair, by a restart across."""
+    paths = [str(model(tmp_path, name, layers=1 + (name in "cd"))) for name in "abcd"]
+    models = EngineModels(Engine(model=paths[0], models=tuple(paths[1:])), lambda: 0.0)
+    models.survey()
+    for name in "abcd":
+        models.times.loaded(name, "restart", False, 0, 45.0)
+        models.times.loaded(name, "in_place", False, 0, 0.5)
+    told = models.announce(Instance("e0", "a", 8, 100, 16, 1024))
+    assert {one.model: set(one.in_place_of) for one in (*told.loadable, told.loaded) if one} == {
+        "a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c"},
+    }  # fmt: skip
+    seconds = {(m, before): load_seconds(told, m, before) for m in "abcd" for before in "abcd" if m != before}
+    assert {pair for pair, each in seconds.items() if each < 1} == {
+        ("a", "b"), ("b", "a"), ("c", "d"), ("d", "c"),
+    }  # fmt: skip
+    assert all(each < 1 or each >= 45.0 for each in seconds.values())
+    assert load_seconds(told, "e", "a") == math.inf
+    assert EngineModels(Engine(model=paths[0])).announce(told).loaded is None
 
 
 # ---- configuration

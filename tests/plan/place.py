@@ -9,7 +9,7 @@ import numpy as np
 from headway.core.controller import Controller
 from headway.events import Arrived, Finished, InstanceUp
 from headway.ports import Planner
-from headway.types import Command, Forecast, Instance, Reject, Request, Send
+from headway.types import Command, Forecast, Instance, Loadable, Reject, Request, Send
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Known:
 def instance(
     id: str, running: int = 4, *, model: str = "m", blocks: int = 10_000, **more: object
 ) -> Instance:
+    if more.get("loadable"):
+        more = {"loaded": Loadable(model, 10.0, 1.0, 4096), **more}
     return Instance(id, model, running, blocks, 16, 4096, **more)  # type: ignore[arg-type]
 
 

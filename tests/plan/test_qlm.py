@@ -95,6 +95,31 @@ def test_a_model_is_swapped_in_when_what_runs_has_drained() -> None:
     assert "r1" in place.inside
 
 
+def test_a_swap_that_takes_long_is_judged_by_the_queue_of_its_moment() -> None:
+    place = Place(Qlm(), instance("e0", model="m", loadable=loads("n")))
+    place.come(ask("n0", model="n", slo=soon(100.0)))
+    assert place.inside == {}, "the plan generator has not answered yet"
+    work = place.core.deliberate(1.0)
+    assert work is not None
+    assert of(place.note(place.core.conclude(work(), 1.0)), Swap) == [Swap("e0", "n")]
+    quick = Place(Qlm(), instance("e0", model="m", loadable=loads("n", cold=0.5)))
+    assert of(quick.come(ask("n0", model="n", slo=soon(100.0))), Swap) == [Swap("e0", "n")]
+
+
+def test_a_hopeless_request_of_a_rare_model_does_not_empty_an_instance() -> None:
+    """A restart would cost more requests of the frequent model, which go on coming, than it saves."""
+
+    def swaps(frequent: float) -> int:
+        times = np.arange(0.0, 40.0, 1 / frequent)
+        work = together(
+            arriving(*times.tolist(), model="a", slo=soon(20.0)), arriving(30.0, model="b", slo=soon(5.0))
+        )
+        return Simulation(find("qlm"), [machine("e0", "a", "b", cold=10.0)], work, until=40.0).run().swaps
+
+    assert swaps(0.05) == 1
+    assert swaps(4.0) == 0
+
+
 def test_an_idle_instance_swaps_at_once() -> None:
     place = Planned(Qlm(), instance("e0", model="m", loadable=loads("n")))
     assert of(place.come(ask("r0", model="n")), Swap) == [Swap("e0", "n")]
@@ -254,7 +279,7 @@ def nodes(seed: int, models: tuple[str, ...]) -> list:  # type: ignore[type-arg]
 
 
 @settings(deadline=None, max_examples=12)
-@given(st.integers(0, 100_000), st.sampled_from(sorted(QLM)), st.integers(1, 3), st.booleans())
+@given(st.integers(0, 100_000), st.sampled_from([*sorted(QLM), "headway"]), st.integers(1, 3), st.booleans())
 def test_every_request_ends(seed: int, recipe: str, models: int, thinks: bool) -> None:
     names, rng = ("a", "b", "c")[:models], np.random.default_rng(seed)
     traffic = random_traffic(seed, names, int(rng.integers(5, 60)), float(rng.uniform(1, 40)))

@@ -41,8 +41,8 @@ def problem(
     return PlanProblem(
         np.array(size), np.array(model), np.full(items, -1), share, every * np.array(size) * spread**2,
         every * room, every * finish, last, last, np.zeros(items), np.zeros(items), np.array(loaded),
-        np.zeros(instances), np.full((instances, max(model) + 1), swap),
-        z * np.linspace(0.0, 1.0, len(LEVELS)),
+        np.zeros(instances), np.full((instances, max(model) + 2, max(model) + 1), swap),
+        z * np.linspace(0.0, 1.0, len(LEVELS)), 0.0,
     )  # fmt: skip
 
 
@@ -60,6 +60,8 @@ def drawn(seed: int, items: int, instances: int, z: float = 0.0) -> PlanProblem:
         share=plain.share * speed,
         last=plain.last + rng.uniform(0, 10, items),
         ready=rng.uniform(0, 3, instances),
+        away=float(rng.uniform(0, 0.1)),
+        swap=plain.swap * rng.uniform(0.1, 3.0, plain.swap.shape),
     )
 
 
@@ -91,6 +93,23 @@ def test_the_cost_of_an_order_by_hand() -> None:
     assert cost == pytest.approx(10 * WAITING * 10 + 5 * (sum(LATE) + TARDY * 10 + WAITING * 22))
 
 
+def test_what_a_swap_costs_depends_on_both_models() -> None:
+    p = problem([1, 1, 1], [0, 1, 2], [1000.0] * 3, finish=0.0)
+    seconds = np.array([[[0.0, 3.0, 50.0], [2.0, 0.0, 40.0], [30.0, 30.0, 0.0], [7.0, 8.0, 9.0]]])
+    p = p._replace(swap=seconds, away=0.1)
+
+    def begins(order: list[int], loaded: int = 0) -> tuple[list[float], float]:
+        placed, seen = order_of([order], 3), np.zeros((3, 3))
+        cost = outlook_of_all(p._replace(loaded=np.array([loaded])), placed.items, placed.length, seen)
+        return [float(seen[1, i]) for i in order], float(cost)
+
+    assert begins([0, 1, 2])[0] == [0.0, 1 + 3, 1 + 3 + 1 + 40]
+    assert begins([1, 0, 2])[0] == [3.0, 3 + 1 + 2, 3 + 1 + 2 + 1 + 50]
+    assert begins([1, 0, 2], loaded=-1)[0][0] == 8.0
+    assert begins([2, 1, 0])[1] > begins([1, 0, 2])[1] > begins([0, 1, 2])[1], "requests come meanwhile"
+    assert begins([0])[1] == pytest.approx(WAITING * 1.0)
+
+
 def test_a_batch_with_room_starts_at_once() -> None:
     p = problem([4, 4], [0, 0], [100.0, 100.0], room=6.0)
     order, seen = order_of([[0, 1]], 2), np.zeros((3, 2))
@@ -113,7 +132,8 @@ def test_what_runs_is_displaced_at_a_price() -> None:
     outlook_of_all(p, before.items, before.length, seen)
     assert seen[0, 0] == -100.0
     outlook_of_all(p, after.items, after.length, seen)
-    assert seen[0, 0] == 4.0 + 3.0 + 4.0 - 5.0 - 100.0
+    # Of its 4 seconds 3 do not fit beside the other group.
+    assert seen[0, 0] == 4.0 + 3.0 * 3 / 4 + 4.0 - 5.0 - 100.0
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -182,8 +202,8 @@ def test_a_new_group_goes_where_it_costs_least(seed: int, placed: int, instances
 
 def test_an_instance_that_cannot_load_a_model_gets_none_of_it() -> None:
     p = problem([1, 1], [0, 1], [10.0, 10.0], loaded=(0, 1))
-    p = p._replace(swap=np.full((2, 2), np.inf))
+    p = p._replace(swap=np.full((2, 3, 2), np.inf))
     order, _ = searched(p)
     assert (order.queue(0), order.queue(1)) == ([0], [1])
-    alone = p._replace(loaded=np.array([0]), swap=np.full((1, 2), np.inf))
+    alone = p._replace(loaded=np.array([0]), swap=np.full((1, 3, 2), np.inf))
     assert best_place(alone, *order_of([[]], 2), 1) == (-1, 0)

@@ -19,6 +19,8 @@ from headway.bench.options import (
     Endpoint,
     FleetQuick,
     FleetRate,
+    FleetSeeds,
+    FleetSimulated,
     HostKv,
     Json,
     Kill,
@@ -264,6 +266,8 @@ def fleet(
     duration: Duration = 600.0,
     max_running: MaxRunning = 8,
     kill: Kill = False,
+    simulated: FleetSimulated = False,
+    seeds: FleetSeeds = 5,
     quick: FleetQuick = False,
     as_json: Json = False,
     seed: Seed = 0,
@@ -278,7 +282,15 @@ def fleet(
     from headway.bench.live.fleet_report import main
 
     mix = _with_slos(live.MIX, slo)
-    names = live.standard() if systems is None else _names(systems)
+    names = live.SYSTEMS if systems is None else _names(systems)
+    if simulated:
+        from headway.bench.simulate import fleet as virtual
+
+        if kill:
+            raise ConfigError("No engine is killed in a simulated fleet.", "Leave out --kill or --simulated.")
+        setting = virtual.Trial(names, mix, rate, tail, burstiness, duration, max_running, seed, seeds)
+        virtual.main(setting, quick=quick, as_json=as_json, out=out)
+        return
     trial = live.Trial(
         live.make_models(model), names, mix, rate, tail, burstiness, duration, max_running, kill, seed
     )

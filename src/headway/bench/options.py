@@ -82,6 +82,10 @@ Tail = Annotated[
     float, typer.Option(min=0, max=1, help="Share of the requests that asks for the rare model.")
 ]
 Kill = Annotated[bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")]
+FleetSimulated = Annotated[
+    bool, typer.Option("--simulated", help="In virtual time (SIMULATED), without engines; means over seeds.")
+]
+FleetSeeds = Annotated[int, typer.Option(min=1, help="With --simulated: seeds, from --seed on.")]
 FleetQuick = Annotated[
     bool,
     typer.Option(

@@ -107,8 +107,28 @@ def fleet_of(cluster: Cluster) -> list[Instance]:
     return [*cluster.instances.values(), *(instance for instance, _ in cluster.loading.values())]
 
 
+def load_seconds(instance: Instance, model: str, before: str) -> float:
+    """Return the seconds until a model serves that an instance loads after another one, inf = it cannot."""
+    for one in (*instance.loadable, instance.loaded):
+        if one is not None and one.model == model:
+            warm = model in instance.warm
+            if before in one.in_place_of:
+                return one.in_place_warm_s if warm else one.in_place_cold_s
+            return one.warm_s if warm else one.cold_s
+    return math.inf
+
+
 def limit_of(instance: Instance, model: str) -> int:
     """Return the tokens of a model's longest request that an instance can hold, 0 = it has no such model."""
     if instance.model == model:
         return instance.limit
     return max((other.limit for other in instance.loadable if other.model == model), default=0)
+
+
+def holds(instance: Instance, model: str, longest: int, most: int) -> bool:
+    """Tell whether an instance can serve requests so long: all tokens fit, or no other instance is larger.
+
+    most: the largest `limit_of` of the fleet.
+    """
+    here = limit_of(instance, model)
+    return 0 < here >= min(longest, most)

@@ -8,11 +8,11 @@ from typing import Literal
 
 from headway.core.cluster import Cluster
 from headway.core.pseudo_random import below, seeded
-from headway.plan.estimator import Estimator, fleet_of, limit_of
-from headway.plan.group_queues import GroupQueues
+from headway.plan.estimator import fleet_of, holds, limit_of
+from headway.plan.group_queues import Item
 from headway.plan.groups import Group
-from headway.plan.plan_generator import Item, Situation, describe
 from headway.plan.queue_order import best_place, insert
+from headway.plan.situation import Placed, describe
 from headway.types import Instance
 
 
@@ -25,6 +25,7 @@ class QlmOptions:
     exact: items up to which it solves the stochastic program by HiGHS, within `time_limit` seconds.
     stay: a model stays loaded for this many times the seconds that its swap took, while it has work.
     evicts, warms: the LSOs of that name.
+    ranks: inside an engine requests run by the rank of their group; else its packer decides.
     places: how a new group gets its instance: where it costs least, at random, or in turn. Only the first
         moves it later.
     orders: by the plan generator, or by deadline (with model swaps wherever that order has them).
@@ -37,25 +38,20 @@ class QlmOptions:
     stay: float = 10.0
     evicts: bool = True
     warms: bool = True
+    ranks: bool = True
     places: Literal["planned", "random", "in turn"] = "planned"
     orders: Literal["planned", "deadline"] = "planned"
 
 
-class GroupPlacement:
+class GroupPlacement(Placed):
     """The virtual queues of a fleet, and which of them a group goes to.
 
-    models: code -> name of a model. loading: instance in a model swap -> when that began. stays: instance ->
-    until when its model is not swapped out under what runs. changed: instances whose queue or contents have
-    changed since the last plan.
+    changed: instances whose queue or contents have changed since the last plan.
     """
 
     def __init__(self, options: QlmOptions) -> None:
+        super().__init__(pinned=options.places != "planned", evicts=options.evicts)
         self.options = options
-        self.estimator = Estimator()
-        self.queues = GroupQueues()
-        self.models: dict[int, str] = {}
-        self.loading: dict[str, float] = {}
-        self.stays: dict[str, float] = {}
         self.changed: set[str] = set()
         self._turn = 0
         self._random = seeded(0)
@@ -84,7 +80,9 @@ class GroupPlacement:
     def _put(self, cluster: Cluster, group: Group) -> bool:
         """Put a group where nothing needs to be compared; tell whether there is such a place."""
         model = self.model(group)
-        names = [one.id for one in fleet_of(cluster) if _holds(cluster, one, model, group)]
+        fleet = fleet_of(cluster)
+        most = max((limit_of(one, model) for one in fleet), default=0)
+        names = [one.id for one in fleet if holds(one, model, group.longest, most)]
         if not names:
             return False
         if self.options.places == "planned":
@@ -137,7 +135,7 @@ class GroupPlacement:
 
     def _put_where_it_costs_least(self, cluster: Cluster, groups: list[Group], now: float) -> None:
         """Put groups, one after the other, where each costs least; those that have no place stay without."""
-        situation = self.describe(cluster, now, groups)
+        situation = describe(self, cluster, now, groups)
         items, length = situation.order
         for i, group in enumerate(groups, len(situation.items) - len(groups)):
             g, at = best_place(situation.problem, items, length, i)
@@ -160,23 +158,10 @@ class GroupPlacement:
         models = {self.model(group) for queue in queues.values() for group in queue}
         return any(model == one.model or one.can_load(model) for one in idle for model in models)
 
-    def describe(self, cluster: Cluster, now: float, unplaced: list[Group]) -> Situation:
-        options = self.options
-        return describe(
-            self.estimator, cluster, now, self.queues.queues, unplaced, self.queues.inside, self.loading,
-            self.models, self.stays, pinned=options.places != "planned", evicts=options.evicts,
-        )  # fmt: skip
-
 
 def served_by(instance: Instance) -> list[tuple[str, int]]:
     """Return (model, tokens of the longest request) of what an instance has or can load."""
     return [(instance.model, instance.limit), *((other.model, other.limit) for other in instance.loadable)]
-
-
-def _holds(cluster: Cluster, instance: Instance, model: str, group: Group) -> bool:
-    """Tell whether an instance can serve a group: all its tokens fit, or no other instance is larger."""
-    here, most = limit_of(instance, model), max(limit_of(one, model) for one in fleet_of(cluster))
-    return 0 < here >= min(group.longest, most)
 
 
 def serves(cluster: Cluster, name: str, model: str) -> bool:

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from headway.plan.groups import Group
+from headway.plan.groups import Group, Kind
 from headway.plan.occupancy import Occupancy, SentRequest
-from headway.plan.plan_generator import Item
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A queued group, or what runs of one kind on one instance; `plan/queue_order.py` orders both.
+
+    group: None = it runs already.
+    """
+
+    kind: Kind
+    size: int
+    group: Group | None = None
+    instance: int = -1
 
 
 class GroupQueues:

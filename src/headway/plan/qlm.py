@@ -14,16 +14,20 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from headway.core.cluster import Cluster
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.forecast.latency.online import OnlineLatency
 from headway.plan import plan_generator as generator
-from headway.plan.estimator import Normal, fleet_of
+from headway.plan.estimator import Normal, fleet_of, load_seconds
 from headway.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
-from headway.plan.groups import Group, RequestGroups, Sort, centres_of
+from headway.plan.group_queues import Item
+from headway.plan.groups import Group, Kind, RequestGroups, Sort, centres_of
 from headway.plan.occupancy import SentRequest
-from headway.plan.plan_generator import Item, Shortage, Situation
+from headway.plan.plan_generator import Shortage
 from headway.plan.queue_order import QueueOrder
+from headway.plan.situation import Situation, describe
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
 
@@ -31,10 +35,14 @@ _UPCOMING = 2  # models further back on a virtual queue that are brought into ho
 
 
 class Generated(NamedTuple):
-    """What the plan generator has worked out: a better order (None = there is none), and new kinds."""
+    """What the plan generator has worked out: a better order (None = there is none), and new kinds.
+
+    due: the swaps that it was asked about, by instance.
+    """
 
     situation: Situation
     order: QueueOrder | None
+    due: dict[str, str]
     centres: list[tuple[Sort, Floats]]
 
 
@@ -57,6 +65,8 @@ class Qlm(Planner):
         self._fleet_version = -1
         self._limits: dict[int, list[int]] = {}
         self._batch: dict[int, float] = {}
+        self._due: dict[str, str] = {}  # swaps that the plan generator is to judge first, by instance
+        self._judged: dict[str, str] = {}  # those that it has judged
         self._next = -math.inf  # when the plan generator may run again
 
     @property
@@ -78,6 +88,7 @@ class Qlm(Planner):
         """Put arrivals into groups, and take requests out of them; learn from answers."""
         match event:
             case Arrived(request):
+                self._places.arrivals.arrived(now)
                 self._places.models[cluster.code(request.model)] = request.model
                 self._add(cluster, cluster.backlog.row_of[request.id])
             case Returned(id):
@@ -99,16 +110,34 @@ class Qlm(Planner):
 
     def _add(self, cluster: Cluster, row: int) -> None:
         backlog = cluster.backlog
-        model, longest = int(backlog.model[row]), int(backlog.longest[row])
-        limits = self._limits.get(model, [])
-        size = sum(longest > limit for limit in limits[:-1])
-        group, half = self._groups.add(backlog, row, size, self._batch.get(model, 64.0))
+        batch = self._batch.get(int(backlog.model[row]), 64.0)
+        group, half = self._groups.add(backlog, row, self._size(backlog, row), batch)
         self._joined(group)
         if half is not None:
             if group.instance:
                 self._places.queues.after(group, half)
             else:
                 self._places.queues.unplaced.append(half)
+
+    def _size(self, backlog: Backlog, row: int) -> int:
+        """Return the index of the smallest limit that holds a request (`Sort.size`)."""
+        limits, longest = self._limits.get(int(backlog.model[row]), []), int(backlog.longest[row])
+        return sum(longest > limit for limit in limits[:-1])
+
+    def take_over(self, cluster: Cluster, now: float) -> None:
+        """Go on with the requests that another planner has queued and sent."""
+        backlog, names = cluster.backlog, {cluster.code(name): name for name in cluster.instances}
+        self._places.models |= {code: name for name, code in cluster.codes.items()}
+        self._follow_fleet(cluster, now)
+        rows = backlog.rows()
+        for row in rows[np.argsort(backlog.serial[rows])].tolist():
+            if not backlog.sent[row]:
+                self._add(cluster, row)
+            elif (name := names.get(int(backlog.instance[row]))) is not None:
+                kind = self._groups.kind_of(backlog, row, self._size(backlog, row))
+                instance = cluster.instances[name]
+                blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
+                self._note_sent(backlog, row, kind, name, 0.0, blocks, now, full=False)
 
     def _joined(self, group: Group) -> None:
         """Note that a request has joined a group, which may be new."""
@@ -169,7 +198,9 @@ class Qlm(Planner):
         send, swap, warm = list[Send](), dict[str, str](), dict[str, str]()
         for name in [name for name in cluster.instances if name in self._places.changed]:
             model = self._swap_to(cluster, name)
-            if model is not None:
+            if model is not None and self._takes_long(cluster, name, model):
+                self._due[name] = model
+            elif model is not None:
                 swap[name] = model
                 self._places.loading[name] = now
             else:
@@ -177,6 +208,9 @@ class Qlm(Planner):
                 if self.options.warms and (ahead := self._to_warm(cluster, name)) is not None:
                     warm[name] = ahead
         self._places.changed -= set(cluster.instances)
+        self._judged.clear()
+        if not self.options.ranks:
+            self._rerank.clear()
         rerank = [Rerank(name, ranks) for name, ranks in self._rerank.items() if name in cluster.instances]
         self._rerank.clear()
         return Plan(send, rerank, swap, warm, final=True)
@@ -226,18 +260,24 @@ class Qlm(Planner):
         now: float,
         ahead: int,
     ) -> Send:
-        id, serial = str(backlog.keys[row]), int(backlog.serial[row])
         group.entries.popleft()
         full = 10 * (ahead + 1) >= 9 * instance.max_running
-        request = SentRequest(
-            id, serial, instance.id, group.kind, group.rank, blocks, float(backlog.due[row]), now, full
-        )
-        self._ungroup(serial)
+        id = self._note_sent(backlog, row, group.kind, instance.id, group.rank, blocks, now, full=full)
+        self._ungroup(int(backlog.serial[row]))
         if group.size:
             self._groups.refresh(group, backlog)
+        return Send(id, instance.id, group.rank if self.options.ranks else 0.0)
+
+    def _note_sent(
+        self, backlog: Backlog, row: int, kind: Kind, name: str, rank: float, blocks: int, now: float, *,
+        full: bool,
+    ) -> str:  # fmt: skip
+        """Take note that a request is inside an instance; return its id."""
+        id, due = str(backlog.keys[row]), float(backlog.due[row])
+        request = SentRequest(id, int(backlog.serial[row]), name, kind, rank, blocks, due, now, full)
         self._sent[id] = request
-        self._places.queues.inside[instance.id].add(request)
-        return Send(id, instance.id, group.rank)
+        self._places.queues.inside[name].add(request)
+        return id
 
     def _swap_to(self, cluster: Cluster, name: str) -> str | None:
         """Return the model to be swapped in: that of the head group, when nothing that runs is before it."""
@@ -250,6 +290,16 @@ class Qlm(Planner):
             return None
         ahead = inside.ahead(queue[0].rank)[0] if self.options.evicts else len(inside)
         return model if ahead == 0 else None
+
+    def _takes_long(self, cluster: Cluster, name: str, model: str) -> bool:
+        """Tell whether the plan generator is to judge a swap first, as things are now.
+
+        It may have been planned long ago. Swaps that take less than the generator's period are not worth it.
+        """
+        if self.options.orders != "planned" or self._judged.get(name) == model:
+            return False
+        instance = cluster.instances[name]
+        return load_seconds(instance, model, instance.model) > self.options.period
 
     def _to_warm(self, cluster: Cluster, name: str) -> str | None:
         """Return the next model of a virtual queue that is not in host memory (model warm start)."""
@@ -267,18 +317,22 @@ class Qlm(Planner):
     # ---- the plan generator
 
     def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
-        """Return a run of the plan generator if a violation is foreseen or an instance idles in vain."""
+        """Return a run of the plan generator if there is reason for one.
+
+        That is: a violation is foreseen, an instance idles in vain, or is about to load a model for long.
+        """
         if not self._groups.groups:
             self.shortage = Shortage()
-        if now < self._next or not self._groups.groups:
+        if (now < self._next and not self._due) or not self._groups.groups:
             return None
         self._next = now + self.options.period
         stale = [(sort, self._groups.points(sort)) for sort in self._groups.stale()]
-        situation = self._places.describe(cluster, now, list(self._places.queues.unplaced))
+        situation = describe(self._places, cluster, now, list(self._places.queues.unplaced))
         seen = generator.see(situation)
         self.shortage = generator.shortage(situation, seen)
         idle = self._places.idles(cluster)
-        wanted = self.options.orders == "planned" and (self.shortage.requests > 0 or idle)
+        due, self._due = self._due, {}
+        wanted = self.options.orders == "planned" and (self.shortage.requests > 0 or idle or bool(due))
         if not (stale or wanted):
             return None
         options = self.options
@@ -286,8 +340,9 @@ class Qlm(Planner):
         def generate() -> Generated:
             order = None
             if wanted:
-                order = generator.improve(situation, options.exact, options.time_limit, idle=idle)
-            return Generated(situation, order, [(sort, centres_of(points)) for sort, points in stale])
+                eager = idle or bool(due)
+                order = generator.improve(situation, options.exact, options.time_limit, eager=eager)
+            return Generated(situation, order, due, [(sort, centres_of(points)) for sort, points in stale])
 
         return generate
 
@@ -296,6 +351,8 @@ class Qlm(Planner):
         assert isinstance(result, Generated)
         for sort, centres in result.centres:
             self._groups.refit(sort, centres)
+        self._judged = result.due
+        self._places.changed |= set(result.due) & set(self._places.queues.queues)
         if result.order is None:
             return
         situation, order = result.situation, result.order
@@ -329,7 +386,7 @@ class Qlm(Planner):
         group = self._groups.of(int(cluster.backlog.serial[row])) if row is not None else None
         if row is None or group is None or not group.instance:
             return None
-        situation = self._places.describe(cluster, now, [])
+        situation = describe(self._places, cluster, now, [])
         ahead = group.position(int(cluster.backlog.serial[row]), cluster.backlog)
         i = next(i for i, item in enumerate(situation.items) if item.group is group)
         base, work = generator.see(situation).waiting(i)

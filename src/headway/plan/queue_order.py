@@ -40,9 +40,12 @@ class PlanProblem(NamedTuple):
     finish: (G, I) mean seconds from the last request's start to its end.
     first, last: (K, G, I) latest starts of its oldest and of its youngest request, by level; inf = no SLO.
     evict, leave: (I,) seconds lost when a running item is displaced, and when its model is swapped out.
-    loaded: (G,) the model that each instance has, or is loading. ready: (G,) seconds until it takes work.
-    swap: (G, M) seconds until another model serves; inf = it cannot be loaded.
+    loaded: (G,) the model that each instance has, or is loading; -1 = one that no item asks for.
+    ready: (G,) seconds until it takes work.
+    swap: (G, M + 1, M) seconds until a model serves that is loaded after another one; inf = it cannot be.
+        The last row is for a `loaded` of -1.
     z: (K,) standard deviations of the waiting time that a start must hold for, by level.
+    away: requests yet to come that are late for each second in which an instance loads a model.
     """
 
     size: Floats
@@ -60,6 +63,7 @@ class PlanProblem(NamedTuple):
     ready: Floats
     swap: Floats
     z: Floats
+    away: float
 
 
 class QueueOrder(NamedTuple):
@@ -95,14 +99,15 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
     for k in range(length):
         i = items[k]
         if p.model[i] != model:
-            model = p.model[i]
-            base, ahead, swapped = end + p.swap[g, model], 0.0, True
+            seconds = p.swap[g, model, p.model[i]]
+            base, ahead, model, swapped = end + seconds, 0.0, p.model[i], True
+            cost += p.away * seconds
         if p.fixed[i] < 0:
             displaced = True
         elif swapped:
             ahead += p.leave[i]
         elif displaced and ahead + p.share[g, i] > p.room[g, i]:
-            ahead += p.evict[i]
+            ahead += p.evict[i] * min((ahead + p.share[g, i] - p.room[g, i]) / p.share[g, i], 1.0)
         seen[1, i], seen[2, i] = base, ahead
         first, spread = base + max(ahead - p.room[g, i], 0.0), np.sqrt(variance)
         ahead += p.share[g, i]
@@ -169,7 +174,8 @@ def _able(p: PlanProblem, g: int, i: int) -> bool:
     """Tell whether an instance can serve an item: it can have the model, and holds requests so long."""
     if p.fixed[i] >= 0:
         return bool(p.fixed[i] == g)
-    return bool(p.share[g, i] < np.inf and (p.model[i] == p.loaded[g] or p.swap[g, p.model[i]] < np.inf))
+    here = p.model[i] == p.loaded[g] or p.swap[g, p.loaded[g], p.model[i]] < np.inf
+    return bool(p.share[g, i] < np.inf and here)
 
 
 @compiled

@@ -1,12 +1,13 @@
 """The plan generator's stochastic program (QLM 7, equations 6 to 13), solved by HiGHS.
 
 Binary x[g, i, j] puts group i at position j of virtual queue g (equation 6). Models follow from it, and so do
-swaps: t[g, j] is 1 where the model differs from that before (equation 9, big-M). Start and completion times
-add up along the queue (equation 10). The chance constraint P(p <= 0) > Delta (equation 12) has, for normal
-completion times, a deterministic equivalent: the mean and z standard deviations lie before the deadline. The
-standard deviation of a sum is not linear; its tangent is, and lies above it, so that what the program holds
-to be safe is safe. Where not all groups can meet the constraint, which equation 12 leaves open, the program
-loses as little as it can: each level of `queue_order.LEVELS` that a group misses costs its share.
+swaps: t[g, j] is 1 where the model differs from that before (equation 9, big-M); what a swap takes depends on
+both models. Start and completion times add up along the queue (equation 10). The chance constraint
+P(p <= 0) > Delta (equation 12) has, for normal completion times, a deterministic equivalent: the mean and z
+standard deviations lie before the deadline. The standard deviation of a sum is not linear; its tangent is,
+and lies above it, so that what the program holds to be safe is safe. Where not all groups can meet the
+constraint, which equation 12 leaves open, the program loses as little as it can: each level of
+`queue_order.LEVELS` that a group misses costs its share.
 
 The number of binaries grows with groups x positions x instances, so this is for small problems;
 `queue_order.search` optimises the same objective for any size.
@@ -94,19 +95,19 @@ class _Program:
             for j in range(int(self.able[g].sum())):
                 for i in np.flatnonzero(self.able[g]).tolist():
                     self.x[g, i, j] = self.h.addBinary()
+        self.loading: Any = 0.0  # seconds of all swaps
         self._assign()
         for g in range(self.instances):
             self._queue(g)
-        self.h.minimize(
-            sum(
-                float(n) * (_missed(self.late[i]) + TARDY * self.tardy[i] + WAITING * self.starts[i])
-                for i, n in enumerate(problem.size)
-            )
+        late = sum(
+            float(n) * (_missed(self.late[i]) + TARDY * self.tardy[i] + WAITING * self.starts[i])
+            for i, n in enumerate(problem.size)
         )
+        self.h.minimize(late + problem.away * self.loading)
 
     def _able(self) -> Bools:
         p = self.p
-        swap = p.swap[:, p.model]
+        swap = p.swap[np.arange(p.loaded.size)[:, None], p.loaded[:, None], p.model[None, :]]
         can = np.isfinite(p.share) & (np.isfinite(swap) | (p.model[None, :] == p.loaded[:, None]))
         fixed = (p.fixed[None, :] < 0) | (p.fixed[None, :] == np.arange(p.loaded.size)[:, None])
         return np.asarray(can & fixed, np.bool_)
@@ -140,7 +141,8 @@ class _Program:
             here = self._at(g, j)
             swapped = self._swapped(g, j, here)
             new_base, new_ahead, new_end = (h.addVariable(0.0, big) for _ in range(3))
-            load = _sum(p.swap[g, p.model], here)
+            load = self._load(g, j, here)
+            self.loading = self.loading + load
             h.addConstr(new_base >= base)
             h.addConstr(new_base >= end + load - big * (1 - swapped))
             h.addConstr(new_ahead >= ahead - big * swapped)
@@ -171,17 +173,30 @@ class _Program:
         return (z / (2 * math.sqrt(middle))) * variance + z * math.sqrt(middle) / 2
 
     def _swapped(self, g: int, j: int, here: dict[int, Any]) -> Any:
-        """Return t[g, j] of equation 9: 1 unless this group has the model of the one before."""
+        """Return t[g, j] of equation 9: 1 where a group is here whose model is not that of the one before."""
         p, t = self.p, self.h.addBinary()
         for model in np.unique(p.model[list(here)]).tolist():
             mine = sum(x for i, x in here.items() if p.model[i] == model)
             if j == 0:
-                if model != p.loaded[g]:
-                    self.h.addConstr(t >= mine)
+                self.h.addConstr(t >= mine if model != p.loaded[g] else t + mine <= 1)
             else:
                 before = sum(x for i, x in self._at(g, j - 1).items() if p.model[i] == model)
                 self.h.addConstr(t >= mine - before)
+                self.h.addConstr(t + mine + before <= 2)
         return t
+
+    def _load(self, g: int, j: int, here: dict[int, Any]) -> Any:
+        """Return seconds that are at least those of the swap at a position, which the two models decide."""
+        p = self.p
+        if j == 0:
+            return _sum(np.where(p.model == p.loaded[g], 0.0, p.swap[g, p.loaded[g], p.model]), here)
+        load, before = self.h.addVariable(0.0, self.big), self._at(g, j - 1)
+        for old in np.unique(p.model[list(before)]).tolist():
+            was = sum(x for i, x in before.items() if p.model[i] == old)
+            seconds = np.where(p.model == old, 0.0, p.swap[g, old, p.model])
+            most = float(np.max(seconds[list(here)], where=np.isfinite(seconds[list(here)]), initial=0.0))
+            self.h.addConstr(load >= _sum(seconds, here) - most * (1 - was))
+        return load
 
     def _late(self, i: int, level: int, x: Any, when: Any, latest: float) -> None:
         """Equations 11 and 12, made soft, for a group that may be at this position."""

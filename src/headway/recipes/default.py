@@ -7,9 +7,18 @@ from headway.pack.promises.packer import Promises
 from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
 from headway.pack.slack import Slack
 from headway.plan import ordered
+from headway.plan.by_fleet import ByFleet
+from headway.plan.group_placement import QlmOptions
+from headway.plan.qlm import Qlm
 from headway.recipes.recipe import Recipe
 
 _AHEAD = 1024  # as many as the packer should choose among in an iteration
+
+
+def _swapping() -> Qlm:
+    """Return the planner of a fleet that swaps models; what runs inside an engine is the packer's choice."""
+    return Qlm(QlmOptions(ranks=False))
+
 
 DEFAULT = {
     recipe.name: recipe
@@ -17,7 +26,7 @@ DEFAULT = {
         Recipe(
             "headway",
             "as many promises as can be kept, then best effort, then what is late; the default",
-            lambda: ordered.Ordered(ranks.ATTAINABLE, ahead=_AHEAD),
+            lambda: ByFleet(ordered.Ordered(ranks.ATTAINABLE, ahead=_AHEAD), _swapping),
             Promises,
         ),
         Recipe(

@@ -14,6 +14,7 @@ from headway.forecast.latency.online import OnlineLatency
 from headway.forecast.latency.profiles import FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.pack.kernels import Rows
+from headway.plan.by_fleet import ByFleet
 from headway.plan.ordered import Ordered
 from headway.plan.sent import kv_room
 from headway.ports import Lengths
@@ -121,6 +122,8 @@ def initial_state(
 ) -> RunState | None:
     """Return the start of a compiled run; None when a part of it is known to Python only."""
     instance, planner, latency = spec.instance, recipe.planner(), OnlineLatency()
+    if isinstance(planner, ByFleet):  # this instance cannot load other models
+        planner = planner.still
     params = recipe.packer(spec.engine_spec(latency)).params
     if not isinstance(planner, Ordered) or (planner.kind, planner.displaces) not in _PLANNERS or planner.key:
         return None

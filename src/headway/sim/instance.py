@@ -19,6 +19,7 @@ from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
+from headway.plan.estimator import load_seconds
 from headway.ports import LatencyModel, Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.event_queue import Timer
@@ -33,11 +34,15 @@ class Load:
     cold_s: seconds from disk.
     warm_s: seconds from host memory.
     bytes: of its weights.
+    in_place_of: models whose weights it replaces in the running engine.
+    in_place_s: seconds of that from host memory; reading from disk adds as much as to `warm_s`.
     """
 
     cold_s: float
     warm_s: float
     bytes: int
+    in_place_of: frozenset[str] = frozenset()
+    in_place_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +206,9 @@ class SimulatedInstance:
         others = tuple(
             _loadable(spec) for model, spec in self.variants.items() if model != self.variant.instance.model
         )
+        loaded = _loadable(self.variant) if others else None
         latency, warm = self.variant.latency.seconds, tuple(self.memory.held)
-        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency)
+        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency, loaded=loaded)
 
     @property
     def busy(self) -> bool:
@@ -282,8 +288,7 @@ class SimulatedInstance:
 
     def load_seconds(self, model: str) -> float:
         """Return the seconds that loading a model takes now."""
-        load = _load(self.variants[model])
-        return load.warm_s if model in self.memory.held else load.cold_s
+        return load_seconds(self.instance(), model, self.variant.instance.model)
 
     def warm_seconds(self, model: str) -> float:
         """Return the seconds that bring a model's weights from disk into host memory."""
@@ -396,4 +401,7 @@ def _load(spec: InstanceSpec) -> Load:
 def _loadable(spec: InstanceSpec) -> Loadable:
     load, instance = _load(spec), spec.instance
     kv_tokens = instance.blocks_total * instance.block_size
-    return Loadable(instance.model, load.cold_s, load.warm_s, instance.limit, spec.latency.seconds, kv_tokens)
+    return Loadable(
+        instance.model, load.cold_s, load.warm_s, instance.limit, spec.latency.seconds, kv_tokens,
+        load.in_place_of, load.in_place_s + load.cold_s - load.warm_s, load.in_place_s,
+    )  # fmt: skip

@@ -338,6 +338,8 @@ class Loop:
             self._running -= 1
         model, instance.leaving, instance.loading = instance.leaving, "", True
         self.outcome.swaps += 1
+        alike = next(one.in_place_of for one in instance.instance().loadable if one.model == model)
+        self.outcome.restarts += instance.variant.instance.model not in alike
         end = partial(self._end_load, instance, model)
         self._set_timer(instance, "load", now + instance.load_seconds(model), end)
         self._return(instance.take_all(keep=True), now)

@@ -39,7 +39,7 @@ class Outcome:
     shed: requests that the planner refused after they had arrived.
     infeasible: requests of classes that drop which were refused because they could not be on time.
     failed: requests that were too long for the instance they were sent to.
-    swaps: models loaded in place of others.
+    swaps: models loaded in place of others. restarts: those of them that were not loaded in a running engine.
     planning: virtual seconds that the planner took.
     queried, hits: tokens that requests looked up in a prefix cache when they were admitted for the first
         time, and those that it had, as vLLM's `prefix_cache_queries` and `prefix_cache_hits` count them.
@@ -58,6 +58,7 @@ class Outcome:
     swaps: int = 0
     planning: float = 0.0
     infeasible: int = 0
+    restarts: int = 0
     queried: int = 0
     hits: int = 0
 

@@ -36,7 +36,7 @@ from headway.recipes.registry import find, names
 from headway.sim.workload import traffic
 from headway.types import Slo
 
-BASELINES = ("vllm-model-swap", "edf-model-swap", "shepherd", "qlm")
+SYSTEMS = ("vllm-model-swap", "edf-model-swap", "shepherd", "qlm", "headway")
 INSTANCES = ("e0", "e1")
 RATE, TAIL, DURATION = 1.2, 0.06, 600.0  # what the settings of figures do not name
 _LAYERS = 12  # of the model of another shape
@@ -143,11 +143,6 @@ def make_models(source: str, folder: Path | None = None) -> tuple[Model, ...]:
 def swapping() -> list[str]:
     """Return the recipes whose planner swaps models."""
     return [name for name in names() if find(name).planner().swaps]
-
-
-def standard() -> tuple[str, ...]:
-    """Return the systems of a comparison: the baselines, QLM, and the default recipe where it swaps."""
-    return (*BASELINES, *(name for name in ("headway",) if find(name).planner().swaps))
 
 
 def check(trial: Trial) -> None:

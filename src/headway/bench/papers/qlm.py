@@ -20,14 +20,14 @@ from headway.bench.papers.qlm_tables import COLD, QLM, Results, Trial, claims, r
 from headway.bench.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
 from headway.recipes.registry import find
 
-MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd")
+MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")
 # `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
 SINGLE = (QLM, "vllm", "edf-model-swap", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
 # Without load balancing: groups at random; without an order that minds model swaps: groups by deadline.
 ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-deadline")
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
 # On a fleet where every model has its instances, so that nothing needs to be swapped.
-ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like", "headway")
+ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like")
 _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 

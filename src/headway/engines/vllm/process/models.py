@@ -68,7 +68,8 @@ class EngineModels:
         self.held = HostWeights(config.host_weights_gib * 2**30)
         self.times = LoadTimes()
         self._paths: dict[str, str] = {}
-        self._ways: dict[str, Way] = {}
+        self._in_place_of: dict[str, frozenset[str]] = {}
+        self._anew: Way = "sleep" if config.sleep_mode else "restart"
         self._limits: dict[str, int] = {}
         self._failures: dict[str, _Failures] = {}
         self._stop_reading = threading.Event()
@@ -90,9 +91,15 @@ class EngineModels:
     # ---- how a model comes in
 
     def survey(self) -> None:
-        """Look at the directories: how does each model take the place of the current one? (blocks)"""
-        if self.swaps:
-            self._ways = {model: self.way(model) for model in self.names if model != self.current}
+        """Look at the directories: which models can take each other's place in a running engine? (blocks)"""
+        alike = list[list[str]]()
+        for model in self.names if self.swaps else ():
+            others = (some for some in alike if difference(self.path(some[0]), self.path(model)) is None)
+            if (found := next(others, None)) is None:
+                alike.append([model])
+            else:
+                found.append(model)
+        self._in_place_of = {model: frozenset(some) - {model} for some in alike for model in some}
 
     def way(self, model: str) -> Way:
         """Return how a model takes the place of the current one, as its directory is now. (blocks)"""
@@ -100,7 +107,7 @@ class EngineModels:
         if why is None:
             return "in_place"
         log.debug("%s is not loaded in the place of %s: %s", model, self.current, why)
-        return "sleep" if self._config.sleep_mode else "restart"
+        return self._anew
 
     def is_warm(self, model: str) -> bool:
         """Tell whether a model's weights are in host memory, held or not. (blocks)"""
@@ -161,9 +168,10 @@ class EngineModels:
     def announce(self, instance: Instance) -> Instance:
         """Return the instance, as vLLM describes it, with its model and those that it can load."""
         self._limits[self.current] = instance.limit
-        offered = (model for model in self._ways if self._is_offered(model))
-        loadable = tuple(self._loadable(model, instance.max_model_len) for model in offered)
-        return replace(instance, model=self.current, loadable=loadable, warm=self.held.names)
+        longest, others = instance.max_model_len, (one for one in self._in_place_of if one != self.current)
+        loadable = tuple(self._loadable(model, longest) for model in others if self._is_offered(model))
+        loaded = self._loadable(self.current, longest) if self.swaps else None
+        return replace(instance, model=self.current, loadable=loadable, warm=self.held.names, loaded=loaded)
 
     def _is_offered(self, model: str) -> bool:
         failures = self._failures.get(model, _Failures())
@@ -171,8 +179,16 @@ class EngineModels:
 
     def _loadable(self, model: str, longest: int) -> Loadable:
         """Return what is known of a load. Its KV is not, before it was loaded: then the context counts."""
-        way = self._ways[model]
-        limit = self._limits.get(self.current if way == "in_place" else model, longest)
-        size = self.size(model)
-        cold, warm = (self.times.seconds(model, way, warm, size) for warm in (False, True))
-        return Loadable(model, max(cold, warm), warm, limit)
+        alike = self._in_place_of.get(model, frozenset())
+        limit = self._limits.get(self.current if self.current in alike else model, longest)
+        cold, warm = self._seconds(model, self._anew)
+        in_place_cold, in_place_warm = self._seconds(model, "in_place")
+        return Loadable(
+            model, cold, warm, limit, in_place_of=alike, in_place_cold_s=in_place_cold,
+            in_place_warm_s=in_place_warm,
+        )  # fmt: skip
+
+    def _seconds(self, model: str, way: Way) -> tuple[float, float]:
+        """Return the seconds of a load with the weights on disk, and in host memory."""
+        cold, warm = (self.times.seconds(model, way, warm, self.size(model)) for warm in (False, True))
+        return max(cold, warm), warm
