@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.resources import Resource
-from headway.types import Floats, Instance, Request, Stage
+from headway.stages import Resource, Stage
+from headway.types import Floats, Instance, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.prefix import Prefix
-from headway.resources import Prewarm
+from headway.stages import Prewarm, Stage
 from headway.tables import Table
 
 Ints = NDArray[np.int64]
@@ -59,20 +59,6 @@ class Slo:
         """Tell whether measured seconds meet every target."""
         limits = ((self.ttft, ttft), (self.tpot, tpot), (self.e2e, e2e))
         return all(limit is None or seen <= limit for limit, seen in limits)
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Which unit of which application run a request serves; `final` = the run ends with it.
-
-    target: seconds that the whole run may take from its first request on, None = no deadline.
-    """
-
-    app: str
-    run: str
-    unit: str
-    target: float | None = None
-    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import pytest
 
 from headway.apps.account import EndedRun, RunAccount
 from headway.events import Arrived, Failed, Finished, RunEnded, UnitBegan, UnitEnded
-from headway.types import Request, Stage
+from headway.stages import Stage
+from headway.types import Request
 
 
 def request(

@@ -25,8 +25,8 @@ from headway.events import (
 from headway.forecast.lengths.task import TaskLengths
 from headway.plan.hermes import Hermes
 from headway.recipes.registry import find, names
-from headway.resources import Prewarm
-from headway.types import Instance, Request, Rerank, Send, Stage
+from headway.stages import Prewarm, Stage
+from headway.types import Instance, Request, Rerank, Send
 
 UNITS, RUNS = ("plan", "act", "search"), ("r0", "r1", "r2", "")
 ACTS = ("arrive", "start", "finish", "fail", "give back", "begin unit", "end unit", "end run", "silence")

@@ -13,7 +13,8 @@ from headway.apps.graph import LLM, Graph, Visit
 from headway.apps.knowledge import Knowledge
 from headway.apps.run import Run
 from headway.apps.runs import RankOptions, Runs
-from headway.types import Request, Stage
+from headway.stages import Stage
+from headway.types import Request
 
 KEY = ("t", "app", "1")
 

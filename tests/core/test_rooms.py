@@ -16,7 +16,7 @@ import headway
 ROOT = Path(headway.__file__).parent
 GROUND = {
     "types",
-    "resources",
+    "stages",
     "prefix",
     "events",
     "tables",
@@ -29,7 +29,7 @@ GROUND = {
 }
 CORE = {
     "types",
-    "resources",
+    "stages",
     "prefix",
     "events",
     "tables",
@@ -45,7 +45,7 @@ CORE = {
 }
 POLICY = {
     "types",
-    "resources",
+    "stages",
     "prefix",
     "events",
     "tables",

@@ -30,7 +30,8 @@ from headway.events import (
 )
 from headway.plan.hermes import Hermes, costs_of
 from headway.recipes.hermes import HERMES
-from headway.types import Batch, Command, Rerank, Send, Slo, Stage
+from headway.stages import Stage
+from headway.types import Batch, Command, Rerank, Send, Slo
 from tests.plan.place import Place, ask, instance
 
 TENANT = "default"

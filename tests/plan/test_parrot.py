@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.plan.baselines.parrot import Parrot
-from headway.types import Stage
+from headway.stages import Stage
 from tests.plan.place import Place, ask, instance
 
 

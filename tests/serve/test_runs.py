@@ -16,7 +16,7 @@ from headway.config import Apps, Key
 from headway.errors import ConfigError, RequestError
 from headway.recipes.registry import RECIPES
 from headway.serve.run_identity import RunFields, stage_of
-from headway.types import Stage
+from headway.stages import Stage
 from tests.serve.conftest import Serve
 from tests.serve.gateway import SAY, Fake, Gateway, until
 from tests.serve.test_request_ends import DEAD, fakes, hanging

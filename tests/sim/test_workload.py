@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError
 from headway.sim.workload import lengths, traces, traffic
 from headway.sim.workload.traffic import TrafficClass, Workload
-from headway.types import Request, Slo, Stage
+from headway.stages import Stage
+from headway.types import Request, Slo
 
 seeds = st.integers(0, 2**32 - 1)
 COLUMNS = [entry.name for entry in fields(Workload) if not entry.type.startswith("tuple")]

@@ -14,7 +14,7 @@ from headway.apps.demand import Demand, Draw
 from headway.apps.graph import LLM
 from headway.apps.prewarm import trigger
 from headway.apps.run import Run
-from headway.resources import Prewarm, Resource
+from headway.stages import Prewarm, Resource
 from headway.types import Floats
 
 _FIRST_GUESS = 1.0  # seconds that warming takes until one was measured

@@ -28,7 +28,7 @@ from headway.events import (
 )
 from headway.plan.dispatch import swaps, warms
 from headway.ports import Lengths, Planner
-from headway.resources import Prewarm
+from headway.stages import Prewarm
 from headway.types import (
     OBJECTIVES,
     Command,

@@ -20,7 +20,7 @@ from headway.serve.app_state import AppState, error_docs
 from headway.serve.fields import checked
 from headway.serve.request_parsing import read_json
 from headway.serve.run_identity import APP, LONGEST, SESSION, Name, app_of
-from headway.types import Stage
+from headway.stages import Stage
 
 
 class EndBody(BaseModel):

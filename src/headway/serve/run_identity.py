@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway.apps.run import CALL
 from headway.errors import RequestError
 from headway.serve.fields import Ms, milliseconds
-from headway.types import Stage
+from headway.stages import Stage
 
 SESSION = "session"  # the application of runs that name none
 LONGEST = 128  # characters of a name

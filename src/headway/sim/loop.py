@@ -27,13 +27,13 @@ from headway.events import (
     Tick,
     Warmed,
 )
-from headway.resources import Prewarm
 from headway.sim.event_queue import Callback, EventQueue
 from headway.sim.instance import Preempted, SimulatedInstance, Submission
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
 from headway.sim.planning_time import PlanningTime
 from headway.sim.workload.traffic import Workload
+from headway.stages import Prewarm
 from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
 
 CHUNK = 2048  # arrivals between two reports of progress

@@ -21,7 +21,6 @@ from headway.engines.simulated.engine import Ran
 from headway.events import Prewarmed, RunEnded, Started, UnitBegan, UnitEnded
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.recipe import Recipe
-from headway.resources import Prewarm, Resource
 from headway.sim.instance import InstanceSpec, SimulatedInstance, check, check_fleet
 from headway.sim.loop import Loop
 from headway.sim.observer import Observer
@@ -29,7 +28,8 @@ from headway.sim.outcome import Outcome
 from headway.sim.run import no_time
 from headway.sim.warm_pool import WarmPool
 from headway.sim.workload.applications import Applications, Step
-from headway.types import Floats, Slo, Stage
+from headway.stages import Prewarm, Resource, Stage
+from headway.types import Floats, Slo
 
 _LATE = 1e-3  # seconds left to a request whose run is late already
 

@@ -10,7 +10,8 @@ import numpy as np
 from headway.apps.runs import RankOptions, Runs
 from headway.bench.output.results import Row
 from headway.bench.papers.hermes_workloads import GRAPHS, HERMES, knowledge, pool
-from headway.types import Request, Stage
+from headway.stages import Stage
+from headway.types import Request
 
 _BUCKET = 10.0  # seconds that pass between two refreshes: all that run pass a bucket or so
 _PAPER_MS = 3.0  # "less than 3 ms" at every arrival rate

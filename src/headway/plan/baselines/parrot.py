@@ -16,7 +16,8 @@ from headway.events import Arrived, Event
 from headway.plan.ordered import Ordered
 from headway.plan.request_column import RequestColumn
 from headway.ports import Planner
-from headway.types import Backlog, Ints, Plan, Stage
+from headway.stages import Stage
+from headway.types import Backlog, Ints, Plan
 
 
 class Parrot(Planner):

@@ -24,7 +24,8 @@ from headway.sim.workload import lengths as sizes
 from headway.sim.workload.arrivals import burst, diurnal, gamma, poisson, positive, recorded, rescale, spread
 from headway.sim.workload.columns import column, refuse, refuse_times
 from headway.sim.workload.traces import Lengths, Trace
-from headway.types import Bools, Floats, Ints, Request, Slo, Stage
+from headway.stages import Stage
+from headway.types import Bools, Floats, Ints, Request, Slo
 
 __all__ = [
     "Trace", "TrafficClass", "Workload", "burst", "concat", "diurnal", "gamma", "make", "poisson", "recorded",

@@ -1,9 +1,23 @@
-"""What units of application runs need beside an engine, and the command to have it ready (Hermes 3.4)."""
+"""The words of application runs: what a request serves, what it needs, the command to have that ready."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Which unit of which application run a request serves; `final` = the run ends with it.
+
+    target: seconds that the whole run may take from its first request on, None = no deadline.
+    """
+
+    app: str
+    run: str
+    unit: str
+    target: float | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
