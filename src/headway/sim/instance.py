@@ -23,7 +23,6 @@ from headway.plan.estimator import load_seconds
 from headway.ports import LatencyModel, Packer
 from headway.recipes.recipe import Recipe
 from headway.sim.event_queue import Timer
-from headway.sim.workload.traffic import Workload
 from headway.types import Instance, Loadable, Progress, Request
 
 
@@ -353,40 +352,6 @@ def check(instances: Sequence[InstanceSpec]) -> None:
     for spec in instances:
         for variant in spec.variants().values() if spec.others else ():
             _load(variant)
-
-
-def check_fleet(instances: Sequence[InstanceSpec], workload: Workload, *, swaps: bool = True) -> None:
-    """Refuse a fleet of which some request can never be served. ConfigError names it and the fix.
-
-    swaps: the planner swaps models; otherwise what an instance could load and does not serve is of no use.
-    """
-    longest = workload.prompt + workload.output
-    for code in np.unique(workload.model).tolist():
-        name, rows = workload.models[code], np.flatnonzero(workload.model == code)
-        able = [spec for spec in instances if swaps or spec.instance.model == name]
-        limit = max((spec.limit(name) for spec in able), default=0)
-        if not limit:
-            raise _unserved(instances, name, rows.size, swaps)
-        worst = int(rows[np.argmax(longest[rows])])
-        if longest[worst] > limit:
-            raise ConfigError(
-                f"Request {worst} has {longest[worst]} tokens; no instance of {name!r} holds over {limit}.",
-                "Raise max_model_len and kv_tokens, or leave out requests so long.",
-            )
-
-
-def _unserved(instances: Sequence[InstanceSpec], model: str, requests: int, swaps: bool) -> ConfigError:
-    """Return the error for a model that no instance will ever serve."""
-    if not swaps and any(spec.limit(model) for spec in instances):
-        return ConfigError(
-            f"{requests} requests ask for {model!r}, which instances can load, but this recipe never swaps.",
-            "Use a recipe that swaps models, such as shepherd, or add an instance that serves it.",
-        )
-    have = sorted({name for spec in instances for name in spec.variants()})
-    return ConfigError(
-        f"{requests} requests ask for the model {model!r}, which no instance serves or can load.",
-        f"The fleet has {', '.join(have)}: add an instance of {model!r}, or let one load it.",
-    )
 
 
 def _load(spec: InstanceSpec) -> Load:

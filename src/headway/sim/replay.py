@@ -21,7 +21,8 @@ from headway.engines.simulated.engine import Ran
 from headway.events import Prewarmed, RunEnded, Started, UnitBegan, UnitEnded
 from headway.forecast.lengths.task import TaskLengths
 from headway.recipes.recipe import Recipe
-from headway.sim.instance import InstanceSpec, SimulatedInstance, check, check_fleet
+from headway.sim.fleet import check_fleet
+from headway.sim.instance import InstanceSpec, SimulatedInstance, check
 from headway.sim.loop import Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Outcome

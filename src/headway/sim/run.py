@@ -18,8 +18,9 @@ from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.recipes.recipe import Recipe
 from headway.sim import compiled_loop, compiled_state
+from headway.sim.fleet import check_fleet
 from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec, Load, SimulatedInstance, check, check_fleet
+from headway.sim.instance import InstanceSpec, Load, SimulatedInstance, check
 from headway.sim.loop import CHUNK, Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Failure, Outcome
