@@ -8,7 +8,7 @@ given back now and then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -155,11 +155,12 @@ def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
 
 
 def run(
-    rng: np.random.Generator, *, steps: int, progress: Callable[[int], None] | None = None
-) -> dict[tuple[str, str], Tally]:
+    rng: np.random.Generator, pairs: Sequence[tuple[str, str]] = PAIRS, *, steps: int,
+    progress: Callable[[int], None] | None = None,
+) -> dict[tuple[str, str], Tally]:  # fmt: skip
     """Compare at least so many steps of every pair; keys as in `conformance.run`, progress gets new steps."""
     found = {}
-    for recipe, host in PAIRS:
+    for recipe, host in pairs:
         tally = found[recipe, f"{host}, prefix cache"] = Tally()
         while tally.steps < steps:
             one = compare(draw(rng), recipe, host)
