@@ -28,8 +28,9 @@ _RECIPES = (
     "bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
     "ecoserve, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, ecoserve-sdo-oracle, "
     "ecoserve-oracle; SLO-aware scheduling anneal, anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
-    "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; the papers' baselines "
-    "vllm-priority, vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over "
+    "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; Hermes and its ablation "
+    "hermes, hermes-ddl, hermes-no-refine, hermes-mean; the papers' baselines vllm-priority, "
+    "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over "
     "a fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
     "llm-d-like; or module:attribute"
 )
@@ -64,7 +65,8 @@ Profile = Annotated[str, typer.Option(help="Built-in latency profile, or a path.
 Specs = Annotated[
     list[str] | None,
     typer.Option(
-        help="Instead of --profile: PROFILE[:COUNT][,kv_tokens=..,host_kv_gib=..,loads=PROFILE+PROFILE]."
+        help="Instead of --profile: PROFILE[:COUNT][,kv_tokens=..,host_kv_gib=..,loads=PROFILE+PROFILE,"
+        "prefix_caching=true]."
     ),
 ]
 FleetFile = Annotated[
