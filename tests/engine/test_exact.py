@@ -125,12 +125,15 @@ def small(engine: Engine) -> Iterator[Engine]:
 def reserving(small: Engine) -> Iterator[Engine]:
     """The same with EcoServe inside."""
     scheduler = small.scheduler
-    before = scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots
+    manager = scheduler.kv_cache_manager
+    before = scheduler.recipe, scheduler.kv_policy, manager.allocate_slots, scheduler._counts
+    # As where EcoServe is inside from the beginning: every allocation is watched.
+    manager.allocate_slots, scheduler._counts = scheduler._counted, True
     scheduler.recipe = find("ecoserve")
     scheduler.packer = scheduler.recipe.packer(replace(scheduler.spec, max_running=8))
     scheduler.kv_policy = kv_policy_of(scheduler)
     yield small
-    scheduler.recipe, scheduler.kv_policy, scheduler.kv_cache_manager.allocate_slots = before
+    scheduler.recipe, scheduler.kv_policy, manager.allocate_slots, scheduler._counts = before
 
 
 def run_long(engine: Engine) -> list[list[int]]:

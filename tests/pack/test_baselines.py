@@ -21,6 +21,7 @@ from headway.ports import Packer
 from headway.recipes.anneal import ANNEAL
 from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.ecoserve import ECOSERVE
+from headway.recipes.hermes import HERMES
 from headway.recipes.qlm import QLM
 from headway.recipes.registry import ABLATIONS, RECIPES, find, names
 from headway.serve.main import preflight
@@ -47,7 +48,7 @@ def packer(name: str, limits: Limits) -> Packer:
 
 def test_names() -> None:
     assert tuple(BASELINES) == NAMES
-    assert names() == [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *ANNEAL, *NAMES, *ROUTERS]
+    assert names() == [*RECIPES, *ABLATIONS, *ECOSERVE, *QLM, *ANNEAL, *HERMES, *NAMES, *ROUTERS]
     for name, recipe in BASELINES.items():
         assert find(name) is recipe
         assert recipe.name == name

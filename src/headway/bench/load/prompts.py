@@ -77,7 +77,7 @@ def find(name: str) -> Path | None:
     if "/" in name or name.endswith((".jsonl", ".jsonl.gz")):
         return _existing(Path(name).expanduser(), "Check the path of the prompts.")
     folder = os.environ.get("HEADWAY_DATA")
-    if folder is None:
+    if not folder:
         if name in DATA_SETS:
             return None
         raise ConfigError(f"There are no prompts {name!r}.", _nearest(name, (*DATA_SETS, GENERATED)))
