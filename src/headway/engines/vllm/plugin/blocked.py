@@ -29,13 +29,13 @@ class Blocked:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._foreign = scheduler.connector is not None and not isinstance(scheduler.connector, HostPool)
-        self._stale: set[Any] = set()
+        self._stale: dict[Any, None] = {}  # in the order in which they were preempted
         self.first: list[Any] = []
 
     def preempted(self, request: Any) -> None:
         """Note a request that may have output on its way."""
         if request.num_stale_output_tokens:
-            self._stale.add(request)
+            self._stale[request] = None
 
     def requests(self) -> Iterator[Any]:
         """Yield the requests; promote those that have become ready, as stock does when it comes to them."""
@@ -50,10 +50,11 @@ class Blocked:
             or scheduler.pause_state != PauseState.UNPAUSED
         ):
             return
-        self._stale = {r for r in self._stale if r.num_stale_output_tokens and not r.is_finished()}
+        self._stale = {r: None for r in self._stale if r.num_stale_output_tokens and not r.is_finished()}
         yield from (request for request in self._stale if not request.drop_stale_output)
         holding = {request.request_id for request in scheduler.kv_holding_waiting}
-        for request in list(scheduler.deferred_waiting):
+        # Stock keeps a set: by arrival, steps do not depend on where objects lie in memory.
+        for request in sorted(scheduler.deferred_waiting, key=lambda one: (one.arrival_time, one.request_id)):
             ready = scheduler._handle_blocked_waiting_request(request)
             if not ready or scheduler._ec_transfer_pending(request, request.num_computed_tokens):
                 yield request
