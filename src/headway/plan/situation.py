@@ -28,7 +28,7 @@ _Z = np.array([max(NormalDist().inv_cdf(level), 0.0) for level in LEVELS])
 _FULL = 0.75  # share of the KV that requests inside are to fill, from which on pausing them is not free
 _HOPE = 0.3  # share of the seconds that an answer is expected to take still, which it may be in time with
 # Share of the requests that come while an instance loads a model, per instance, which are late because of it.
-# Chosen by `headway bench fleet --simulated`: from 0.02 to 0.2 the outcome is much the same.
+# Chosen by `headway bench fleet --simulated`: from 0.02 to 0.15 the outcome is much the same.
 _DELAYED = 0.05
 _NEVER = 1e6  # seconds: what displacing costs where it is not allowed
 
