@@ -13,7 +13,7 @@ from headway.apps.demand import SAMPLES, Costs, Demand, Draw, Known, _tables
 from headway.apps.graph import END, LLM, Graph, Record, Visit
 from headway.types import Floats
 
-COSTS = Costs(0.001, 0.1)
+COSTS = Costs(0.001, 0.1, 0.001)
 SEEDS = range(100)  # 12,800 walks
 
 
@@ -220,7 +220,7 @@ def test_what_a_run_has_shown_narrows_its_demand(value: float) -> None:
         size = rng.uniform(0, 1000)
         return [llm("a", size, 0), llm("b", size * rng.uniform(0.9, 1.1), 0)]
 
-    graph, costs = graph_of(1000, run), Costs(1.0, 0.0)
+    graph, costs = graph_of(1000, run), Costs(1.0, 0.0, 1.0)
     wide, narrow = draws(graph, "b", costs=costs), draws(graph, "b", before=llm("a", value), costs=costs)
     assert narrow.total.std() < wide.total.std() / 4
     assert narrow.total.mean() == pytest.approx(value, abs=50)
@@ -234,7 +234,7 @@ def test_the_prompt_of_a_visit_narrows_its_answer() -> None:
         size = rng.uniform(0, 1000)
         return [llm("a", size, size * rng.uniform(0.9, 1.1))]
 
-    graph, costs = graph_of(1000, run), Costs(0.0, 1.0)
+    graph, costs = graph_of(1000, run), Costs(0.0, 1.0, 0.0)
     assert draws(graph, "a", known=Known(1, 850.0), costs=costs).total.mean() == pytest.approx(850, abs=30)
     assert draws(graph, "a", costs=costs).total.mean() == pytest.approx(500, abs=60)
 
@@ -272,7 +272,7 @@ def test_a_condition_that_no_record_fits_is_dropped() -> None:
         size = float(rng.choice([10, 1000]))
         return [llm("a", size, 0), llm("b", size, 0)]
 
-    graph, costs = graph_of(200, run), Costs(1.0, 0.0)
+    graph, costs = graph_of(200, run), Costs(1.0, 0.0, 1.0)
     between = draws(graph, "b", before=llm("a", 500.0), costs=costs).total
     assert set(between.tolist()) == {10.0, 1000.0}
     assert between.mean() == pytest.approx(draws(graph, "b", costs=costs).total.mean(), rel=0.1)

@@ -17,7 +17,7 @@ def visits(output: float = 10.0) -> list[Visit]:
 def mean(knowledge: Knowledge, tenant: str, app: str = "app") -> float | None:
     """Return the seconds that a run is expected to take, at a second per output token."""
     demand = knowledge.demand(tenant, app)
-    draw = None if demand is None else demand.draw("u", {}, None, Known(), Costs(0.0, 1.0), 0)
+    draw = None if demand is None else demand.draw("u", {}, None, Known(), Costs(0.0, 1.0, 0.0), 0)
     return None if draw is None else float(draw.total.mean())
 
 

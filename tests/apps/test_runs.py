@@ -32,7 +32,7 @@ def fixed(*seconds: float) -> Runs:
         return Draw(samples, samples, samples, np.full(SAMPLES, -1))
 
     runs = Runs(Knowledge(), RankOptions(), futures)
-    runs.costs = Costs(0.0, 1.0)
+    runs.costs = Costs(0.0, 1.0, 0.0)
     return runs
 
 

@@ -28,7 +28,8 @@ from headway.events import (
     UnitBegan,
     UnitEnded,
 )
-from headway.plan.hermes import Hermes, costs_of
+from headway.plan.hermes import Hermes
+from headway.plan.service_costs import costs_of
 from headway.recipes.hermes import HERMES
 from headway.stages import Stage
 from headway.types import Batch, Command, Rerank, Send, Slo
@@ -161,14 +162,14 @@ def seconds(batch: Batch) -> float:
 def test_costs_are_those_of_a_full_batch() -> None:
     costs = costs_of(instance("e0", 40, latency=seconds))
     assert costs is not None
-    assert costs == pytest.approx((1e-4, 0.05))
+    assert costs == pytest.approx((1e-4, 0.05, 40 * 1e-4))
     assert costs_of(instance("e0")) is None
 
 
 def test_costs_are_never_negative() -> None:
     """A latency that is learned from few iterations may say that prompts make batches faster."""
     costs = costs_of(instance("e0", 40, latency=lambda batch: 0.5 - 1e-4 * batch.prefill))
-    assert costs == (0.0, 0.5)
+    assert costs == (0.0, 0.5, 0.0)
 
 
 def test_costs_follow_the_fleet() -> None:

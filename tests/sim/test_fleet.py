@@ -164,6 +164,7 @@ model = "opt-13b"
 share = 0.5
 slo = "ttft:400 tpot:200"
 tenants = ["a", "b"]
+drop = true
 
 [[traffic]]
 name = "bulk"
@@ -182,6 +183,7 @@ def test_a_scene_is_a_fleet_and_its_traffic(tmp_path: Path) -> None:
     assert [one.model for one in traffic] == ["opt-13b", "llama-2-7b-hf"]
     assert traffic[0].slo == Slo(0.4, 0.2)
     assert traffic[0].tenants == ("a", "b")
+    assert [one.drop for one in traffic] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,16 @@ _NOTHING = (np.nan, np.nan, np.nan)
 
 
 class Costs(NamedTuple):
-    """Seconds of service per prompt token and per output token (the latency profile's)."""
+    """What tokens cost in a full batch, in seconds (the latency profile's).
+
+    prompt: of the request itself, per prompt token. output: the same per output token.
+    delay: that a prompt token costs all answers of the batch together, as each waits for it. An answer shares
+        its iterations with the others; a prompt makes them longer.
+    """
 
     prompt: float
     output: float
+    delay: float
 
 
 class Known(NamedTuple):
@@ -38,9 +44,9 @@ class Draw(NamedTuple):
     """Equally likely futures of a run, aligned, shape (SAMPLES,).
 
     total: seconds of service from the beginning of the current visit to the end of the run: what all of its
-        requests take.
-    path: the same for one request of each visit, as parallel ones are served at the same time: the seconds
-        that the run takes when it waits for nothing.
+        requests take, prompts at what they cost the batch.
+    path: the seconds that the run takes when it waits for nothing: one request of each visit, as parallel
+        ones are served at the same time.
     visit: the path of the current visit alone.
     after: index in `Demand.units` of the unit after it, -1 = the run ends.
     """
@@ -183,9 +189,9 @@ def _walk(
             prompt, parallel = tables.prompt[record], tables.parallel[record]
             if step == 0 and known.parallel:
                 prompt, parallel = known.prompt, known.parallel
-            prompts, answer = parallel * prompt * costs.prompt, tables.output[record] * costs.output
-            total += prompts + parallel * answer + tables.seconds[record]
-            path += prompts + answer + tables.seconds[record]
+            prompts, answer = parallel * prompt, tables.output[record] * costs.output
+            total += prompts * costs.delay + parallel * answer + tables.seconds[record]
+            path += prompts * costs.prompt + answer + tables.seconds[record]
             if step == 0:
                 draw.visit[i], draw.after[i] = path, tables.after[record]
             counts[unit] += 1

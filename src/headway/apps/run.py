@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.apps.demand import Demand, Draw, Known
 from headway.apps.graph import KEPT, LLM, Visit
-from headway.types import Request
+from headway.types import Request, Slo
 
 Key = tuple[str, str, str]  # tenant, application, run
 PLAIN = "plain "  # before the task's name: the application of requests that belong to none
 CALL = "call"  # the only unit of such a request, and any unit without a name
+_LATE = 1e-3  # seconds left to a request whose run is late already
 
 
 def place_of(request: Request) -> tuple[Key, str]:
@@ -20,6 +21,17 @@ def place_of(request: Request) -> tuple[Key, str]:
     if stage is None:
         return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
     return (request.tenant, stage.app, stage.run or request.id), stage.unit or CALL
+
+
+def within(slo: Slo, target: float | None, began: float, now: float) -> Slo:
+    """Return the SLO of a request of a run that began then and may take `target` seconds, None = any time.
+
+    It must be complete when the run must be.
+    """
+    if target is None:
+        return slo
+    left = max(began + target - now, _LATE)
+    return replace(slo, e2e=left if slo.e2e is None else min(slo.e2e, left))
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """All live runs: the service that each still needs, what it has attained, and its rank (Hermes 3.3).
 
-Service is counted in the seconds that a request would take with a batch like those at the moment: its prompt
-and output tokens at the latency profile's cost each. A rank is computed anew when a visit begins, when the
-visit turns out to be larger, and whenever the attained service has passed another bucket of the demand.
+Service is counted in seconds of a full batch: output tokens at the time that an iteration takes, prompt
+tokens at what they cost all answers of the batch together. A rank is computed anew when a visit begins, when
+the visit turns out to be larger, and whenever the attained service has passed another bucket of the demand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ from headway.apps.gittins import gittins, latest_start, mean_remaining
 from headway.apps.knowledge import Knowledge
 from headway.apps.prewarming import Prewarming, PrewarmOptions
 from headway.apps.run import Key, OpenVisit, Run, place_of
+from headway.events import (
+    Event,
+    Failed,
+    Finished,
+    Prewarmed,
+    Returned,
+    RunEnded,
+    Started,
+    UnitBegan,
+    UnitEnded,
+)
 from headway.types import Floats, Ints, Request
 
 _GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
@@ -60,7 +71,7 @@ class Runs:
     ) -> None:  # fmt: skip
         self.knowledge, self.options = knowledge, options
         self.prewarming = Prewarming(PrewarmOptions()) if prewarming is None else prewarming
-        self.costs = Costs(1e-4, 0.03)
+        self.costs = Costs(1e-4, 0.03, 1e-4)
         self._futures = futures or self._drawn
         self._runs: dict[Key, Run] = {}
         self._quiet: OrderedDict[Key, Run] = OrderedDict()  # without requests in progress, the latest last
@@ -86,6 +97,26 @@ class Runs:
 
     # ---- what happens
 
+    def note(self, event: Event, now: float) -> None:
+        """Take note of whatever happens to a request or a unit that has arrived."""
+        match event:
+            case Started(id):
+                self.started(id, now)
+            case Returned(id):
+                self.returned(id, now)
+            case Finished(id, output_tokens):
+                self.ended(id, output_tokens, now)
+            case Failed(id):
+                self.ended(id, None, now)
+            case UnitBegan(tenant, stage, backend):
+                self.unit_began((tenant, stage.app, stage.run), stage.unit, backend, now)
+            case UnitEnded(tenant, stage):
+                self.unit_ended((tenant, stage.app, stage.run), stage.unit, now)
+            case RunEnded(tenant, app, run):
+                self.end((tenant, app, run))
+            case Prewarmed(resource, seconds):
+                self.prewarming.learn(resource, seconds)
+
     def arrived(self, request: Request, expected: float, now: float) -> None:
         """A request has come: it begins a visit, or widens one that is in progress.
 
@@ -107,7 +138,7 @@ class Runs:
                 visit.served, visit.first_token = True, now
             self._look_ahead(run, now)
             self._first_token[id] = now
-            self._done[run.slot] += request.prompt_tokens * self.costs.prompt
+            self._done[run.slot] += request.prompt_tokens * self.costs.delay
             self._active[run.slot] += 1
             self._since[run.slot] += now
 
@@ -115,7 +146,7 @@ class Runs:
         """A request came back from its engine: what it was served is lost, until it starts again."""
         if id in self._first_token:
             run, visit, request = self._of[id]
-            self._stop(run, visit, id, -request.prompt_tokens * self.costs.prompt, now)
+            self._stop(run, visit, id, -request.prompt_tokens * self.costs.delay, now)
 
     def ended(self, id: str, output_tokens: int | None, now: float) -> None:
         """A request has ended; output_tokens None = without an answer."""
@@ -124,7 +155,7 @@ class Runs:
         run, visit, request = self._of.pop(id)
         served = (output_tokens or 0) * self.costs.output
         if id not in self._first_token:
-            served += request.prompt_tokens * self.costs.prompt
+            served += request.prompt_tokens * self.costs.delay
         self._stop(run, visit, id, served, now)
         run.went(id, visit, output_tokens, now)
         if not visit.inside and visit.served:
@@ -288,7 +319,7 @@ class Runs:
         run.draw = draw
         self._width[slot] = max(visit.requests, 1)
         if draw is None:
-            mean = visit.prompt * self.costs.prompt + visit.expected * self.costs.output
+            mean = visit.prompt * self.costs.delay + visit.expected * self.costs.output
             self._samples[slot] = max(mean, 1e-3) * _GUESS
             self._paths[slot] = self._samples[slot] / self._width[slot]
         else:

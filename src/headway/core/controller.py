@@ -6,6 +6,7 @@ and, fed the same events, get the same commands.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,8 @@ class Controller:
 
         It changes with events and plans.
         """
-        return min(self._drops.next_check, self.planner.wake_at)
+        wake_at = self.planner.wake_at if self.cluster.instances else math.inf
+        return min(self._drops.next_check, wake_at)
 
     def overdue(self, now: float) -> Overdue:
         """Refuse the queued requests that cannot be on time any more, and name those inside engines.
@@ -222,10 +224,12 @@ class Controller:
     def decide(self, now: float) -> list[Command]:
         """Plan until nothing is left to do: one send can change what belongs inside another instance."""
         out: list[Command] = []
-        while (self._queued or self.planner.reranks) and self.cluster.instances:
+        planner, due = self.planner, self.planner.wake_at <= now
+        while (self._queued or planner.reranks or due) and self.cluster.instances:
             plan = self.planner.plan(self.cluster, now)
             commands = self.apply(plan, now)
             out += commands
+            due = False
             if plan.final or all(isinstance(command, Rerank | Prewarm) for command in commands):
                 break
         return out

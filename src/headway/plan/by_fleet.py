@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from headway.apps.knowledge import Knowledge
 from headway.core.cluster import Cluster
 from headway.events import Event, InstanceUp, Swapped
 from headway.plan.qlm import Qlm
@@ -42,6 +43,20 @@ class ByFleet(Planner):
     def thinks(self) -> bool:
         """Tell whether an instance can load another model."""
         return self._next is not None or self._planner.thinks
+
+    @property
+    def wake_at(self) -> float:
+        """The instant at which the planner at work wants to plan."""
+        return self._planner.wake_at
+
+    @property
+    def knowledge(self) -> Knowledge | None:
+        """The applications' graphs, which the planner for fleets without model swaps learns."""
+        return self.still.knowledge
+
+    def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
+        """Return the expected seconds of service that a live run still needs, if that planner is at work."""
+        return self._planner.run_rest(tenant, app, run, now)
 
     @property
     def gauges(self) -> Mapping[str, float]:

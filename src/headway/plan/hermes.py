@@ -10,32 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from headway.apps.demand import Costs
 from headway.apps.knowledge import Knowledge
 from headway.apps.prewarming import Prewarming, PrewarmOptions
 from headway.apps.run import Run
 from headway.apps.runs import Futures, RankOptions, Runs
 from headway.core.cluster import Cluster
-from headway.events import (
-    Arrived,
-    Event,
-    Failed,
-    Finished,
-    Prewarmed,
-    Returned,
-    RunEnded,
-    Started,
-    UnitBegan,
-    UnitEnded,
-)
+from headway.events import Arrived, Event
 from headway.plan.dispatch import sends
 from headway.plan.request_column import RequestColumn
+from headway.plan.service_costs import ServiceCosts
 from headway.plan.virtual_queue import virtual_queue
 from headway.ports import Planner
-from headway.types import Batch, Floats, Instance, Ints, Plan, Rerank, Send
-
-_PROBE = 512  # prompt tokens of the batch from which their cost is read
-_CONTEXT = 1024  # tokens of context per answer in a batch
+from headway.types import Floats, Ints, Plan, Rerank, Send
 
 
 class Hermes(Planner):
@@ -54,7 +40,7 @@ class Hermes(Planner):
         known = Knowledge() if knowledge is None else knowledge
         self.runs = Runs(known, options, futures, self.prewarming)
         self._slot = RequestColumn()
-        self._fleet_version = -1
+        self._costs = ServiceCosts()
 
     @property
     def wake_at(self) -> float:
@@ -78,26 +64,16 @@ class Hermes(Planner):
                 row = backlog.row_of[request.id]
                 runs.arrived(request, float(backlog.tokens[row] - backlog.prompt[row]), now)
                 self._slot.put(backlog, np.array([row]), runs.run_of(request.id).slot)
-            case Started(id):
-                runs.started(id, now)
-            case Returned(id):
-                runs.returned(id, now)
-            case Finished(id, output_tokens):
-                runs.ended(id, output_tokens, now)
-            case Failed(id):
-                runs.ended(id, None, now)
-            case UnitBegan(tenant, stage, backend):
-                runs.unit_began((tenant, stage.app, stage.run), stage.unit, backend, now)
-            case UnitEnded(tenant, stage):
-                runs.unit_ended((tenant, stage.app, stage.run), stage.unit, now)
-            case RunEnded(tenant, app, run):
-                runs.end((tenant, app, run))
-            case Prewarmed(resource, seconds):
-                self.prewarming.learn(resource, seconds)
+            case _:
+                runs.note(event, now)
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside by rank, and the ranks that have changed of what is inside."""
-        self._follow_costs(cluster)
+        costs = self._costs.changed(cluster)
+        if costs is not None:
+            # Deadlines are a matter of the time that a run itself takes.
+            deadlines = self.runs.options.rank == "slack"
+            self.runs.costs = costs._replace(delay=costs.prompt) if deadlines else costs
         changed = self.runs.refresh(now)
         backlog = cluster.backlog
         rows = backlog.rows()
@@ -131,25 +107,3 @@ class Hermes(Planner):
                 if name is not None:
                     ranks.setdefault(name, {})[id] = float(self.runs.rank[run.slot])
         return [Rerank(name, by_id) for name, by_id in ranks.items()]
-
-    def _follow_costs(self, cluster: Cluster) -> None:
-        """Read the cost of a token from the fleet's latency, when the fleet has changed."""
-        if cluster.fleet_version == self._fleet_version:
-            return
-        self._fleet_version = cluster.fleet_version
-        costs = [costs_of(instance) for instance in cluster.instances.values()]
-        known = [one for one in costs if one is not None]
-        if known:
-            self.runs.costs = Costs(*np.mean(known, axis=0).tolist())
-
-
-def costs_of(instance: Instance) -> Costs | None:
-    """Return the seconds per prompt and output token in a full batch; None = its latency is not known."""
-    if instance.latency is None:
-        return None
-    decodes = instance.max_running
-    context = min(decodes * _CONTEXT, instance.blocks_total * instance.block_size)
-    alone = instance.latency(Batch(decodes, context, 0))
-    with_prompt = instance.latency(Batch(decodes, context, _PROBE, _PROBE * _PROBE // 2))
-    # A latency that was learned from few iterations may say that prompts cost less than nothing.
-    return Costs(max(with_prompt - alone, 0.0) / _PROBE, alone)

@@ -19,7 +19,7 @@ from headway.plan.dispatch import Offers, spread
 from headway.plan.sent import SentOrder
 from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
 from headway.ports import Planner
-from headway.types import Backlog, Instance, Plan, Send
+from headway.types import Backlog, Instance, Ints, Plan, Send
 
 Key = Callable[[Backlog, int], float]
 
@@ -63,16 +63,16 @@ class Ordered(Planner):
         pull: requests stay in the queue until an engine has room for them.
         ahead: requests that wait inside an engine whose packer chooses among them, whatever KV they need;
             None = none but those that have a slot and KV there.
-        key: the planner's own first number of a queued request's rank; it must not change while it waits.
+        key: the planner's own first number of a request's rank within its level; it must not change.
     """
 
     pull = True
+    follows_runs = False  # what orders a request depends on the run that it belongs to
 
     def __init__(
         self, kind: int, displaces: bool = True, *, pull: bool = True, ranked: bool = False,
         ahead: int | None = None, key: Key | None = None,
     ) -> None:  # fmt: skip
-        assert key is None or not displaces, "what is inside has no key of the planner's own"
         self.pull, self.ahead = pull, ahead
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
         self._queues: dict[tuple[int, int], WaitingQueue] = {}
@@ -127,20 +127,25 @@ class Ordered(Planner):
         return Offers(inside.names, rows, count, inside.load, inside.window)
 
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
-        entry = entry_of(self.kind, cluster.backlog, row)
+        entry = self._entry(cluster.backlog, row)
         self._inside[cluster.code(name)].add(name, entry, float(cluster.backlog.tokens[row]))
-        rank = self._entry(cluster.backlog, row)[1] if self.ranked else 0.0
-        return Send(str(cluster.backlog.keys[row]), name, rank)
+        return Send(str(cluster.backlog.keys[row]), name, entry[1] if self.ranked else 0.0)
 
     def _forget(self, backlog: Backlog, row: int) -> None:
         """Take a request out of the order of what is inside its instance, if that instance is up."""
         code = int(backlog.instance[row])
         if code in self._inside:
-            self._inside[code].remove(self._names[code], entry_of(self.kind, backlog, row))
+            self._inside[code].remove(self._names[code], self._entry(backlog, row))
 
     def _entry(self, backlog: Backlog, row: int) -> Entry:
+        """Return a request's rank and row; the same as long as it is in the system."""
         entry = entry_of(self.kind, backlog, row)
         return entry if self.key is None else (entry[0], self.key(backlog, row), *entry[2:])
+
+    def _entries(self, backlog: Backlog, rows: Ints) -> Iterator[Entry]:
+        if self.key is None:
+            return entries_of(self.kind, backlog, rows)
+        return (self._entry(backlog, row) for row in rows.tolist())
 
     # ---- what waits where
 
@@ -193,10 +198,7 @@ class Ordered(Planner):
             for size in np.unique(sizes).tolist():
                 part = mine[sizes == size]
                 longest = int(backlog.longest[part[0]])
-                entries = entries_of(self.kind, backlog, part)
-                if self.key is not None:
-                    entries = (self._entry(backlog, row) for row in part.tolist())
-                self._queue(model, longest).fill(entries)
+                self._queue(model, longest).fill(self._entries(backlog, part))
 
     def _group(self, cluster: Cluster) -> list[_Peers]:
         """Return the instances in groups that may serve the same requests."""
@@ -207,7 +209,7 @@ class Ordered(Planner):
         return [
             _Peers(
                 [self._queue(model, limit) for limit in self._limits[model][: size + 1]],
-                SentOrder(self.kind, instances, cluster, self.ahead),
+                SentOrder(self._entries, instances, cluster, self.ahead),
             )
             for (model, size), instances in groups.items()
         ]

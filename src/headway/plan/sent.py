@@ -7,26 +7,27 @@ for all instances, whatever they run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.core.cluster import Cluster
-from headway.plan.waiting import Entry, entries_of
-from headway.types import Instance, Ints
+from headway.plan.waiting import Entry
+from headway.types import Backlog, Instance, Ints
 
 Ranks = NDArray[np.void]
+Entries = Callable[[Backlog, Ints], Iterable[Entry]]
 # filled: the KV blocks of this request and of all before it.
 _RANK = np.dtype([("level", int), ("key", float), ("arrival", float), ("serial", int), ("filled", int)])
 _NO_LIMIT = 1 << 60
 
 
 class SentOrder:
-    """The requests inside some instances, sorted by a kind of rank (`core/ranks.py`).
+    """The requests inside some instances, sorted by rank.
 
-    ahead: as in `Ordered`.
+    entries: of the rows of a backlog. ahead: as in `Ordered`.
 
     Attributes:
         names: of the instances.
@@ -37,7 +38,7 @@ class SentOrder:
     """
 
     def __init__(
-        self, kind: int, instances: Sequence[Instance], cluster: Cluster, ahead: int | None = None
+        self, entries: Entries, instances: Sequence[Instance], cluster: Cluster, ahead: int | None = None
     ) -> None:
         self.names = [instance.id for instance in instances]
         self.window: Ints = np.array([instance.window + (ahead or 0) for instance in instances])
@@ -51,7 +52,7 @@ class SentOrder:
         self._ranks: Ranks = np.zeros((len(instances), 64), _RANK)
         for name in self.names:
             rows = cluster.inside(name).rows
-            for entry in entries_of(kind, cluster.backlog, rows):
+            for entry in entries(cluster.backlog, rows):
                 self.add(name, entry, float(cluster.backlog.tokens[entry[4]]))
 
     def __contains__(self, name: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.apps.knowledge import Knowledge
 from headway.core import ranks
 from headway.pack.promises.packer import Promises
 from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
@@ -10,6 +11,7 @@ from headway.plan import ordered
 from headway.plan.by_fleet import ByFleet
 from headway.plan.group_placement import QlmOptions
 from headway.plan.qlm import Qlm
+from headway.plan.run_order import RunOrder
 from headway.recipes.recipe import Recipe
 
 _AHEAD = 1024  # as many as the packer should choose among in an iteration
@@ -20,15 +22,20 @@ def _swapping() -> Qlm:
     return Qlm(QlmOptions(ranks=False))
 
 
+def headway(knowledge: Knowledge | None = None) -> Recipe:
+    """Return the default recipe; knowledge: demand graphs of applications to begin with."""
+    return Recipe(
+        "headway",
+        "as many promises as can be kept, then best effort, then what is late; the default",
+        lambda: ByFleet(RunOrder(ranks.ATTAINABLE, ahead=_AHEAD, knowledge=knowledge), _swapping),
+        Promises,
+    )
+
+
 DEFAULT = {
     recipe.name: recipe
     for recipe in (
-        Recipe(
-            "headway",
-            "as many promises as can be kept, then best effort, then what is late; the default",
-            lambda: ByFleet(ordered.Ordered(ranks.ATTAINABLE, ahead=_AHEAD), _swapping),
-            Promises,
-        ),
+        headway(),
         Recipe(
             "vllm",
             "vLLM's own order: first come, first served",

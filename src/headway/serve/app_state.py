@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -75,6 +76,7 @@ class AppState:
             kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
             prompt_tokens=tokens, max_model_len=engine.max_model_len,
         )  # fmt: skip
+        parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
         self.gateway.path.check_capacity(parsed.request)
         return parsed
 

@@ -11,8 +11,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from headway.apps.account import EndedRun, RunAccount
+from headway.apps.run import within
 from headway.core.controller import Controller
 from headway.core.drops import prepare
 from headway.engines.vllm.process.client import VllmEngine
@@ -25,7 +27,7 @@ from headway.serve.planning import Planning
 from headway.serve.refusals import refusal
 from headway.serve.requests import InFlightRequest, ReturnReason
 from headway.serve.swaps import ModelSwaps
-from headway.types import Command, Reject, Rerank, Send, Swap, Warm
+from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
 
 Listener = Callable[[Event], None]
 _TICK = 1.0  # seconds between ticks for planners that wait for time to pass
@@ -85,6 +87,17 @@ class Dispatcher:
         if isinstance(event, InstanceUp):  # a swap may have failed once too often
             self.swaps.refuse_unavailable()
         self._overdue.arm()
+
+    def promised(self, request: Request) -> Request:
+        """Return a request with the SLO that the deadline of its run means for it."""
+        stage = request.stage
+        if stage is None:
+            return request
+        run = self.runs.live((request.tenant, stage.app, stage.run))
+        target, began = stage.target, request.arrival
+        if run is not None:
+            target, began = run.target if target is None else target, run.began
+        return replace(request, slo=within(request.slo, target, began, request.arrival))
 
     def add(self, in_flight: InFlightRequest) -> None:
         """Queue a request that was stored."""

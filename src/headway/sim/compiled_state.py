@@ -125,7 +125,9 @@ def initial_state(
     if isinstance(planner, ByFleet):  # this instance cannot load other models
         planner = planner.still
     params = recipe.packer(spec.engine_spec(latency)).params
-    if not isinstance(planner, Ordered) or (planner.kind, planner.displaces) not in _PLANNERS or planner.key:
+    if not isinstance(planner, Ordered) or (planner.kind, planner.displaces) not in _PLANNERS:
+        return None
+    if planner.key or (planner.follows_runs and any(workload.runs)):
         return None
     forecasts = _forecasts(workload, lengths)
     known = workload.models == (instance.model,)

@@ -14,7 +14,7 @@ import numpy as np
 
 from headway.apps.demand import SAMPLES, Costs, Draw
 from headway.apps.graph import LLM
-from headway.apps.run import Run
+from headway.apps.run import Run, within
 from headway.apps.runs import Futures
 from headway.core.controller import Controller
 from headway.engines.simulated.engine import Ran
@@ -31,8 +31,6 @@ from headway.sim.warm_pool import WarmPool
 from headway.sim.workload.applications import Applications, Step
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Floats, Slo
-
-_LATE = 1e-3  # seconds left to a request whose run is late already
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class ReplayLoop(Loop):
         rows = self._apps.rows[run]
         mine = range(rows[progress.step], rows[progress.step + 1])
         progress.left = len(mine)
-        slo = self._slo(run, now)
+        slo = within(Slo(), stage.target, float(self._apps.arrival[run]), now)
         for row in mine:
             self._arrive(replace(self.workload.request(row), arrival=now, stage=stage, slo=slo), now)
 
@@ -149,11 +147,6 @@ class ReplayLoop(Loop):
         script, target = self._apps.runs[run], float(self._apps.target[run])
         unit = script.steps[self._progress[run].step].unit
         return Stage(script.app, str(run), unit, None if math.isinf(target) else target)
-
-    def _slo(self, run: int, now: float) -> Slo:
-        """Return the SLO of a run's next requests: to be complete when the run must be."""
-        due = float(self._apps.arrival[run] + self._apps.target[run])
-        return Slo() if math.isinf(due) else Slo(e2e=max(due - now, _LATE))
 
     def _tenant(self, run: int) -> str:
         return self._apps.runs[run].app
@@ -196,7 +189,7 @@ def oracle(apps: Applications) -> Futures:
 
 
 def _service(step: Step, costs: Costs) -> float:
-    return step.seconds + sum(prompt * costs.prompt + out * costs.output for prompt, out in step.requests)
+    return step.seconds + sum(prompt * costs.delay + out * costs.output for prompt, out in step.requests)
 
 
 def _path(step: Step, costs: Costs) -> float:

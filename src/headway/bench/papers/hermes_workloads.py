@@ -17,6 +17,7 @@ import numpy as np
 from headway.apps.graph import Graph
 from headway.apps.knowledge import SHARED, Knowledge
 from headway.apps.runs import RankOptions
+from headway.recipes.default import headway
 from headway.recipes.hermes import variant
 from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
@@ -47,7 +48,7 @@ _ENGINES = {  # by name: latency profile, instances, KV tokens
     "7b": ("llama-2-7b-a100", 1, 40_000),  # an A100 with 40 GB: 22 GB are left for KV
     "70b": ("llama-2-70b-h100-tp4", 2, 400_000),
 }
-HERMES, ORACLE = "hermes", "oracle"
+HERMES, ORACLE, DEFAULT = "hermes", "oracle", "headway"
 _OPTIONS = {
     HERMES: RankOptions(),
     "hermes-ddl": RankOptions("slack"),
@@ -147,6 +148,8 @@ def recipe(system: str, setting: Setting, apps: Applications) -> Recipe:
         return variant(ORACLE, "every run's true demand", RankOptions(), futures=oracle(apps))
     if system in _OPTIONS:
         return variant(system, system, _OPTIONS[system], knowledge(setting.graphs))
+    if system == DEFAULT:
+        return headway(knowledge(setting.graphs))
     return find(system)
 
 

@@ -2,7 +2,7 @@
 
 A TOML file has [[instances]] tables with the keys of `sim/fleet.py` and, optionally, [[traffic]] tables with
 those of `TrafficClass` in `sim/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"), lengths,
-priority, max_tokens, slo_scale and tenants.
+priority, max_tokens, slo_scale, tenants and drop (refuse what cannot be on time any more).
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class _Traffic(TypedDict, total=False):
     slo_scale: float
     max_tokens: int
     tenants: list[str]
+    drop: bool
 
 
 _ADAPTER = TypeAdapter(_Traffic)

@@ -14,7 +14,7 @@ from headway.compiled import compiled
 from headway.core.feasibility import Pace
 from headway.core.sorting import push, sort
 from headway.pack.kernels import Rows
-from headway.pack.promises.outlook import EASY, HOPE, LOST, Outlook, size_of
+from headway.pack.promises.outlook import EASY, HOPE, LOST, OTHER, Outlook, size_of
 from headway.types import Floats, Ints
 
 # Of equals those that were kept come first, then those that hold a slot: more than any serial.
@@ -56,7 +56,9 @@ def _fill(
 ) -> tuple[int, int]:  # fmt: skip
     """Fill the columns, the kept rows first; return how many places are in `stay` and in `heap`.
 
-    Of the lost the shortest come first, of best effort and easy requests those that hold a slot.
+    Of the lost the shortest come first, of best effort and easy requests those that hold a slot. A rank from
+    outside goes before all that, but for positive ones of best effort: those decide within best effort, as
+    the ranks of application runs should (`plan/run_order.py`).
     """
     at, size, waiting = kept.rows.size, 0, 0
     rows[:at], level[:at] = kept.rows, kept.level
@@ -71,6 +73,8 @@ def _fill(
             keys[2, i] = size_of(jobs, row, theta, pace)
         elif level[i] != EASY or running:
             keys[2, i] = -np.inf
+        if level[i] == OTHER and keys[0, i] > 0.0:
+            keys[2, i], keys[0, i] = -np.inf if running else keys[0, i], 0.0
         serial[i] = i if i < kept.rows.size else jobs["serial"][row] + (_HOLDS if running else _COMES)
         if running or level[i] < EASY:
             stay[size], size = i, size + 1

@@ -1,0 +1,125 @@
+"""The order of the default recipe: deadlines that can be met, then best effort, in it runs by what they need.
+
+Requests with a promise are ordered by it, whatever they belong to. Among best effort a request that belongs
+to no run stands where it came; one of a run stands where its run began, and the further behind the more
+service the run still needs (Hermes 3.3): a short run overtakes a long one, but none waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from headway.apps.knowledge import Knowledge
+from headway.apps.runs import Futures, RankOptions, Runs
+from headway.core.cluster import Cluster
+from headway.core.ranks import BEST_EFFORT
+from headway.events import Arrived, Event, Failed, Finished
+from headway.plan.ordered import Ordered
+from headway.plan.service_costs import ServiceCosts
+from headway.plan.waiting import Entry
+from headway.types import Backlog, Ints, Plan, Request, Send
+
+_FIRST = 1e-6  # the least rank among best effort: packers take positive ones as such
+_NEWEST = 0.05  # weight of the newest best-effort request without a run in the mean of what they need
+
+
+class RunOrder(Ordered):
+    """Best effort knows runs of applications, once there are any.
+
+    ahead: as in `Ordered`.
+    stretch: seconds that a second of service which a run still needs puts it behind.
+    knowledge: graphs to begin with. futures: as in `Runs`.
+
+    Attributes:
+        runs: the live ones.
+    """
+
+    follows_runs = True
+
+    def __init__(
+        self, kind: int, *, ahead: int | None = None, stretch: float = 10.0,
+        knowledge: Knowledge | None = None, futures: Futures | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(kind, ahead=ahead)
+        self.runs = Runs(knowledge or Knowledge(), RankOptions(), futures)
+        self._stretch = stretch
+        self._costs = ServiceCosts()
+        self._stands: dict[str, float] = {}  # by id: the instant that decides among best effort
+        self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
+        self._origin = math.nan  # when the first request of a run came; ranks count from it
+
+    @property
+    def wake_at(self) -> float:
+        """The instant of the next warm-up."""
+        return self.runs.prewarming.wake_at
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """The applications' graphs."""
+        return self.runs.knowledge
+
+    def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
+        """Return the expected seconds of service that a live run still needs."""
+        return self.runs.rest((tenant, app, run), now)
+
+    def on(self, event: Event, cluster: Cluster, now: float) -> None:
+        """Tell the live runs what has happened, and queue what has come."""
+        if isinstance(event, Arrived):
+            self._arrived(event.request, cluster, now)
+        else:
+            self.runs.note(event, now)
+        super().on(event, cluster, now)
+        if self._stands and isinstance(event, Finished | Failed):
+            self._stands.pop(event.id, None)
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        """Return what belongs inside by its place in the order, and what is to be warmed."""
+        plan = super().plan(cluster, now)
+        if not self.runs:
+            return plan
+        self.runs.refresh(now)
+        return replace(plan, prewarm=self.runs.prewarming.due(now))
+
+    def _arrived(self, request: Request, cluster: Cluster, now: float) -> None:
+        backlog, runs = cluster.backlog, self.runs
+        row = backlog.row_of[request.id]
+        if (costs := self._costs.changed(cluster)) is not None:
+            runs.costs = costs
+        expected = float(backlog.tokens[row] - backlog.prompt[row])
+        promised = backlog.due.item(row) < math.inf
+        if request.stage is None:
+            if not promised:
+                needs = request.prompt_tokens * runs.costs.delay + expected * runs.costs.output
+                self._plain += _NEWEST * (needs - self._plain) if self._plain else needs
+            return
+        runs.arrived(request, expected, now)
+        if math.isnan(self._origin):
+            self._origin = now
+        if not promised:
+            runs.refresh(now)
+            run = runs.run_of(request.id)
+            more = float(runs.rank[run.slot]) - self._plain
+            self._stands[request.id] = run.began + self._stretch * more
+
+    def _entry(self, backlog: Backlog, row: int) -> Entry:
+        return self._placed(backlog, super()._entry(backlog, row))
+
+    def _entries(self, backlog: Backlog, rows: Ints) -> Iterator[Entry]:
+        return (self._placed(backlog, entry) for entry in super()._entries(backlog, rows))
+
+    def _placed(self, backlog: Backlog, entry: Entry) -> Entry:
+        """Put best effort where it stands."""
+        if entry[0] != BEST_EFFORT:
+            return entry
+        arrival, stands = entry[2], self._stands
+        key = stands.get(str(backlog.keys[entry[4]]), arrival) if stands else arrival
+        return (entry[0], key, *entry[2:])
+
+    def _send(self, cluster: Cluster, row: int, name: str) -> Send:
+        """Let best effort carry where it stands, so that the packer orders by it, too."""
+        send, entry = super()._send(cluster, row, name), self._entry(cluster.backlog, row)
+        if entry[0] != BEST_EFFORT or math.isnan(self._origin):
+            return send
+        return replace(send, rank=max(entry[1] - self._origin, _FIRST))

@@ -1,0 +1,159 @@
+"""The default recipe's order: promises first, and best effort in which short runs overtake long ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.apps.demand import SAMPLES, Costs, Draw
+from headway.apps.knowledge import Knowledge
+from headway.apps.run import Run
+from headway.core.ranks import ATTAINABLE
+from headway.events import InstanceDown, RunEnded
+from headway.plan.ordered import Ordered
+from headway.plan.run_order import RunOrder
+from headway.stages import Stage
+from headway.types import Send, Slo
+from tests.plan.place import Place, ask, instance
+
+STRETCH = 10.0
+
+
+def stage(run: str, app: str = "app") -> Stage:
+    return Stage(app, run, "u")
+
+
+def knowing(**seconds: float) -> RunOrder:
+    """A planner that knows how many seconds each run needs, by its name."""
+
+    def futures(run: Run, costs: Costs) -> Draw:
+        total = np.full(SAMPLES, seconds.get(run.key[2], 1.0))
+        return Draw(total, total, total, np.full(SAMPLES, -1))
+
+    return RunOrder(ATTAINABLE, stretch=STRETCH, knowledge=Knowledge(), futures=futures)
+
+
+def drain(place: Place, now: float) -> list[str]:
+    """End what is inside, one at a time, until all is done; return the order in which requests were sent."""
+    while place.inside:
+        place.end(next(iter(place.inside)), now)
+    return place.order
+
+
+def test_a_short_run_overtakes_a_long_one_that_began_before() -> None:
+    place = Place(knowing(long=9.0, short=3.0), instance("e0", 1, lead=0))
+    place.come(ask("first"))
+    place.come(ask("long", 1.0, stage=stage("long")))
+    place.come(ask("short", 2.0, stage=stage("short")))
+    assert drain(place, 3.0) == ["first", "short", "long"]
+
+
+def test_none_is_overtaken_by_what_begins_much_later() -> None:
+    place = Place(knowing(long=9.0, short=3.0), instance("e0", 1, lead=0))
+    place.come(ask("first"))
+    place.come(ask("long", 1.0, stage=stage("long")))
+    place.come(ask("short", 1.0 + STRETCH * 6.0 + 0.1, stage=stage("short")))
+    assert drain(place, 100.0) == ["first", "long", "short"]
+
+
+def test_a_later_step_stands_where_its_run_began() -> None:
+    place = Place(knowing(), instance("e0", 1, lead=0))
+    place.come(ask("a1", 0.0, stage=stage("a")))
+    place.come(ask("b1", 1.0, stage=stage("b")))
+    place.come(ask("c1", 2.0, stage=stage("c")))
+    place.end("a1", 3.0)
+    place.come(ask("a2", 4.0, stage=stage("a")))
+    assert drain(place, 5.0) == ["a1", "b1", "a2", "c1"]
+
+
+def test_promises_go_first_whatever_run_they_belong_to() -> None:
+    place = Place(knowing(short=0.1), instance("e0", 1, lead=0))
+    place.come(ask("first", slo=Slo(e2e=10.0)))
+    place.come(ask("short", 1.0, stage=stage("short")))
+    place.come(ask("due", 2.0, slo=Slo(e2e=50.0), stage=stage("long")))
+    place.come(ask("sooner", 3.0, slo=Slo(e2e=40.0)))
+    assert drain(place, 4.0) == ["first", "sooner", "due", "short"]
+
+
+def test_best_effort_carries_where_it_stands_once_there_are_runs() -> None:
+    place = Place(knowing(run=2.0), instance("e0", 4))
+    assert place.come(ask("before", 5.0)) == [Send("before", "e0")]
+    [send] = place.come(ask("run", 6.0, stage=stage("run")))
+    assert isinstance(send, Send)
+    assert send.rank > 0
+    [plain] = place.come(ask("after", 10.0))
+    assert isinstance(plain, Send)
+    assert plain.rank == pytest.approx(4.0)  # counted from the first run's request
+    assert place.come(ask("promised", 11.0, slo=Slo(ttft=1.0), stage=stage("run"))) == [
+        Send("promised", "e0")
+    ]
+
+
+def test_runs_are_compared_with_what_a_request_without_a_run_needs() -> None:
+    """A run that needs as much as the others' mean stands where it began, like each of those."""
+    planner = knowing(same=0.0)
+    place = Place(planner, instance("e0", 1, lead=0))
+    costs = planner.runs.costs
+    mean = 10 * costs.delay + 10 * costs.output
+    place = Place(knowing(same=mean, larger=mean + 0.2), instance("e0", 1, lead=0))
+    place.come(ask("first"))
+    place.come(ask("larger", 1.0, stage=stage("larger")))
+    place.come(ask("plain", 2.0))
+    place.come(ask("same", 2.5, stage=stage("same")))
+    place.come(ask("late", 3.5))
+    assert drain(place, 4.0) == ["first", "plain", "same", "larger", "late"]
+
+
+events = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 4), st.floats(0.0, 3.0), st.booleans()), max_size=40
+)
+
+
+@given(events=events)
+def test_without_runs_it_is_the_order_of_deadlines(events: list[tuple[int, int, float, bool]]) -> None:
+    places = [
+        Place(planner, instance("e0", 2, lead=1), instance("e1", 1, lead=0))
+        for planner in (RunOrder(ATTAINABLE), Ordered(ATTAINABLE))
+    ]
+    for place in places:
+        play(place, events, runs=False)
+    assert places[0].order == places[1].order
+
+
+@given(events=events)
+def test_whatever_comes_is_sent_once_and_forgotten(events: list[tuple[int, int, float, bool]]) -> None:
+    planner = RunOrder(ATTAINABLE)
+    place = Place(planner, instance("e0", 2, lead=1), instance("e1", 1, lead=0))
+    play(place, events, runs=True)
+    for _ in range(len(place.requests)):
+        for id in list(place.inside):
+            place.end(id, 1e6)
+    assert not place.queued
+    assert sorted(place.order) == sorted(place.requests)
+    for run in range(5):
+        place.tell(RunEnded("default", "app", str(run)), 1e6)
+    assert not len(planner.runs)
+    assert not planner._stands
+
+
+def play(place: Place, events: list[tuple[int, int, float, bool]], *, runs: bool) -> None:
+    """Let requests come and go: (what, which run or request, seconds later, promised)."""
+    now = 0.0
+    for i, (what, which, later, promised) in enumerate(events):
+        now += later
+        if what < 3:
+            slo = Slo(e2e=5.0 + 10 * which) if promised else Slo()
+            more = {"stage": stage(str(which))} if runs and what else {}
+            place.come(ask(f"r{i}", now, slo=slo, **more))  # type: ignore[arg-type]
+        elif place.inside:
+            place.end(sorted(place.inside)[which % len(place.inside)], now)
+
+
+def test_a_lost_instance_gives_its_requests_back_in_the_same_order() -> None:
+    place = Place(knowing(a=5.0, b=1.0), instance("e0", 2), instance("e1", 1, lead=0))
+    for i, run in enumerate("abab"):
+        place.come(ask(f"{run}{i}", float(i), stage=stage(run)))
+    place.tell(InstanceDown("e0"), 5.0)
+    assert set(place.requests) == set(place.inside) | set(place.queued)
