@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.bench.cli import bench_app
-from headway.bench.papers import PAPERS, bros
+from headway.bench.papers import PAPERS, PARTED, bros
 from headway.bench.papers.bros import Point, judge
 from headway.bench.papers.observers import TokenDeadlines
 from headway.errors import ConfigError
@@ -101,3 +102,30 @@ def test_an_unknown_paper_is_told_which_there_are() -> None:
     assert isinstance(error, ConfigError)
     assert "anneal, bros, ecoserve, hermes, qlm" in error.hint
     assert set(PAPERS) == {"anneal", "bros", "ecoserve", "hermes", "qlm"}
+
+
+@pytest.mark.parametrize("paper", PARTED)
+def test_only_the_named_parts_are_run(paper: str) -> None:
+    module = importlib.import_module(PAPERS[paper].partition(":")[0])
+    plan = module.full()
+    first = plan.experiments[0].name
+    assert [one.name for one in module.part(plan, [first]).experiments] == [first]
+    assert module.part(plan, ()) == plan
+    everything = [*(one.name for one in plan.experiments), *module._MEASURED]
+    assert module.part(plan, everything) == plan
+    with pytest.raises(ConfigError) as refused:
+        module.part(plan, ["zzz"])
+    assert first in refused.value.hint
+
+
+def test_only_the_policy_of_hermes_is_timed() -> None:
+    result = CliRunner().invoke(
+        bench_app, ["papers", "hermes", "--quick", "--only", "policy", "--json"], catch_exceptions=False
+    )
+    assert {row["id"].partition(".")[0] for row in json.loads(result.stdout)["rows"]} == {"policy"}
+
+
+def test_papers_without_parts_say_so() -> None:
+    result = CliRunner().invoke(bench_app, ["papers", "anneal", "--only", "table1"])
+    assert isinstance(result.exception, ConfigError)
+    assert "Leave --only out" in result.exception.hint

@@ -300,18 +300,26 @@ def fleet(
 @bench_app.command()
 def papers(
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
+    only: Annotated[
+        str, typer.Option(help="Comma-separated parts of hermes or qlm; a wrong one names them all.")
+    ] = "",
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""
-    from headway.bench.papers import PAPERS
+    from headway.bench.papers import PAPERS, PARTED
 
     if name not in PAPERS:
         raise ConfigError(f"There are no tables of {name!r}.", f"Use one of {', '.join(PAPERS)}.")
     module, _, function = PAPERS[name].partition(":")
-    getattr(importlib.import_module(module), function)(quick=quick, as_json=as_json, seed=seed, out=out)
+    more: dict[str, Any] = {"only": _names(only)} if only else {}
+    if more and name not in PARTED:
+        raise ConfigError(f"The tables of {name} have no parts.", "Leave --only out.")
+    getattr(importlib.import_module(module), function)(
+        quick=quick, as_json=as_json, seed=seed, out=out, **more
+    )
 
 
 _ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}

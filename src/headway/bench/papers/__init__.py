@@ -7,3 +7,5 @@ PAPERS = {
     "hermes": "headway.bench.papers.hermes:main",
     "qlm": "headway.bench.papers.qlm:main",
 }
+# Those whose `main` takes `only`.
+PARTED = ("hermes", "qlm")

@@ -19,6 +19,7 @@ from headway.bench.output.results import SIMULATED, About, Report, Row, deliver,
 from headway.bench.papers.hermes_policy import policy_rows
 from headway.bench.papers.hermes_prewarm import KS, Warmed, prewarm_rows, prewarmed
 from headway.bench.papers.hermes_workloads import (
+    DEFAULT,
     FACTORS,
     GRAPHS,
     HERMES,
@@ -30,11 +31,13 @@ from headway.bench.papers.hermes_workloads import (
     serve,
     source,
 )
+from headway.bench.papers.parts import parts
 
-SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, ORACLE)
+SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, DEFAULT, ORACLE)
 _ABLATION = (HERMES, "hermes-no-refine", "hermes-mean", ORACLE)
 _WARMED = ("CG", "PE")  # applications with backends that have to be started
-_DEADLINES = ("vllm", "parrot", "edf", HERMES, "hermes-ddl")
+_DEADLINES = ("vllm", "parrot", "edf", HERMES, "hermes-ddl", DEFAULT)
+_MEASURED = ("prewarm", "policy")  # parts beside the experiments
 # What the paper reports, in percent: reductions of the mean and the P95 at 1x (5.2), of one 7B model.
 _REDUCTION = {"vllm": (77.0, 82.4), "parrot": (76.7, 69.0), "vtc": (66.7, 74.1)}
 _REDUCTION_70B = {"vllm": (58.5, 62.2), "parrot": (39.1, 21.7), "vtc": (50.3, 45.8)}  # two 70B models at 3x
@@ -55,7 +58,7 @@ class Plan:
     """What is run.
 
     seeds: per setting and system. live: numbers of live runs whose policy is timed.
-    ks: how aggressively backends are prewarmed.
+    ks: how aggressively backends are prewarmed, () = that is not run.
     """
 
     experiments: tuple[Experiment, ...]
@@ -75,7 +78,7 @@ def full() -> Plan:
     return Plan(
         (
             Experiment("act", intensities, SYSTEMS),
-            Experiment("70b", (big,), (*SYSTEMS[:3], HERMES)),
+            Experiment("70b", (big,), (*SYSTEMS[:3], HERMES, DEFAULT)),
             Experiment("ablation", (Setting("3x"),), _ABLATION),
             Experiment("deadlines", (_deadlines(),), _DEADLINES),
             Experiment("graphs", wrong, (HERMES,)),
@@ -100,10 +103,10 @@ def _deadlines() -> Setting:
     return Setting("15 minutes", window=WINDOWS["2x"], deadlines=True)
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Run the evaluation; `quick`: a minute of it, 3x with one seed."""
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+    """Run the evaluation; `quick`: a minute of it, 3x with one seed. only: parts, () = all."""
     began = time.perf_counter()
-    plan = _plan(quick)
+    plan = part(_plan(quick), only)
     results, warmed = run(plan, seed, bar=not as_json)
     figures = [*_act_rows(results), *_deadline_rows(results), *_graph_rows(results)]
     figures += [*prewarm_rows(warmed), *policy_rows(plan.live)]
@@ -119,14 +122,25 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(results))
 
 
+def part(plan: Plan, only: Sequence[str]) -> Plan:
+    """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
+    if not only:
+        return plan
+    chosen = parts(only, [*(one.name for one in plan.experiments), *_MEASURED])
+    return Plan(
+        tuple(one for one in plan.experiments if one.name in chosen), plan.seeds,
+        plan.live if "policy" in chosen else (), plan.ks if "prewarm" in chosen else (),
+    )  # fmt: skip
+
+
 def run(plan: Plan, seed: int, *, bar: bool) -> tuple[dict[str, list[Served]], list[Warmed]]:
     """Run a plan; what two experiments have in common runs once. One `Served` per system and setting."""
     jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
     done: dict[tuple[str, Setting], Served] = {}
     with Progress(disable=not bar) as progress:
-        task = progress.add_task(
-            "simulating", total=len(jobs) * plan.seeds + len(_WARMED) * (len(plan.ks) + 1)
-        )
+        apps = _WARMED if plan.ks else ()
+        total = len(jobs) * plan.seeds + len(apps) * (len(plan.ks) + 1)
+        task = progress.add_task("simulating", total=total)
         for system, setting in jobs:
             some = []
             for number in range(seed, seed + plan.seeds):
@@ -134,7 +148,7 @@ def run(plan: Plan, seed: int, *, bar: bool) -> tuple[dict[str, list[Served]], l
                 progress.advance(task)
             done[system, setting] = _together(some)
         warmed = []
-        for app in _WARMED:
+        for app in apps:
             warmed += prewarmed(app, plan.ks, seed, partial(progress.advance, task))
     served = {
         e.name: [done[system, one] for one in e.settings for system in e.systems] for e in plan.experiments

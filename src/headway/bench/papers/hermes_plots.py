@@ -13,7 +13,9 @@ from headway.bench.papers.hermes_workloads import FACTORS, Served
 
 def plots(results: Mapping[str, Sequence[Served]]) -> dict[str, bytes]:
     """Return {name: PNG} of the experiments that were run."""
-    drawn = {"hermes-act": _bars(results["act"]), "hermes-cdf": _distribution(results["act"])}
+    drawn = {}
+    if "act" in results:
+        drawn = {"hermes-act": _bars(results["act"]), "hermes-cdf": _distribution(results["act"])}
     if "deadlines" in results:
         drawn["hermes-deadlines"] = _deadlines(results["deadlines"])
     return drawn

@@ -8,13 +8,14 @@ accuracy and the planning time. Workloads: `qlm_workloads.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import Progress
 
 from headway.bench.output.results import SIMULATED, About, Report, deliver, row_grid
+from headway.bench.papers.parts import parts
 from headway.bench.papers.qlm_estimates import ESTIMATED, estimates, planning
 from headway.bench.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
 from headway.bench.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
@@ -28,6 +29,7 @@ ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-d
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
 # On a fleet where every model has its instances, so that nothing needs to be swapped.
 ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like")
+_MEASURED = ("delta", "estimator", "planning")  # parts beside the experiments
 _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 
@@ -45,7 +47,7 @@ class Plan:
     """What is run.
 
     queues: lengths of the queues that are planned.
-    estimated: requests in the queues whose waits are forecast.
+    estimated: requests in the queues whose waits are forecast, 0 = none are.
     deltas: group sizes, in batches.
     delta_setting: the workload they are compared on.
     """
@@ -117,10 +119,10 @@ _SHARES = (0.05, 0.2, 0.5, 1.0)
 _SCALES = (1.0, 3.0, 11.0)
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Run the evaluation; `quick`: a minute of it, W_A and W_B at one rate."""
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+    """Run the evaluation; `quick`: a minute of it, W_A and W_B at one rate. only: parts, () = all."""
     began = time.perf_counter()
-    results = run(_plan(quick), seed, bar=not as_json)
+    results = run(part(_plan(quick), only), seed, bar=not as_json)
     figures = [*rows(results), *claims(results)]
     workload = (
         f"{SIMULATED}: ShareGPT lengths, batch limit {RUNNING}, Gamma arrivals with a coefficient of "
@@ -136,12 +138,26 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(results))
 
 
+def part(plan: Plan, only: Sequence[str]) -> Plan:
+    """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
+    if not only:
+        return plan
+    chosen = parts(only, [*(one.name for one in plan.experiments), *_MEASURED])
+    return Plan(
+        tuple(one for one in plan.experiments if one.name in chosen),
+        plan.queues if "planning" in chosen else (),
+        plan.estimated if "estimator" in chosen else 0,
+        plan.deltas if "delta" in chosen else (), plan.delta_setting,
+    )  # fmt: skip
+
+
 def run(plan: Plan, seed: int, *, bar: bool) -> Results:
     """Run a plan; what two experiments have in common runs once."""
     from headway.recipes.qlm import with_delta
 
     jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
-    steps = len(jobs) + len(plan.deltas) + len(plan.queues) + len(ESTIMATED)
+    estimated = ESTIMATED if plan.estimated else {}
+    steps = len(jobs) + len(plan.deltas) + len(plan.queues) + len(estimated)
     with Progress(disable=not bar) as progress:
         task = progress.add_task("simulating", total=steps)
         done: dict[tuple[str, Setting], Trial] = {}
@@ -153,7 +169,7 @@ def run(plan: Plan, seed: int, *, bar: bool) -> Results:
             deltas[delta] = trial(QLM, with_delta(delta), plan.delta_setting, seed)
             progress.advance(task)
         forecasts = []
-        for name, profile in ESTIMATED.items():
+        for name, profile in estimated.items():
             forecasts += estimates(name, profile, plan.estimated, seed)
             progress.advance(task)
         planned = []
