@@ -88,7 +88,7 @@ class WarmEngine(SimulatedEngine):
         self._entries[request.id] = _Entry(request, self._needs(request))
 
     def follow(self, now: float) -> None:
-        """Tell the cache what waiting requests need: those inside first, then those in the planner, by rank."""
+        """Tell the cache what waiting requests need: first those inside, then those in the planner."""
         if not self.cache.policy.queue:
             return
         jobs, rank = self.jobs, self.rank

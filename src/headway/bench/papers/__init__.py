@@ -5,5 +5,6 @@ PAPERS = {
     "bros": "headway.bench.papers.bros:main",
     "ecoserve": "headway.bench.papers.ecoserve:main",
     "hermes": "headway.bench.papers.hermes:main",
+    "hermes-caches": "headway.bench.papers.hermes_caches:main",
     "qlm": "headway.bench.papers.qlm:main",
 }
