@@ -33,6 +33,9 @@ class Item:
     fetched: bool = False
 
 
+FREE, EXPECTED, AWAITED, LOADING = range(4)  # how strongly an item is kept
+
+
 class Policy(Protocol):
     """Decides what is loaded before it is used, and what stays."""
 
@@ -41,8 +44,8 @@ class Policy(Protocol):
         """Tell whether what waiting requests need is loaded while they wait."""
         ...
 
-    def keeps(self, item: Item, awaited: bool, now: float) -> bool:
-        """Tell whether an item stays as long as others can go.
+    def level(self, item: Item, awaited: bool, now: float) -> int:
+        """Return FREE, EXPECTED or AWAITED: what is loaded ahead displaces lower levels than its own.
 
         awaited: it is among what the next waiting requests need.
         """
@@ -54,9 +57,9 @@ class Lru:
 
     queue = False
 
-    def keeps(self, item: Item, awaited: bool, now: float) -> bool:
-        """Return False: the order of use decides."""
-        return False
+    def level(self, item: Item, awaited: bool, now: float) -> int:
+        """Return FREE: the order of use decides."""
+        return FREE
 
 
 class WaitingQueue:
@@ -64,17 +67,17 @@ class WaitingQueue:
 
     queue = True
 
-    def keeps(self, item: Item, awaited: bool, now: float) -> bool:
-        """Return whether a waiting request needs it."""
-        return awaited
+    def level(self, item: Item, awaited: bool, now: float) -> int:
+        """Return AWAITED for what a waiting request needs."""
+        return AWAITED if awaited else FREE
 
 
 class Prewarmed(WaitingQueue):
     """EPWQ, and what a demand graph expects is loaded before the request comes (Hermes 3.4)."""
 
-    def keeps(self, item: Item, awaited: bool, now: float) -> bool:
-        """Return whether a waiting request needs it, or one that is expected."""
-        return awaited or item.until >= now
+    def level(self, item: Item, awaited: bool, now: float) -> int:
+        """Return AWAITED for what a waiting request needs, EXPECTED for what one may soon."""
+        return AWAITED if awaited else EXPECTED if item.until >= now else FREE
 
 
 class Cache:
@@ -154,7 +157,7 @@ class Cache:
         A load that is under way goes on. None = everything else in the cache is in use.
         """
         if name not in self.items:
-            if not self._make_room(self.stored[name], now, name, last_resort=True):
+            if not self._make_room(self.stored[name], now, name):
                 return None
             self._add(name, self.stored[name], now + self.stored[name] * self.rate)
         item = self.items[name]
@@ -170,7 +173,7 @@ class Cache:
         if name in self.items and not self.items[name].held:
             self._leave(name)
         old = self.items[name].size if name in self.items else 0.0
-        if not self._make_room(size - old, now, name, last_resort=True):
+        if not self._make_room(size - old, now, name):
             return False
         if name in self.items:
             self.items[name].size = size
@@ -202,8 +205,8 @@ class Cache:
             if name in self.items:
                 self._expected.pop(name, None)
                 continue
-            size = self.stored[name]
-            if not self._make_room(size, now, name, last_resort=False):
+            size, level = self.stored[name], AWAITED if name in self._awaited else EXPECTED
+            if not self._make_room(size, now, name, level):
                 return
             self._idle_at = now + size * self.rate
             self._add(name, size, self._idle_at)
@@ -222,16 +225,17 @@ class Cache:
         self._uses += 1
         item.used, item.fetched = self._uses, False
 
-    def _make_room(self, size: float, now: float, name: str, *, last_resort: bool) -> bool:
-        """Let others leave until `size` fits; last_resort: also those that the policy keeps, or that load."""
+    def _make_room(self, size: float, now: float, name: str, below: int = LOADING + 1) -> bool:
+        """Let others leave until `size` fits, the lowest levels first; only those below a level."""
         need = self.size + size - self.capacity
         if need <= 0:
             return True
         ranked = []
         for other, item in self.items.items():
-            kept = item.ready > now or self.policy.keeps(item, other in self._awaited, now)
-            if other != name and not item.held and (last_resort or not kept):
-                ranked.append((kept, item.used, other))
+            level = self.policy.level(item, other in self._awaited, now)
+            level = LOADING if item.ready > now else level
+            if other != name and not item.held and level < below:
+                ranked.append((level, item.used, other))
         leaving, freed = [], 0.0
         for _, _, other in sorted(ranked):
             if freed >= need:
