@@ -19,7 +19,7 @@ from headway.memory.budget import KvBudget
 from headway.ports import Packer
 from headway.sim.cache_policy import Cache, Lru, Policy
 from headway.stages import Resource
-from headway.types import Jobs, Request, Step
+from headway.types import Bools, Ints, Jobs, Request, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +283,11 @@ class AdapterEngine(WarmEngine):
         """Return the seconds of the iteration that was scheduled last, after its loads."""
         return super().seconds(ran, execution) + self.delay
 
-    def within(self, order: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def within(self, order: Ints) -> Bools:
         """Tell which rows of `order` run beside one another with at most `slots` adapters."""
         running = self.jobs.running[order]
         used = {name for row in order[running].tolist() for name in self._at[row].needs}
-        fits = running.copy()
+        fits: Bools = np.array(running)
         for i in np.flatnonzero(~running).tolist():
             needs = set(self._at[int(order[i])].needs)
             if len(used | needs) <= self.slots:
