@@ -100,7 +100,13 @@ class ReplayLoop(Loop):
         elif self._warm_engine is not None:
             seconds = self._warm_engine.warm(resource, command.run, now, command.until)
         if seconds:
-            self._future.at(now + seconds, partial(self._notify, Prewarmed(resource, seconds)))
+            self._future.at(now + seconds, partial(self._end_warm_up_of, Prewarmed(resource, seconds)))
+
+    def _end_warm_up_of(self, event: Prewarmed, now: float) -> None:
+        """Tell that a resource is warm; an engine with a cache begins its next load."""
+        if self._warm_engine is not None:
+            self._warm_engine.follow(now)
+        self._notify(event, now)
 
     def _next_step(self, run: int, now: float) -> None:
         """Begin the next step of a run, or end the run."""
