@@ -38,8 +38,10 @@ class Prewarm:
     """Warm a resource for a unit of a tenant's run that has not begun; ends with `Prewarmed`.
 
     until: instant from which on the unit is not expected any more.
+    run: which may have more to warm than what all runs share, such as its conversation.
     """
 
     tenant: str
     resource: Resource
     until: float
+    run: str = ""

@@ -100,8 +100,8 @@ def test_the_command_prints_one_object_and_writes_pages(
 def test_an_unknown_paper_is_told_which_there_are() -> None:
     error = CliRunner().invoke(bench_app, ["papers", "boss"]).exception
     assert isinstance(error, ConfigError)
-    assert "anneal, bros, ecoserve, hermes, qlm" in error.hint
-    assert set(PAPERS) == {"anneal", "bros", "ecoserve", "hermes", "qlm"}
+    assert "anneal, bros, ecoserve, hermes, hermes-caches, qlm" in error.hint
+    assert set(PAPERS) == {"anneal", "bros", "ecoserve", "hermes", "hermes-caches", "qlm"}
 
 
 @pytest.mark.parametrize("paper", PARTED)

@@ -91,7 +91,8 @@ class Prewarming:
         while self._due and self._due[0][0] <= now:
             due = heapq.heappop(self._due)[2]
             if due.run.steps == due.visit and not due.run.ended:
-                out.append(Prewarm(due.run.key[0], due.resource, max(due.until, now)))
+                tenant, _, run = due.run.key
+                out.append(Prewarm(tenant, due.resource, max(due.until, now), run))
         return out
 
     def _needed(self, run: Run, demand: Demand, unit: str) -> Sequence[Resource]:

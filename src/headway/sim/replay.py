@@ -18,8 +18,10 @@ from headway.apps.run import Run, within
 from headway.apps.runs import Futures
 from headway.core.controller import Controller
 from headway.engines.simulated.engine import Ran
+from headway.errors import ConfigError
 from headway.events import Prewarmed, RunEnded, Started, UnitBegan, UnitEnded
 from headway.forecast.lengths.task import TaskLengths
+from headway.plan.hermes import Hermes
 from headway.recipes.recipe import Recipe
 from headway.sim.fleet import check_fleet
 from headway.sim.instance import InstanceSpec, SimulatedInstance, check
@@ -27,10 +29,11 @@ from headway.sim.loop import Loop
 from headway.sim.observer import Observer
 from headway.sim.outcome import Outcome
 from headway.sim.run import no_time
+from headway.sim.warm_engines import Adapters, KvCache, WarmEngine, around
 from headway.sim.warm_pool import WarmPool
 from headway.sim.workload.applications import Applications, Step
 from headway.stages import Prewarm, Resource, Stage
-from headway.types import Floats, Slo
+from headway.types import Floats, Request, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,13 @@ class Replayed:
     end: instants at which they were complete, NaN = never.
     outcome: of their requests.
     pool: the backends outside the LLM.
+    engine: with its cache, where there is one.
     """
 
     end: Floats
     outcome: Outcome
     pool: WarmPool
+    engine: WarmEngine | None = None
 
 
 @dataclass(slots=True)
@@ -58,19 +63,19 @@ class _Progress:
 class ReplayLoop(Loop):
     """The loop over requests that arrive when a run's earlier steps have ended.
 
-    pause: seconds between two steps of a run. pool: backends outside the LLM.
+    pause: seconds between two steps of a run. pool: backends outside the LLM. warm: the engine with a cache.
     """
 
     def __init__(
         self, apps: Applications, controller: Controller, instances: Sequence[SimulatedInstance], *,
-        pause: float, pool: WarmPool, observer: Observer | None = None,
+        pause: float, pool: WarmPool, observer: Observer | None = None, warm: WarmEngine | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             apps.workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer
         )
         self._arrivals = []  # each request arrives when its run gets there
         self.end = np.full(len(apps), math.nan)
-        self._apps, self._pause, self._pool = apps, pause, pool
+        self._apps, self._pause, self._pool, self._warm_engine = apps, pause, pool, warm
         self._progress = [_Progress() for _ in range(len(apps))]
         self._due = len(apps)  # runs to come, or in progress
         for run, arrival in enumerate(apps.arrival.tolist()):
@@ -87,11 +92,19 @@ class ReplayLoop(Loop):
             self._notify(Started(id), now)
 
     def _prewarm(self, command: Prewarm, now: float) -> None:
-        resource = command.resource
+        resource, seconds = command.resource, 0.0
         if resource.kind == "backend":
             seconds = self._pool.warm(resource.name, now, command.until)
-            if seconds:
-                self._future.at(now + seconds, partial(self._notify, Prewarmed(resource, seconds)))
+        elif self._warm_engine is not None:
+            seconds = self._warm_engine.warm(resource, command.run, now, command.until)
+        if seconds:
+            self._future.at(now + seconds, partial(self._end_warm_up_of, Prewarmed(resource, seconds)))
+
+    def _end_warm_up_of(self, event: Prewarmed, now: float) -> None:
+        """Tell that a resource is warm; an engine with a cache begins its next load."""
+        if self._warm_engine is not None:
+            self._warm_engine.follow(now)
+        self._notify(event, now)
 
     def _next_step(self, run: int, now: float) -> None:
         """Begin the next step of a run, or end the run."""
@@ -109,8 +122,19 @@ class ReplayLoop(Loop):
         mine = range(rows[progress.step], rows[progress.step + 1])
         progress.left = len(mine)
         slo = within(Slo(), stage.target, float(self._apps.arrival[run]), now)
+        adapter = self._apps.adapters[run] if self._apps.adapters else None
         for row in mine:
-            self._arrive(replace(self.workload.request(row), arrival=now, stage=stage, slo=slo), now)
+            request = self.workload.request(row)
+            request = replace(request, arrival=now, stage=stage, slo=slo, adapter=adapter)
+            self._come(request, now)
+
+    def _come(self, request: Request, now: float) -> None:
+        """Let a request arrive; an engine with a cache knows it before it gets it."""
+        if self._warm_engine is not None:
+            self._warm_engine.arrived(request)
+        self._arrive(request, now)
+        if self._warm_engine is not None:
+            self._warm_engine.follow(now)
 
     def _begin_outside(self, run: int, step: Step, stage: Stage, now: float) -> None:
         """Begin a unit outside the LLM; its recorded seconds are those with a cold backend."""
@@ -141,6 +165,8 @@ class ReplayLoop(Loop):
 
     def _stop(self, run: int, now: float) -> None:
         self._due -= 1
+        if self._warm_engine is not None:
+            self._warm_engine.run_ended(str(run))
         self._notify(RunEnded(self._tenant(run), self._apps.runs[run].app, str(run)), now)
 
     def _stage(self, run: int) -> Stage:
@@ -155,13 +181,13 @@ class ReplayLoop(Loop):
 def replay(
     recipe: Recipe, instances: Sequence[InstanceSpec], apps: Applications, *, pause: float = 0.0,
     cold_s: Mapping[str, float] | None = None, progress: Callable[[int], None] | None = None,
-    observer: Observer | None = None, until: float = math.inf,
+    observer: Observer | None = None, until: float = math.inf, cache: KvCache | Adapters | None = None,
 ) -> Replayed:  # fmt: skip
     """Run applications to their end, at most to the instant `until`.
 
     Each application is a tenant, as fair sharing (VTC) counts it. cold_s: seconds that backends outside the
-    LLM need to start, by name; they are part of the recorded seconds of the units that they serve. Raises
-    ConfigError for a fleet that cannot serve the workload.
+    LLM need to start, by name; they are part of the recorded seconds of the units that they serve. cache: of
+    the only instance. Raises ConfigError for a fleet that cannot serve the workload.
     """
     planner = recipe.planner()
     check(instances)
@@ -169,10 +195,28 @@ def replay(
     fleet = [SimulatedInstance(spec, recipe) for spec in instances]
     controller = Controller(planner, TaskLengths(), max_queued=1 << 40)
     pool = WarmPool(cold_s or {})
-    loop = ReplayLoop(apps, controller, fleet, pause=pause, pool=pool, observer=observer)
+    warm = None if cache is None else _install(fleet, cache)
+    if warm is not None and isinstance(planner, Hermes):
+        runs = planner.runs
+        warm.rank = lambda id: float(runs.rank[runs.run_of(id).slot])
+    loop = ReplayLoop(apps, controller, fleet, pause=pause, pool=pool, observer=observer, warm=warm)
     outcome = loop.run(progress, until)
     pool.close()
-    return Replayed(loop.end, outcome, pool)
+    if warm is not None:
+        warm.cache.close()
+    return Replayed(loop.end, outcome, pool, warm)
+
+
+def _install(fleet: Sequence[SimulatedInstance], cache: KvCache | Adapters) -> WarmEngine:
+    """Give the only instance an engine with a cache."""
+    if len(fleet) != 1:
+        raise ConfigError(
+            f"A cache of KV or adapters is simulated on one instance, not on {len(fleet)}.",
+            "Give one instance.",
+        )
+    engine = around(fleet[0].engine, cache)
+    fleet[0].engine = engine
+    return engine
 
 
 def oracle(apps: Applications) -> Futures:

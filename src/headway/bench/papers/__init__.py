@@ -5,6 +5,7 @@ PAPERS = {
     "bros": "headway.bench.papers.bros:main",
     "ecoserve": "headway.bench.papers.ecoserve:main",
     "hermes": "headway.bench.papers.hermes:main",
+    "hermes-caches": "headway.bench.papers.hermes_caches:main",
     "qlm": "headway.bench.papers.qlm:main",
 }
 # Those whose `main` takes `only`.

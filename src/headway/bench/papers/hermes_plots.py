@@ -1,4 +1,4 @@
-"""The plots of Hermes' evaluation: completion times and their distribution, deadlines."""
+"""The plots of Hermes' evaluation: completion times and their distribution, deadlines, caches."""
 
 from __future__ import annotations
 
@@ -63,4 +63,19 @@ def _deadlines(served: Sequence[Served]) -> bytes:
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="runs in time, %", title="Figure 11")
     legend(figure, [one.system for one in served])
+    return png(figure, SIMULATED)
+
+
+def hit_ratios(hits: Mapping[tuple[str, str], float]) -> bytes:
+    """Draw the hit ratio by cache and policy (figure 13); hits: in %, by system and setting."""
+    figure, (axes,) = sheet(1, 1, 9, 4)
+    systems = list(dict.fromkeys(system for system, _ in hits))
+    settings = list(dict.fromkeys(setting for _, setting in hits))
+    for number, system in enumerate(systems):
+        at = np.arange(len(settings)) + (number - len(systems) / 2 + 0.5) * 0.8 / len(systems)
+        heights = [hits[system, setting] for setting in settings]
+        axes.bar(at, heights, 0.8 / len(systems), color=colour(number))
+    axes.set_xticks(range(len(settings)), [setting.replace(", ", ",\n") for setting in settings])
+    axes.set(ylabel="requests that found what they needed, %", title="Figure 13", ylim=(0, 100))
+    legend(figure, systems)
     return png(figure, SIMULATED)

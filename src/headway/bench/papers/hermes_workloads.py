@@ -27,6 +27,7 @@ from headway.sim.replay import Replayed, oracle, replay
 from headway.sim.workload import traces
 from headway.sim.workload.application_models import generated
 from headway.sim.workload.applications import (
+    SHARES,
     Applications,
     AppRun,
     applications,
@@ -65,7 +66,7 @@ class Setting:
     """One workload on one engine or fleet.
 
     runs: applications that arrive. window: seconds of arrivals. deadlines: runs have some.
-    graphs: one of `GRAPHS`.
+    graphs: one of `GRAPHS`. apps: that arrive, equally often; () = in the shares of section 5.1.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Setting:
     engine: str = "7b"
     deadlines: bool = False
     graphs: str = GRAPHS[0]
+    apps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ def pool() -> tuple[Mapping[str, list[AppRun]], Mapping[str, list[AppRun]]]:
 def workload(setting: Setting, seed: int) -> tuple[Applications, Floats]:
     """Return the runs of a setting, and the factor of each one's deadline."""
     rng = np.random.default_rng(seed)
-    runs = draw(pool()[0], setting.runs, rng)
+    shares = dict.fromkeys(setting.apps, 1.0) or SHARES
+    runs = draw(pool()[0], setting.runs, rng, shares)
     arrival = _arrivals(setting, rng)
     factor = rng.choice(FACTORS, setting.runs)
     engine = engines(setting.engine)[0]

@@ -75,6 +75,7 @@ class Applications:
     runs: what each does. arrival: seconds from the start. target: seconds that it may take, inf = any.
     workload: all their requests, run by run and step by step; a request's arrival is that of its run until a
         simulation knows better. rows: of each run, the first row of every step and behind the last one.
+    adapters: the LoRA adapter of each run's requests; () = none.
     """
 
     runs: tuple[AppRun, ...]
@@ -82,6 +83,7 @@ class Applications:
     target: Floats
     workload: Workload
     rows: tuple[tuple[int, ...], ...]
+    adapters: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.runs)

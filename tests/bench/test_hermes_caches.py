@@ -1,0 +1,49 @@
+"""The rows of figure 13 of Hermes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headway.bench.papers import hermes_caches
+from headway.bench.papers.hermes_caches import POLICIES, Cached, Case, cases, count, rows
+
+
+def result(system: str, case: Case, hits: int, act: float) -> Cached:
+    return Cached(system, case, np.array([act]), 100, hits, 1000, 10 * hits, 50.0, 20.0)
+
+
+def test_hermes_is_set_against_the_others_in_the_papers_cases_only() -> None:
+    some = cases(quick=False)
+    hits = {"lru": 40, "epwq": 50, "hermes": 60}
+    results = [result(system, case, hits[system], 100 - hits[system]) for case in some for system in POLICIES]
+    slow = next(case for case in some if "slow" in case.setting.name)
+    results = [one for one in results if one.case != slow]
+    results += [result(system, slow, 1, 1e6) for system in POLICIES]
+    found = {(row.id, row.system, row.setting): row for row in rows(results)}
+    gain = found["kv.hit.gain_pct", "hermes", "kv, at most, against lru"]
+    assert gain.ours == pytest.approx(50.0)
+    assert gain.paper == 111.0
+    less = found["act.mean.reduction_pct", "hermes", "kv, against epwq"]
+    assert less.ours == pytest.approx(20.0)
+    assert less.paper == 6.0
+    lora = found["lora.hit.gain_pct", "hermes", "lora, at most, against epwq"]
+    assert lora.ours == pytest.approx(20.0)
+    assert lora.paper == 21.1
+    assert found["kv.waste_pct", "epwq", "KV 8 GiB"].ours == pytest.approx(40.0)
+    assert found["kv.tokens_hit_pct", "lru", "KV 8 GiB"].ours == pytest.approx(40.0)
+
+
+def test_every_case_runs_with_every_policy_and_the_first_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, ended = list[tuple[str, str, int]](), list[None]()
+
+    def serve(system: str, case: Case, seed: int) -> Cached:
+        served.append((system, case.setting.name, seed))
+        return result(system, case, 1, 1.0)
+
+    monkeypatch.setattr(hermes_caches, "_serve", serve)
+    some = cases(quick=True)
+    results = hermes_caches.run(some, range(2), lambda: ended.append(None))
+    assert len(served) == len(ended) == count(some, 2) == 14
+    assert [one.requests for one in results] == [200] * 7
+    assert {(system, name) for system, name, _ in served} >= {("no-cache", "KV 8 GiB"), ("hermes", "LoRA")}
