@@ -171,7 +171,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
         name: str, engine: Any, logs: Path, classes: Sequence[str], *, keys: tuple[Key, ...],
         graphs: Sequence[Graph],
     ) -> AsyncIterator[str]:  # fmt: skip
-        async with serving(fake(2, on_request=found.setdefault(name, []).append)) as url:
+        async with serving(fake(2, split=False, on_request=found.setdefault(name, []).append)) as url:
             if name in systems.STOCK:
                 yield url
                 return

@@ -6,7 +6,7 @@ applications), split by turns: one half teaches the demand graphs, the other hal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -134,10 +134,10 @@ def _of(half: _Half, factor: float) -> _Half:
     return {app: [scaled(run, factor) for run in half[app]] for app in APPS}
 
 
-def shares(names: Iterable[str] = APPS) -> dict[str, float]:
+def shares() -> dict[str, float]:
     """Return the applications' shares of the runs, as `draw` draws them; they sum to 1."""
-    whole = sum(SHARES[name] for name in names)
-    return {name: SHARES[name] / whole for name in names}
+    whole = sum(SHARES[name] for name in APPS)
+    return {name: SHARES[name] / whole for name in APPS}
 
 
 def _texts(step: Step, rng: np.random.Generator) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ class Outcome:
 def completion_times(runs: Sequence[Ran], app: str = ALL) -> Floats:
     """Return the completion times of the runs that were complete, of one application or of all."""
     seconds = np.array([run.act for run in runs if app in (ALL, run.app)], float)
-    return seconds[~np.isnan(seconds)]
+    return np.asarray(seconds[~np.isnan(seconds)], float)
 
 
 async def run(trial: Trial) -> Outcome:
@@ -232,7 +232,7 @@ async def _capacity(trial: Trial, at: At) -> float:
 async def send(name: str, url: str, model: str, load: Load) -> Served:
     """Make the runs at a system and send the chat; return what became of both, and of the counters."""
     stock = name in STOCK
-    before = {} if stock else await counts(url)
+    before: Counts = {} if stock else await counts(url)
     loop = asyncio.get_running_loop()
     async with generator.session(load.requests) as http:
         client = _Client(http, url, model, loop.time(), reports=not stock)

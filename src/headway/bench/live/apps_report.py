@@ -15,7 +15,7 @@ from headway.bench.live.app_load import APPS, shares, source
 from headway.bench.live.apps import ALL, RUNS, Outcome, Ran, Served, Trial, completion_times
 from headway.bench.live.systems import STOCK, total
 from headway.bench.load import metrics, mix, report
-from headway.bench.load.records import Record
+from headway.bench.load.records import Record, Results
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 
 _HERMES = "hermes"
@@ -74,7 +74,7 @@ def _describe(trial: Trial, outcome: Outcome) -> str:
 
 
 def _notes(results: Mapping[str, Served]) -> list[str]:
-    asked = {name: ([*served.chat, *requests(served.runs)], {}) for name, served in results.items()}
+    asked: Results = {name: ([*served.chat, *requests(served.runs)], {}) for name, served in results.items()}
     refused = [
         f"{name}: {served.refused} reports of runs were not taken."
         for name, served in results.items()
