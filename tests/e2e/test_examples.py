@@ -85,38 +85,45 @@ def test_the_gateway_knows_the_runs_by_their_units(server: Headway, tmp_path: Pa
     assert {name for name, app in known.items() if app["learned_runs"] and not app["live_runs"]} >= APPS
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("map_reduce_summary.py", ["{text}", "--words", "40", "--chunks", "3"]),
-        ("code_check.py", [TASK, "--check", NEVER, "--attempts", "2"]),
-        ("react.py", ["{folder}", "When was the mill built?", "--turns", "2"]),
-    ],
-)
-def test_each_runs_from_the_command_line(
-    server: Headway, tmp_path: Path, name: str, words: list[str]
-) -> None:
-    text = tmp_path / "river.txt"
+@pytest.fixture(scope="module")
+def ran(
+    server: Headway, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run each example from the command line."""
+    folder = tmp_path_factory.mktemp("texts")
+    text = folder / "river.txt"
     text.write_text(TEXT)
-    words = [word.format(text=text, folder=tmp_path) for word in words]
-    argv = [sys.executable, str(EXAMPLES / name), "--base-url", f"{server.url}/v1", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    assert done.returncode == (name == "code_check.py"), done.stderr
-    assert done.stderr == "", "every report was taken"
-    head, _, result = done.stdout.partition("\n")
-    assert head.startswith("Run ")
-    assert result.strip() or name == "code_check.py"
+    words = {
+        "map_reduce_summary": [str(text), "--words", "40", "--chunks", "3"],
+        "code_check": [TASK, "--check", NEVER, "--attempts", "2"],
+        "react": [str(folder), "Where does the river rise?", "--turns", "2"],
+    }
+    return {name: _run(name, "--base-url", f"{server.url}/v1", *some) for name, some in words.items()}
 
 
-def test_their_graphs_have_loops_and_parallel_requests(server: Headway) -> None:
-    """Runs last: what the gateway has learned is on disk when it has ended."""
+def _run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, str(EXAMPLES / f"{name}.py"), *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+
+
+def test_each_runs_from_the_command_line(ran: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    for name, done in ran.items():
+        assert done.returncode == (name == "code_check"), done.stderr
+        assert done.stderr == "", "every report was taken"
+        assert done.stdout.startswith("Run ")
+    assert "attempt 2 of 2 failed: AssertionError: never right" in ran["code_check"].stdout
+    assert all(len(ran[name].stdout.splitlines()) > 1 for name in ("map_reduce_summary", "react"))
+
+
+def test_their_graphs_have_loops_and_parallel_requests(server: Headway, ran: object) -> None:
+    """Ends the gateway, which then writes its graphs."""
     assert server.interrupt() == (0, [])
     graphs = GraphFiles(server.queue.with_suffix(".apps")).load()
     mapped, code, react = (
         graphs["default", name].units for name in ("map-reduce-summary", "code-check", "react")
     )
-    assert {record.visit.parallel for record in mapped["summarize"].records} == {6, 3}
-    assert mapped["merge"].next_units["merge"] > 0
+    assert 3 in {record.visit.parallel for record in mapped["summarize"].records}
+    assert mapped["summarize"].next_units == {"merge": 1.0}
     assert code["write"].next_units == {"check": 1.0}
     assert code["check"].next_units["write"] == 0.5
     assert react["think"].next_units["search"] > 0
