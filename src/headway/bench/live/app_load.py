@@ -22,7 +22,7 @@ from headway.sim.workload.applications import SHARES, AppRun, Step, draw, graphs
 APPS = ("KBQAV", "CC", "CG")  # parallel requests and a search; code and a container; a loop with a container
 APP_CLASS = "app"  # the class of the applications' requests, which have no SLO
 CHAT = mix.Mix("chat", (mix.BUILTIN["chat-batch"].tiers[0],))
-SCALE = 0.25  # SmolLM2 on two cores answers in a fourth of the tokens as fast as the recorded models
+SCALE = 0.25  # recorded on GPUs, run on two cores
 BURSTINESS = 1 / 16  # of the runs' arrivals: a coefficient of variation of 4, as Mooncake's (Hermes 5.1)
 _CHATS = 0.5  # chat requests per run
 _LONGEST_ANSWER = 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from headway.bench.live.app_load import APPS
 from headway.bench.live.apps import ALL, Served, completion_times
@@ -27,7 +28,10 @@ def _bars(results: Mapping[str, Served]) -> bytes:
             heights = [_of(seconds, p) for seconds in times]
             at = np.arange(len(settings)) + (number - (len(results) - 1) / 2) * 0.8 / len(results)
             bars = axes.bar(at, heights, 0.75 / len(results), color=colour(number))
-            axes.bar_label(bars, [show(height) for height in heights], padding=2, fontsize=7)
+            labels = [
+                show(height if seconds.size else None) for height, seconds in zip(heights, times, strict=True)
+            ]
+            axes.bar_label(bars, labels, padding=2, fontsize=7)
         axes.set_xticks(range(len(settings)), settings)
         axes.set(ylabel="application completion time, s", title=title)
     legend(figure, list(results))
@@ -48,5 +52,8 @@ def _distribution(results: Mapping[str, Served]) -> bytes:
         share = 100 * np.arange(1, seconds.size + 1) / max(len(served.runs), 1)
         axes.step(seconds, share, where="post", color=colour(number), label=name)
     axes.set(xlabel="application completion time, s", ylabel="runs, %", xscale="log", ylim=(0, 103))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     line_legend(figure, 4)
     return png(figure)
