@@ -111,7 +111,7 @@ def test_each_runs_from_the_command_line(ran: dict[str, subprocess.CompletedProc
         assert done.returncode == (name == "code_check"), done.stderr
         assert done.stderr == "", "every report was taken"
         assert done.stdout.startswith("Run ")
-    assert "attempt 2 of 2 failed: AssertionError: never right" in ran["code_check"].stdout
+    assert "attempt 2 of 2 failed: " in ran["code_check"].stdout
     assert all(len(ran[name].stdout.splitlines()) > 1 for name in ("map_reduce_summary", "react"))
 
 

@@ -174,8 +174,8 @@ async def _systems(trial: Trial) -> AsyncIterator[At]:
         names = trial.systems if trial.together else ()
         started = (stack.enter_async_context(_started(name, trial, logs)) for name in names)
         urls = dict(zip(names, await asyncio.gather(*started), strict=True))
-        for url in urls.values():  # one after the other: engines that compute at once spin on their cores
-            await _warm(url, trial)
+        for name, url in urls.items():  # in turn: engines that compute at once spin on their cores
+            await _warm(name, url, trial)
 
         @asynccontextmanager
         async def at(name: str) -> AsyncIterator[str]:
@@ -183,7 +183,7 @@ async def _systems(trial: Trial) -> AsyncIterator[At]:
                 yield urls[name]
                 return
             async with _started(name, trial, logs) as url:
-                await _warm(url, trial)
+                await _warm(name, url, trial)
                 yield url
 
         yield at
@@ -200,11 +200,13 @@ async def _started(name: str, trial: Trial, logs: Path) -> AsyncIterator[str]:
         yield url
 
 
-async def _warm(url: str, trial: Trial) -> None:
-    """Send a few requests that are not measured: the first batches of a new engine are slow."""
-    load = trial.shape.load(1.0, 8.0, [trial.seed, 1000])
-    calls = [replace(one, at=0.0, max_tokens=8) for script in load.scripts for one in calls_of(script)][:8]
-    await generator.run(url, trial.engine.name, calls, api_key=key_of(_CHAT), progress=False)
+async def _warm(name: str, url: str, trial: Trial) -> None:
+    """Make a run of each application that is not measured: what runs for the first time is slow."""
+    load = trial.shape.load(1.0, 60.0, [trial.seed, 1000])
+    first = {script.run.app: script for script in reversed(load.scripts)}
+    scripts = tuple(replace(script, id=f"warm-{app}", at=0.0) for app, script in first.items())
+    chat = tuple(replace(one, at=0.0, max_tokens=8) for one in load.chat[:4])
+    await send(name, url, trial.engine.name, Load(scripts, chat), progress=False)
 
 
 async def _capacity(trial: Trial, at: At) -> float:
@@ -229,14 +231,14 @@ async def _capacity(trial: Trial, at: At) -> float:
 # ---- a round
 
 
-async def send(name: str, url: str, model: str, load: Load) -> Served:
+async def send(name: str, url: str, model: str, load: Load, *, progress: bool = True) -> Served:
     """Make the runs at a system and send the chat; return what became of both, and of the counters."""
     stock = name in STOCK
     before: Counts = {} if stock else await counts(url)
     loop = asyncio.get_running_loop()
     async with generator.session(load.requests) as http:
         client = _Client(http, url, model, loop.time(), reports=not stock)
-        with _bar(len(load.scripts)) as advance:
+        with _bar(len(load.scripts), shown=progress) as advance:
             async with asyncio.TaskGroup() as group:
                 chat = group.create_task(
                     generator.run(url, model, load.chat, api_key=key_of(_CHAT), progress=False)
@@ -324,10 +326,10 @@ def _authorization(script: Script) -> dict[str, str]:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
+def _bar(runs: int, *, shown: bool) -> Iterator[Callable[[], None]]:
     """Show a bar of the runs that have ended; yield what counts one."""
     columns = (TextColumn("Runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Twice a second: the bar shares the cores with the measured engine.
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
-        task = bar.add_task("runs", total=total)
+    with Progress(*columns, console=_console, refresh_per_second=2, disable=not shown) as bar:
+        task = bar.add_task("runs", total=runs)
         yield lambda: bar.advance(task)

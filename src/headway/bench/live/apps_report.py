@@ -20,7 +20,7 @@ from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 
 _HERMES = "hermes"
 _QUICK = ("vllm-fcfs", _HERMES)
-_QUICK_SECONDS, _QUICK_RATE, _QUICK_SCALE = 8.0, 1.25, 0.1
+_QUICK_SECONDS, _QUICK_RATE, _QUICK_SCALE = 6.0, 1.25, 0.1
 _SECONDS = "headway_run_seconds"
 Figure = tuple[str, str, float | None, str]
 
@@ -28,7 +28,7 @@ Figure = tuple[str, str, float | None, str]
 def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
     """Run and print; `quick`: two systems, some seconds of small runs at a rate that is given."""
     if quick:
-        names = tuple(name for name in trial.systems if name in _QUICK) or trial.systems[:2]
+        names = _QUICK if set(_QUICK) <= set(trial.systems) else trial.systems[:2]
         trial = replace(
             trial, systems=names, rate=trial.rate or _QUICK_RATE, rounds=1, together=True,
             duration=min(trial.duration, _QUICK_SECONDS), shape=replace(trial.shape, scale=_QUICK_SCALE),
