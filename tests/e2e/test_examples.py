@@ -122,8 +122,9 @@ def test_their_graphs_have_loops_and_parallel_requests(server: Headway, ran: obj
     mapped, code, react = (
         graphs["default", name].units for name in ("map-reduce-summary", "code-check", "react")
     )
-    assert 3 in {record.visit.parallel for record in mapped["summarize"].records}
-    assert mapped["summarize"].next_units == {"merge": 1.0}
+    # Requests that begin after another of their unit has ended are a visit of their own.
+    assert max(record.visit.parallel for record in mapped["summarize"].records) > 1
+    assert "merge" in mapped["summarize"].next_units
     assert code["write"].next_units == {"check": 1.0}
     assert code["check"].next_units["write"] == 0.5
     assert react["think"].next_units["search"] > 0
