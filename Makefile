@@ -37,8 +37,8 @@ explore: install
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 
 lint: install
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
 
 bench: install

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from headway.bench.live import fleet
-from headway.bench.live.fleet import Run, Served, State, Trial, Watched, total
+from headway.bench.live.fleet import Run, Served, State, Trial, Watched
 from headway.bench.live.fleet_report import main, rows_of
+from headway.bench.live.systems import total
 from headway.bench.load import mix
 from headway.bench.simulate import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier

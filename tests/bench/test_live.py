@@ -81,7 +81,7 @@ async def test_every_system_gets_the_same_bursts_in_every_round(seen: Seen) -> N
 
 def test_a_gateway_knows_the_classes_of_the_mix(tmp_path: Path) -> None:
     names = mix.BUILTIN["deadlines"].names
-    child = systems._headway("headway", ENGINE, 1, tmp_path, names)
+    child = systems.gateway("headway", (ENGINE,), 1, tmp_path, names)
     known = load(Path(child.argv[child.argv.index("--config") + 1])).classes
     assert {name: known[name] for name in names} == dict.fromkeys(("chat", "code", "batch"), Tier())
 

@@ -64,6 +64,8 @@ def test_overhead_measures_gateway_and_hook(tmp_path: Path) -> None:
         (["compare", "--systems", ","], "Name some of"),
         (["compare", "--mix", "chat-bach"], "chat-batch"),
         (["beside", "--real", "--systems", "vllm-fcsf"], "vllm"),
+        (["apps", "--systems", "hermess"], "hermes"),
+        (["apps", "--slo", "batch ttft:100"], "chat"),
         (["compare", "--slo", "chat ttft:-1"], "ttft:1500"),
         (["compare", "--model", "/no/such/model", "--systems", "slack"], "model"),
         (["serve", "--url", "localhost:8000"], "http://"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ import typer
 
 from headway.bench.load import mix as mixes
 from headway.bench.options import (
+    AppSystems,
     Burstiness,
     Duration,
     Endpoint,
@@ -34,6 +34,9 @@ from headway.bench.options import (
     Quick,
     Rate,
     Rounds,
+    RunLoad,
+    RunRate,
+    Scale,
     Seed,
     ServerUrl,
     Slos,
@@ -120,24 +123,11 @@ def compare(
     asked = comparison.Setup(
         _mix(mix, slo), engine, names, load, rate, duration, rounds, seed, together, tight, burstiness
     )
-    setup = _quick(asked) if quick else asked
+    setup = comparison.shortened(asked) if quick else asked
     began = time.perf_counter()
     outcome = asyncio.run(comparison.run(setup))
-    about = _comparison(setup, outcome)
+    about = comparison.describe(setup, outcome)
     _deliver(outcome.results, "compare", began, about, seed, as_json, out, asked.variant)
-
-
-def _comparison(setup: Any, outcome: Any) -> str:
-    """Return the workload line of a comparison."""
-    capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
-    arrivals = "Poisson arrivals"
-    if setup.burstiness != 1.0:
-        arrivals = f"arrivals with gamma distributed gaps (burstiness {setup.burstiness:g})"
-    return (
-        f"{mixes.describe(setup.mix)}; {arrivals} at {outcome.rate:.3f} req/s{capacity}, "
-        f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.max_running}"
-        f"{_kv_size(outcome.engine)}"
-    )
 
 
 @bench_app.command()
@@ -298,6 +288,37 @@ def fleet(
 
 
 @bench_app.command()
+def apps(
+    systems: AppSystems = None,
+    model: Model = "smollm2",
+    slo: Slos = None,
+    load: RunLoad = 1.0,
+    rate: RunRate = None,
+    scale: Scale = 0.25,
+    burstiness: Burstiness = 0.0625,
+    duration: Duration = 240.0,
+    rounds: Rounds = 1,
+    max_running: MaxRunning = 16,
+    together: Together = False,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Run LLM applications beside chat with an SLO on real vLLM: stock, parrot, vtc and hermes."""
+    from headway.bench.live import apps as live
+    from headway.bench.live.app_load import CHAT, Shape
+    from headway.bench.live.apps_report import main
+    from headway.bench.live.systems import standard_engine
+
+    names = live.SYSTEMS if systems is None else _names(systems)
+    engine = standard_engine(model, max_running=max_running, blocks=None)
+    shape = Shape(scale, burstiness, _with_slos(CHAT, slo))
+    trial = live.Trial(engine, names, shape, load, rate, duration, rounds, together, seed)
+    main(trial, quick=quick, as_json=as_json, out=out)
+
+
+@bench_app.command()
 def papers(
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
     only: Annotated[
@@ -325,30 +346,8 @@ def papers(
 _ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}
 
 
-def _quick(setup: Any) -> Any:
-    """Return a setup of about a minute: two systems, started together, at a fixed rate."""
-    both = ("vllm-fcfs", "headway")
-    names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
-    rate, seconds = setup.rate or 6.0, 2.0 if setup.tight else 4.0  # requests take longer with little KV
-    return replace(
-        setup, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1, together=True
-    )
-
-
 def _names(systems: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in systems.split(",") if name.strip())
-
-
-def _kv_size(engine: Any) -> str:
-    """Describe the engines' KV when its size was set."""
-    from headway.engines.vllm.process.launch import block_size
-
-    if engine.blocks is None:
-        return ""
-    return (
-        f", {engine.blocks} KV blocks of {block_size(engine)} tokens (recipes that swap have "
-        f"{engine.host_kv_gib:g} GiB of host memory besides, stock vLLM has none)"
-    )
 
 
 def _mix(name: str, slos: list[str] | None) -> mixes.Mix:

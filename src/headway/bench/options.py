@@ -67,6 +67,28 @@ HostKv = Annotated[
     float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")
 ]
 
+# ---- of `headway bench apps`
+
+AppSystems = Annotated[
+    str | None,
+    typer.Option(
+        "--systems",
+        help="Comma-separated: vllm-fcfs, vllm-priority and recipes. Default: vllm-fcfs, parrot, vtc, "
+        "hermes.",
+    ),
+]
+RunLoad = Annotated[
+    float,
+    typer.Option("--load", min=0.05, help="Runs per second as a multiple of the measured capacity."),
+]
+RunRate = Annotated[
+    float | None, typer.Option("--rate", min=0.001, help="Runs per second, instead of --load.")
+]
+Scale = Annotated[
+    float,
+    typer.Option(min=0.01, max=1, help="Recorded tokens, and seconds outside the LLM, times this."),
+]
+
 # ---- of `headway bench fleet`
 
 Swapping = Annotated[

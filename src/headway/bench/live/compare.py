@@ -22,6 +22,7 @@ from headway.bench.live.systems import STANDARD, check, counted, running
 from headway.bench.load import generator, metrics, mix
 from headway.bench.load.records import Call, Counters, Record
 from headway.config import Engine
+from headway.engines.vllm.process.launch import block_size
 from headway.models.resolve import resolve
 from headway.sim.workload import arrivals
 
@@ -180,6 +181,39 @@ async def _warm(url: str, setup: Setup) -> None:
     """Send a few requests that are not measured: the first batches of a new engine are slow."""
     calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
     await generator.run(url, setup.engine.name, calls, progress=False)
+
+
+def shortened(setup: Setup) -> Setup:
+    """Return a setup of about a minute: two systems, started together, at a fixed rate."""
+    both = ("vllm-fcfs", "headway")
+    names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
+    rate, seconds = setup.rate or 6.0, 2.0 if setup.tight else 4.0  # requests take longer with little KV
+    return replace(
+        setup, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1, together=True
+    )
+
+
+def describe(setup: Setup, outcome: Outcome) -> str:
+    """Return the workload line of the report."""
+    capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
+    spread = "Poisson arrivals"
+    if setup.burstiness != 1.0:
+        spread = f"arrivals with gamma distributed gaps (burstiness {setup.burstiness:g})"
+    return (
+        f"{mix.describe(setup.mix)}; {spread} at {outcome.rate:.3f} req/s{capacity}, "
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.max_running}"
+        f"{_kv_size(outcome.engine)}"
+    )
+
+
+def _kv_size(engine: Engine) -> str:
+    """Describe the engines' KV when its size was set."""
+    if engine.blocks is None:
+        return ""
+    return (
+        f", {engine.blocks} KV blocks of {block_size(engine)} tokens (recipes that swap have "
+        f"{engine.host_kv_gib:g} GiB of host memory besides, stock vLLM has none)"
+    )
 
 
 def steady(records: Sequence[Record]) -> float:

@@ -21,10 +21,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil  # type: ignore[import-untyped]
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from headway.bench.live.systems import answering, gateway
+from headway.bench.live.systems import Counts, answering, counts, gateway, total
 from headway.bench.load import generator, mix
 from headway.bench.load.records import Call, Record
 from headway.config import Config, Engine, Model
@@ -51,7 +50,6 @@ _BATCH = mix.Tier(
     prompt_tokens=(50, 250),
 )  # fmt: skip
 MIX = mix.Mix("fleet", (_FAST, _BATCH))
-Counts = Mapping[tuple[str, ...], float]
 _console = Console(stderr=True)
 
 
@@ -207,14 +205,8 @@ class Served:
             await asyncio.sleep(_POLL)
 
     async def counts(self) -> Counts:
-        """Return the gateway's counters: (name, *values of the labels in the order of their names)."""
-        text = await self._text("/metrics")
-        return {
-            (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name.startswith("headway_")
-        }
+        """Return the gateway's counters."""
+        return await counts(self.url)
 
     def kill(self, instance: str) -> None:
         """Kill all processes of an engine (SIGKILL)."""
@@ -227,10 +219,6 @@ class Served:
     async def _get(self, path: str) -> Any:
         async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:
             return await answer.json()
-
-    async def _text(self, path: str) -> str:
-        async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:
-            return await answer.text()
 
 
 # ---- runs
@@ -357,8 +345,3 @@ async def _counted(served: Served, before: Counts, answered: int) -> Counts:
             break
         await asyncio.sleep(_POLL)
     return after
-
-
-def total(counts: Counts, name: str, *labels: str) -> float:
-    """Return the sum of a counter over all samples that have these values among their labels."""
-    return sum(value for key, value in counts.items() if key[0] == name and set(labels) <= set(key[1:]))

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from headway.bench.live import fleet
-from headway.bench.live.fleet import FINISHED, Counts, Run, Trial, total
+from headway.bench.live.fleet import FINISHED, Run, Trial
+from headway.bench.live.systems import Counts, total
 from headway.bench.load import metrics, mix, report
 from headway.bench.load.records import Results
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show

@@ -10,24 +10,28 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
+from headway.apps.graph import Graph
+from headway.apps.knowledge import SHARED
 from headway.bench.load import generator
-from headway.config import Broker, Config, Engine, Server, Sqlite, Tier, write
+from headway.config import Broker, Config, Engine, Key, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.recipes.registry import find
+from headway.serve.graph_files import GraphFiles
 
 STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack", "headway")
 TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve", "headway")  # with little KV
 _START = 180.0  # seconds
+Counts = Mapping[tuple[str, ...], float]
 
 
 def check(systems: tuple[str, ...], engine: Engine) -> None:
@@ -62,16 +66,39 @@ async def counted(name: str, url: str) -> dict[str, float]:
     return found
 
 
+async def counts(url: str) -> Counts:
+    """Return a gateway's counters: (name, *values of the labels in the order of their names)."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
+        text = await answer.text()
+    return {
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("headway_")
+    }
+
+
+def total(counts: Counts, name: str, *labels: str) -> float:
+    """Return the sum of a counter over all samples that have these values among their labels."""
+    return sum(value for key, value in counts.items() if key[0] == name and set(labels) <= set(key[1:]))
+
+
 @asynccontextmanager
-async def running(name: str, engine: Engine, logs: Path, classes: Iterable[str]) -> AsyncIterator[str]:
+async def running(
+    name: str, engine: Engine, logs: Path, classes: Iterable[str], *, keys: tuple[Key, ...] = (),
+    graphs: Sequence[Graph] = (),
+) -> AsyncIterator[str]:  # fmt: skip
     """Start a system, yield its URL once it is ready, then stop all of its processes.
 
     classes: of the requests that it will get; a gateway refuses those that it does not know
+    keys, graphs: as in `gateway`; stock vLLM has neither
     Raises EngineError, with the last lines of the log, when it does not start.
     """
     port = free_port()
-    started = _stock if name in STOCK else partial(_headway, classes=classes)
-    child = started(name, engine, port, logs)
+    if name in STOCK:
+        child = _stock(name, engine, port, logs)
+    else:
+        child = gateway(name, (_usable(name, engine),), port, logs, classes, keys=keys, graphs=graphs)
     url = f"http://127.0.0.1:{port}"
     async with answering(name, child, f"{url}/health" if name in STOCK else f"{url}/ready"):
         yield url
@@ -96,13 +123,14 @@ def _stock(name: str, engine: Engine, port: int, logs: Path) -> Child:
     return Child(argv, environment(engine), logs / f"{name}.log")
 
 
-def _headway(name: str, engine: Engine, port: int, logs: Path, classes: Iterable[str]) -> Child:
-    """Return a gateway with one engine."""
-    return gateway(name, (_usable(name, engine),), port, logs, classes)
+def gateway(
+    name: str, engines: tuple[Engine, ...], port: int, logs: Path, classes: Iterable[str], *,
+    keys: tuple[Key, ...] = (), graphs: Sequence[Graph] = (),
+) -> Child:  # fmt: skip
+    """Return a gateway with sqlite in front of these engines; requests bring their own SLOs.
 
-
-def gateway(name: str, engines: tuple[Engine, ...], port: int, logs: Path, classes: Iterable[str]) -> Child:
-    """Return a gateway with sqlite in front of these engines; requests bring their own SLOs."""
+    keys: of its tenants, () = one tenant. graphs: of applications, which it knows from the start
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
     config = Config(
         recipe=name,
@@ -110,7 +138,13 @@ def gateway(name: str, engines: tuple[Engine, ...], port: int, logs: Path, class
         engines=engines,
         broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"))),
         classes={name: Tier() for name in ("default", *classes)},
+        keys=keys,
     )
+    if graphs:
+        assert config.apps_dir is not None, "beside the queue"
+        files = GraphFiles(config.apps_dir)
+        for graph in graphs:
+            files.save(SHARED, graph)
     file = folder / "headway.toml"
     file.write_text(write(config))
     argv = [sys.executable, "-m", "headway.cli", "serve", "--config", str(file), "--logs", str(folder)]

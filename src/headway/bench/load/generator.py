@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -60,14 +60,13 @@ async def run(
     calls sent so far, open ones as "cancelled".
     """
     loop = asyncio.get_running_loop()
-    _allow_files(len(calls) + _SPARE_FILES)
     tally = Tally()
     shots = [Shot(call, _body(model, call, endpoint, send_priority, stream), tally) for call in calls]
     shots.sort(key=lambda shot: shot.call.at)
     with _bar(len(calls), tally) if progress else nullcontext():
         try:
-            async with _session(len(calls), patience, api_key) as session:
-                await _feed(session, _base(url) + _PATHS[endpoint], shots, loop.time())
+            async with session(len(calls), patience, api_key) as http:
+                await _feed(http, _base(url) + _PATHS[endpoint], shots, loop.time())
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None:
@@ -114,21 +113,38 @@ def gained(before: Counters, after: Counters) -> dict[str, float]:
 # ---- sending
 
 
-async def _feed(session: aiohttp.ClientSession, url: str, shots: Sequence[Shot], start: float) -> None:
+async def ask(
+    http: aiohttp.ClientSession, url: str, model: str, call: Call, start: float, *,
+    headers: Mapping[str, str], endpoint: Endpoint = "chat",
+) -> Record:  # fmt: skip
+    """Send a call now and return its record; a failure is recorded, as in `run`. The answer is not streamed.
+
+    http: as `session` returns it. start: instant of the event loop from which the record's seconds count,
+    also `call.at`, when it should have been sent. headers: beside those of its class and SLO
+    """
+    shot = Shot(call, _body(model, call, endpoint, True, False), Tally())
+    await _send(http, _base(url) + _PATHS[endpoint], shot, start, headers)
+    return shot.record()
+
+
+async def _feed(http: aiohttp.ClientSession, url: str, shots: Sequence[Shot], start: float) -> None:
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         for shot in shots:
             early = start + shot.call.at - loop.time()
             if early > 0:
                 await asyncio.sleep(early)
-            group.create_task(_send(session, url, shot, start))
+            group.create_task(_send(http, url, shot, start, {}))
 
 
-async def _send(session: aiohttp.ClientSession, url: str, shot: Shot, start: float) -> None:
+async def _send(
+    http: aiohttp.ClientSession, url: str, shot: Shot, start: float, more: Mapping[str, str]
+) -> None:
     clock = asyncio.get_running_loop().time
     shot.begin(clock() - start)
     try:
-        async with session.post(url, data=shot.body, headers=_headers(shot.call)) as answer:
+        headers = _headers(shot.call) | dict(more)
+        async with http.post(url, data=shot.body, headers=headers) as answer:
             shot.status, shot.id = answer.status, answer.headers.get("x-request-id")
             if answer.status == 200 and answer.content_type == "application/json":
                 shot.whole(await answer.read(), clock() - start)
@@ -158,8 +174,9 @@ async def listen(
     shot.read(rest, clock() - start)
 
 
-def _session(calls: int, patience: float, api_key: str | None) -> aiohttp.ClientSession:
+def session(calls: int, patience: float = 3600.0, api_key: str | None = None) -> aiohttp.ClientSession:
     """Return a session with a socket for every call, so that the generator itself never queues."""
+    _allow_files(calls + _SPARE_FILES)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=max(calls, 1), limit_per_host=0, keepalive_timeout=_KEEPALIVE),
         timeout=aiohttp.ClientTimeout(total=patience),
