@@ -57,7 +57,11 @@ def test_the_gateway_knows_the_runs_by_their_units(server: Headway, tmp_path: Pa
         parts = mapped.chunks(TEXT, 30, 6)
         assert len(parts) == 6
         assert mapped.summarize(model, first, parts)
-        assert units(server, first) == [("summarize", "llm", 6), ("merge", "llm", 2), ("merge", "llm", 1)]
+        # An answer may end before the last of its peers comes: that is another visit then.
+        seen = units(server, first)
+        asked = {unit: sum(count for name, _, count in seen if name == unit) for unit, _, _ in seen}
+        assert asked == {"summarize": 6, "merge": 3}
+        assert {backend for _, backend, _ in seen} == {"llm"}
 
     code = example("code_check")
     with headway.run(code.APP, base_url=url) as second:
