@@ -16,6 +16,7 @@ from headway.broker.port import Job
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.app_state import AppState, error_docs
+from headway.serve.backend_endpoints import add_backend_endpoints
 from headway.serve.gateway import Gateway
 from headway.serve.request_parsing import (
     HEADERS,
@@ -42,6 +43,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _generation(app, state)
     _background(app, state)
     add_run_endpoints(app, state)
+    add_backend_endpoints(app, state)
     _status(app, state)
     _operations(app, state)
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from headway.apps.account import RunAccount
+from headway.backends.port import Backend
+from headway.backends.registry import opened
 from headway.broker import open_broker
 from headway.broker.port import Broker
 from headway.config import Broker as BrokerSettings
@@ -23,6 +25,7 @@ from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
 from headway.serve.lengths.service import LengthService, open_lengths
 from headway.serve.metrics import Metrics
+from headway.serve.prewarm import BackendWarmer
 from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
 from headway.serve.tokens import TokenCounter
@@ -33,6 +36,7 @@ class Gateway:
     """An open gateway.
 
     counters: model name -> what counts its prompts' tokens.
+    backends: those outside the LLM, by name.
     """
 
     config: Config
@@ -43,11 +47,12 @@ class Gateway:
     dispatcher: Dispatcher
     path: RequestPath
     background: BackgroundWork
+    backends: Mapping[str, Backend]
 
 
 @asynccontextmanager
 async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterator[Gateway]:
-    """Open a gateway: tokenizers, length predictor, broker, engines; then recover jobs.
+    """Open a gateway: tokenizers, length predictor, broker, backends, engines; then recover jobs.
 
     At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
     requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
@@ -58,6 +63,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
     async with (
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
+        opened(config.backends) as backends,
     ):
         planner = recipe.planner()
         controller = Controller(planner, lengths.lengths, config.server.max_queued)
@@ -66,6 +72,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
             RunAccount(config.apps.run_timeout_s), drops=drops,
         )  # fmt: skip
+        dispatcher.warmups.warmers["backend"] = BackendWarmer(backends)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, background, models, config.broker.lease_seconds)
@@ -78,7 +85,9 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             ):
                 await recovery.renew()
                 async with tasks.running(recovery.run(), forget()):
-                    yield Gateway(config, metrics, lengths, counters, broker, dispatcher, path, background)
+                    yield Gateway(
+                        config, metrics, lengths, counters, broker, dispatcher, path, background, backends
+                    )
         finally:
             await path.fail_foreground("gateway_stopped")
 
