@@ -71,13 +71,16 @@ class AppState:
                 f"Use one of {', '.join(sorted(self.models))}.",
                 status=404, code="model_not_found", param="model",
             )  # fmt: skip
-        tokens = await self.gateway.counters[body.model].count(body)
+        prompt = await self.gateway.counters[body.model].read(body)
         parsed = interpret(
             kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
-            prompt_tokens=tokens, max_model_len=engine.max_model_len,
+            prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
         )  # fmt: skip
         parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
         self.gateway.path.check_capacity(parsed.request)
+        prefixes = self.gateway.prefixes
+        if prefixes is not None and parsed.request.stage is not None and (ids := prompt.ids) is not None:
+            prefixes.learn(parsed.request, ids)
         return parsed
 
 

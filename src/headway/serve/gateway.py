@@ -25,6 +25,7 @@ from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
 from headway.serve.lengths.service import LengthService, open_lengths
 from headway.serve.metrics import Metrics
+from headway.serve.prefixes import PrefixBook, PrefixWarmer
 from headway.serve.prewarm import BackendWarmer
 from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
@@ -37,6 +38,7 @@ class Gateway:
 
     counters: model name -> what counts its prompts' tokens.
     backends: those outside the LLM, by name.
+    prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
 
     config: Config
@@ -48,6 +50,7 @@ class Gateway:
     path: RequestPath
     background: BackgroundWork
     backends: Mapping[str, Backend]
+    prefixes: PrefixBook | None
 
 
 @asynccontextmanager
@@ -72,7 +75,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
             RunAccount(config.apps.run_timeout_s), drops=drops,
         )  # fmt: skip
-        dispatcher.warmups.warmers["backend"] = BackendWarmer(backends)
+        prefixes = _add_warmers(dispatcher, backends)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, background, models, config.broker.lease_seconds)
@@ -86,10 +89,22 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 await recovery.renew()
                 async with tasks.running(recovery.run(), forget()):
                     yield Gateway(
-                        config, metrics, lengths, counters, broker, dispatcher, path, background, backends
-                    )
+                        config, metrics, lengths, counters, broker, dispatcher, path, background, backends,
+                        prefixes,
+                    )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")
+
+
+def _add_warmers(dispatcher: Dispatcher, backends: Mapping[str, Backend]) -> PrefixBook | None:
+    """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
+    warmers = dispatcher.warmups.warmers
+    warmers["backend"] = BackendWarmer(backends)
+    if dispatcher.controller.planner.knowledge is None:
+        return None
+    prefixes = PrefixBook()
+    warmers["prefix"] = PrefixWarmer(dispatcher.engines, prefixes)
+    return prefixes
 
 
 @asynccontextmanager

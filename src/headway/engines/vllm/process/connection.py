@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -134,6 +134,21 @@ class EngineConnection:
         values = {id: finite(rank) for id, rank in ranks.items()}
         with suppress(EngineGone):
             await self.control({"op": "urgency", "values": values, "jobs": False})
+
+    async def pin(self, chain: str, tokens: Sequence[int]) -> int:
+        """Hold what is cached of prompts that begin with these tokens; return how many tokens that is.
+
+        EngineError when it does not answer or does not know pins.
+        """
+        answer = await self.control({"op": "pin", "chain": chain, "tokens": list(tokens), "jobs": False})
+        try:
+            return int(answer["pinned"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._malformed(error) from error
+
+    async def unpin(self, chain: str) -> None:
+        """Give back what `pin` holds; EngineError as there."""
+        await self.control({"op": "unpin", "chain": chain, "jobs": False})
 
     async def learned(self) -> Learned | None:
         """Return what the scheduler inside has learned about its engine, None before it has.
