@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +24,7 @@ from headway.backends.sandbox import Sandboxes, check_namespaces
 from headway.config import Backend as Settings
 from headway.config import parse
 from headway.errors import ConfigError, HeadwayError, RequestError
+from tests.serve.gateway import until
 
 MODELS = "tests.serve.backend_models"
 
@@ -250,6 +253,32 @@ async def test_closing_ends_what_serves_and_what_waits(isolation: str) -> None:
     assert told["exit_code"] != 0
     assert await waiting is None
     await eventually(lambda: folders() <= before)
+
+
+ORPHAN = """
+import asyncio, sys
+from headway.backends.sandbox import Sandboxes
+from headway.config import Backend
+async def main():
+    backend = Sandboxes("python", Backend("sandbox", isolation=sys.argv[1]))
+    await backend.warm()
+    print("warm", flush=True)
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(78)'])"
+    await asyncio.gather(backend.run("t", {"code": code}), backend.warm())
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("isolation", isolations()[1:])
+def test_what_a_sandbox_in_namespaces_started_ends_when_the_gateway_is_killed(isolation: str) -> None:
+    def left() -> list[psutil.Process]:
+        return [p for p in psutil.process_iter() if "time.sleep(78)" in str(_argv(p)[2:])]
+
+    argv = [sys.executable, "-c", ORPHAN, isolation]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as gateway:
+        until(lambda: [p for p in left() if _argv(p)[-1] == "import time; time.sleep(78)"])
+        gateway.kill()
+    until(lambda: not left(), 20)
 
 
 # ---- models

@@ -269,6 +269,7 @@ def test_an_engine_that_fails_is_counted(
     ask(hermes, "r3")
 
 
-def test_a_recipe_without_warm_ups_learns_no_prefixes(gateway: Gateway) -> None:
-    ask(gateway, "r1")
-    assert gateway.inner.prefixes is None
+def test_a_recipe_without_warm_ups_learns_no_prefixes(serve: Serve) -> None:
+    with serve(recipe="vllm") as gateway:
+        ask(gateway, "r1")
+        assert gateway.inner.prefixes is None

@@ -151,9 +151,9 @@ class Sandboxes(Backend):
         most = self._settings.output_kib * 1024
         began = time.monotonic()
         reading = [asyncio.create_task(_read(pipe, most)) for pipe in (worker.output, worker.errors)]
-        ending = asyncio.gather(worker.wait(), *reading)
+        writing = worker.write(json.dumps({"code": code}).encode() + b"\n", last=True)
+        ending = asyncio.gather(writing, worker.wait(), *reading)
         try:
-            await worker.write(json.dumps({"code": code}).encode() + b"\n", last=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(ending), self._settings.timeout_s)
             timed_out = not ending.done()
