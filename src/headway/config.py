@@ -60,6 +60,7 @@ class Engine:
     """One instance. With `url` Headway attaches to a running vLLM; without, it starts `vllm serve`.
 
     models: what it can load instead of `model`, which it serves first.
+    adapters: LoRA adapters of `model`: name -> directory. Requests name one as their model.
     host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
     sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
     drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
@@ -72,6 +73,7 @@ class Engine:
     model: str = "smollm2"
     served_name: str | None = None
     models: tuple[str | Model, ...] = ()
+    adapters: dict[str, str] = field(default_factory=dict)
     host_weights_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
     sleep_mode: bool = False
     drain_timeout_s: Positive = 300.0

@@ -48,6 +48,7 @@ max_attempts = 5
 model = "org/some-model"
 served_name = "some"
 models = ["org/other-model", {{ model = "/models/third", served_name = "third" }}]
+adapters = {{ terse = "/adapters/terse" }}
 host_weights_gib = 1.5
 sleep_mode = true
 drain_timeout_s = 90
@@ -140,7 +141,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
             slots=9, max_model_len=1024, max_batched_tokens=512, kv_gib=2, host_kv_gib=2.0, blocks=96,
-            models=("org/other-model", Model("/models/third", "third")), host_weights_gib=1.5,
+            models=("org/other-model", Model("/models/third", "third")),
+            adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
             cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
             start_timeout_s=60.0,

@@ -185,6 +185,11 @@ def _status(app: FastAPI, state: AppState) -> None:
              "max_model_len": engine.max_model_len}
             for name, engine in state.models.items()
         ]  # fmt: skip
+        data += [
+            {"id": name, "object": "model", "created": state.started, "owned_by": "headway", "parent": base,
+             "max_model_len": state.models[base].max_model_len}
+            for name, base in state.adapters.items()
+        ]  # fmt: skip
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/health")

@@ -20,6 +20,7 @@ from headway.core.controller import Controller
 from headway.engines.vllm.process.client import VllmEngine
 from headway.recipes.registry import find
 from headway.serve import tasks
+from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
@@ -99,7 +100,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
 def _add_warmers(dispatcher: Dispatcher, backends: Mapping[str, Backend]) -> PrefixBook | None:
     """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
     warmers = dispatcher.warmups.warmers
-    warmers["backend"] = BackendWarmer(backends)
+    warmers["backend"], warmers["adapter"] = BackendWarmer(backends), AdapterWarmer(dispatcher.engines)
     if dispatcher.controller.planner.knowledge is None:
         return None
     prefixes = PrefixBook()

@@ -33,7 +33,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from headway.engines.vllm.plugin import models
+from headway.engines.vllm.plugin import adapters, models
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
@@ -207,6 +207,7 @@ class ControlPlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         models.attach(app)
+        adapters.attach(app)
 
         @app.post("/headway/control")
         async def control(raw: Request) -> JSONResponse:

@@ -126,6 +126,24 @@ class EngineConnection:
                 f"The engine {self.id} failed to {message['op']}: {text[:500]}.", "Its log has the trace."
             )
 
+    async def load_adapter(self, name: str) -> bool:
+        """Bring a LoRA adapter into memory (`plugin/adapters.py`); return whether it was there.
+
+        EngineError when it cannot be loaded.
+        """
+        url = f"{self.url}/headway/adapter"
+        try:
+            async with self._http.post(url, json={"name": name}, timeout=_timeout(60)) as answer:
+                status, text = answer.status, await answer.text(errors="replace")
+        except _GONE as error:
+            raise EngineGone(self.id, error) from error
+        said = _state(text)
+        if status != 200 or said is None or "resident" not in said:
+            raise EngineError(
+                f"The engine {self.id} did not load the adapter {name}: {text[:500]}.", "Look into its log."
+            )
+        return bool(said["resident"])
+
     async def rerank(self, ranks: Mapping[str, float]) -> None:
         """Set `Jobs.urgency` of requests inside (`types.Rerank`); an engine that is gone has none.
 
