@@ -105,29 +105,37 @@ def test_a_unit_whose_client_leaves_is_given_up(hermes: Gateway) -> None:
     assert live(hermes, "python") == 0
 
 
-def test_a_recipe_that_plans_warm_ups_finds_the_sandbox_warm(hermes: Gateway) -> None:
+@pytest.mark.parametrize("recipe", ["hermes", "headway"])
+def test_a_recipe_that_plans_warm_ups_finds_the_sandbox_warm(serve: Serve, recipe: str) -> None:
     """The runs before have shown that code is executed after the answer, so it is warmed with the answer."""
-    prewarming = hermes.controller.planner.prewarming  # type: ignore[attr-defined]
-    assert isinstance(prewarming, Prewarming)
-    warm: list[bool] = []
-    for _ in range(3):
-        with headway.run("coder", base_url=f"{hermes.url}/v1") as run:
-            warmed = hermes.metric('headway_prewarm_total{kind="backend",outcome="warmed"}')
-            # As if it took long to start: it is to be warmed at once, and expected for long.
-            hermes.do(_tell(hermes, Prewarmed(Resource("backend", "python"), 1000.0)))
-            asked = hermes.chat(max_tokens=512, vllm_xargs={"fake_tokens": 512})
-            assert hermes.post(asked, headers=run.unit("write")).status_code == 200
-            if warm:  # there is a graph
-                until(
-                    lambda before=warmed: (
-                        hermes.metric('headway_prewarm_total{kind="backend",outcome="warmed"}') > before
-                    )
-                )
-            warm.append(ask(hermes, "python", headers=run.unit("execute")).json()["warm"])
-    assert warm == [False, True, True]
-    assert prewarming.seconds[Resource("backend", "python")] < 1000.0, "the planner was told"
-    until(lambda: hermes.metric('headway_prewarm_end_total{kind="backend",outcome="used"}') == 2)
-    assert hermes.metric('headway_backend_units_total{backend="python",start="warm"}') == 2
+    resource, warm = Resource("backend", "python"), list[bool]()
+    with serve(recipe=recipe, backends=BACKENDS) as gateway:
+        for _ in range(3):
+            with headway.run("coder", base_url=f"{gateway.url}/v1") as run:
+                before = warmed(gateway)
+                # As if it took long to start: it is to be warmed at once, and expected for long.
+                gateway.do(_tell(gateway, Prewarmed(resource, 1000.0)))
+                asked = gateway.chat(max_tokens=512, vllm_xargs={"fake_tokens": 512})
+                assert gateway.post(asked, headers=run.unit("write")).status_code == 200
+                if warm:  # there is a graph
+                    until(lambda before=before: warmed(gateway) > before)  # type: ignore[misc]
+                warm.append(ask(gateway, "python", headers=run.unit("execute")).json()["warm"])
+        assert warm == [False, True, True]
+        assert prewarming(gateway).seconds[resource] < 1000.0, "the planner was told"
+        until(lambda: gateway.metric('headway_prewarm_end_total{kind="backend",outcome="used"}') == 2)
+        assert gateway.metric('headway_backend_units_total{backend="python",start="warm"}') == 2
+
+
+def warmed(gateway: Gateway) -> float:
+    return gateway.metric('headway_prewarm_total{kind="backend",outcome="warmed"}')
+
+
+def prewarming(gateway: Gateway) -> Prewarming:
+    """Return what the planner knows of warm-ups."""
+    planner: Any = gateway.controller.planner
+    found = planner.still.runs.prewarming if hasattr(planner, "still") else planner.prewarming
+    assert isinstance(found, Prewarming)
+    return found
 
 
 async def _tell(gateway: Gateway, event: Prewarmed) -> None:
