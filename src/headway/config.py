@@ -60,6 +60,7 @@ class Engine:
     """One instance. With `url` Headway attaches to a running vLLM; without, it starts `vllm serve`.
 
     models: what it can load instead of `model`, which it serves first.
+    adapters: LoRA adapters of `model`: name -> directory. Requests name one as their model.
     host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
     sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
     drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
@@ -72,6 +73,7 @@ class Engine:
     model: str = "smollm2"
     served_name: str | None = None
     models: tuple[str | Model, ...] = ()
+    adapters: dict[str, str] = field(default_factory=dict)
     host_weights_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
     sleep_mode: bool = False
     drain_timeout_s: Positive = 300.0
@@ -172,6 +174,38 @@ class Apps:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Backend:
+    """What serves units of applications outside the LLM, for `POST /v1/backends/NAME`.
+
+    kind: "sandbox" executes Python code that clients send; "model" calls a model of your own; "module:Class"
+        is a backend of your own (`headway.backends.port.Backend`).
+    load: of a model: "module:function", which returns a callable; options: the function's arguments.
+    isolation: of a sandbox: "namespaces" (own processes, no network; Linux) or "process".
+    imports: modules that a sandbox has imported before it gets code.
+    env: names of environment variables that a sandbox is given; it has none of the gateway's otherwise.
+    processes: workers at a time, started ahead ones included. waiting: units that may wait for one.
+    keep_s: how long a model stays loaded after a unit.
+    timeout_s: of one unit. memory_mib, disk_mib: of a sandbox's processes, and of the files that it writes,
+        each. output_kib: of a unit's output.
+    """
+
+    kind: Annotated[str, Field(pattern=r"^(sandbox|model|[\w.]+:\w+)$")]
+    load: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    isolation: Literal["namespaces", "process"] = "namespaces"
+    imports: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    processes: Count = 4
+    waiting: Count = 64
+    start_timeout_s: Positive = 60.0
+    timeout_s: Positive = 30.0
+    keep_s: Positive = 300.0
+    memory_mib: Count = 1024
+    disk_mib: Count = 64
+    output_kib: Count = 256
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Tier:
     """A class of requests that clients can name instead of spelling out SLOs; milliseconds.
 
@@ -217,6 +251,7 @@ class Config:
     broker: Broker = field(default_factory=Broker)
     predictor: Predictor = field(default_factory=Predictor)
     apps: Apps = field(default_factory=Apps)
+    backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
 
@@ -239,7 +274,7 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
-    "apps": Apps, "classes": Tier, "keys": Key,
+    "apps": Apps, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
 _UNKNOWN = "unexpected_keyword_argument"
 

@@ -12,6 +12,7 @@ import pytest
 
 from headway.config import (
     Apps,
+    Backend,
     Broker,
     Config,
     Engine,
@@ -47,6 +48,7 @@ max_attempts = 5
 model = "org/some-model"
 served_name = "some"
 models = ["org/other-model", {{ model = "/models/third", served_name = "third" }}]
+adapters = {{ terse = "/adapters/terse" }}
 host_weights_gib = 1.5
 sleep_mode = true
 drain_timeout_s = 90
@@ -84,6 +86,22 @@ history = "lengths.npz"
 [apps]
 dir = "graphs"
 run_timeout_s = 30
+
+[backends.python]
+kind = "sandbox"
+load = "module:function"
+options = {{ weights = "/models/vit", size = 3 }}
+isolation = "process"
+imports = ["numpy"]
+env = ["HF_TOKEN"]
+processes = 2
+waiting = 8
+start_timeout_s = 9
+timeout_s = 5.5
+keep_s = 60
+memory_mib = 512
+disk_mib = 8
+output_kib = 64
 
 [classes.gold]
 ttft_ms = 300
@@ -123,7 +141,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
             slots=9, max_model_len=1024, max_batched_tokens=512, kv_gib=2, host_kv_gib=2.0, blocks=96,
-            models=("org/other-model", Model("/models/third", "third")), host_weights_gib=1.5,
+            models=("org/other-model", Model("/models/third", "third")),
+            adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
             cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
             start_timeout_s=60.0,
@@ -132,6 +151,10 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)
+    assert config.backends["python"] == Backend(
+        "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
+        ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
+    )  # fmt: skip
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True)
     assert config.keys == (Key(SECRET, "alice"),)
 
@@ -143,6 +166,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Sqlite: data["broker"]["sqlite"],
         Predictor: data["predictor"],
         Apps: data["apps"],
+        Backend: data["backends"]["python"],
         Tier: data["classes"]["gold"],
         Key: data["keys"][0],
     }

@@ -69,9 +69,10 @@ ALLOWED = {
     "client": {"errors"},  # applications import it, with httpx and nothing of ours
     "broker": GROUND,
     "models": GROUND,
+    "backends": GROUND | {"apps"},
     "engines": GROUND | CORE | {"models"},
     "sim": GROUND | CORE | {"engines"},
-    "serve": GROUND | CORE | {"broker", "engines", "models"},
+    "serve": GROUND | CORE | {"backends", "broker", "engines", "models"},
     "bench": GROUND | CORE | {"broker", "engines", "models", "serve", "sim"},
     "cli": GROUND | CORE | {"broker", "engines", "models", "serve", "sim", "bench"},
 }

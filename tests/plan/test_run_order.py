@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,11 +13,13 @@ from hypothesis import strategies as st
 from headway.apps.demand import SAMPLES, Costs, Draw
 from headway.apps.knowledge import Knowledge
 from headway.apps.run import Run
+from headway.core.controller import Controller
 from headway.core.ranks import ATTAINABLE
-from headway.events import InstanceDown, RunEnded
+from headway.events import Arrived, Finished, InstanceDown, InstanceUp, RunEnded, Started
+from headway.forecast.lengths.task import TaskLengths
 from headway.plan.ordered import Ordered
 from headway.plan.run_order import RunOrder
-from headway.stages import Stage
+from headway.stages import Resource, Stage
 from headway.types import Send, Slo
 from tests.plan.place import Place, ask, instance
 
@@ -157,3 +162,21 @@ def test_a_lost_instance_gives_its_requests_back_in_the_same_order() -> None:
         place.come(ask(f"{run}{i}", float(i), stage=stage(run)))
     place.tell(InstanceDown("e0"), 5.0)
     assert set(place.requests) == set(place.inside) | set(place.queued)
+
+
+def test_the_host_is_not_woken_for_ever_for_a_run_that_has_ended() -> None:
+    planner = RunOrder(ATTAINABLE)
+    controller = Controller(planner, TaskLengths())
+    controller.on(InstanceUp(instance("e0", 4)), 0.0)
+    planner.runs.prewarming.learn(Resource("prefix", "app/b"), 0.1)  # it is planned for later, not at once
+    now = 0.0
+    for run in "12":
+        for unit in "ab":
+            now += 1.0
+            asked = replace(ask(run + unit, now), stage=Stage("app", run, unit, None, unit == "b"))
+            for event in (Arrived(asked), Started(asked.id), Finished(asked.id, 400)):
+                controller.on(event, now)
+    assert not planner.runs
+    assert controller.next_check < now + 60.0, "one is planned"
+    assert controller.decide(now + 60.0) == []
+    assert controller.next_check == math.inf

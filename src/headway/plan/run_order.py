@@ -77,10 +77,11 @@ class RunOrder(Ordered):
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside by its place in the order, and what is to be warmed."""
         plan = super().plan(cluster, now)
-        if not self.runs:
-            return plan
-        self.runs.refresh(now)
-        return replace(plan, prewarm=self.runs.prewarming.due(now))
+        if self.runs:
+            self.runs.refresh(now)
+        # Also those of runs that have ended are taken out, or the host would be woken for them for ever.
+        prewarm = self.runs.prewarming.due(now)
+        return replace(plan, prewarm=prewarm) if prewarm else plan
 
     def _arrived(self, request: Request, cluster: Cluster, now: float) -> None:
         backlog, runs = cluster.backlog, self.runs

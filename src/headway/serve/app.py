@@ -16,6 +16,7 @@ from headway.broker.port import Job
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.app_state import AppState, error_docs
+from headway.serve.backend_endpoints import add_backend_endpoints
 from headway.serve.gateway import Gateway
 from headway.serve.request_parsing import (
     HEADERS,
@@ -42,6 +43,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _generation(app, state)
     _background(app, state)
     add_run_endpoints(app, state)
+    add_backend_endpoints(app, state)
     _status(app, state)
     _operations(app, state)
 
@@ -182,6 +184,11 @@ def _status(app: FastAPI, state: AppState) -> None:
             {"id": name, "object": "model", "created": state.started, "owned_by": "headway",
              "max_model_len": engine.max_model_len}
             for name, engine in state.models.items()
+        ]  # fmt: skip
+        data += [
+            {"id": name, "object": "model", "created": state.started, "owned_by": "headway", "parent": base,
+             "max_model_len": state.models[base].max_model_len}
+            for name, base in state.adapters.items()
         ]  # fmt: skip
         return JSONResponse({"object": "list", "data": data})
 

@@ -10,8 +10,11 @@ from typing import Any
 from fastapi import Request
 
 from headway.errors import RequestError
+from headway.serve.adapters import base_models
 from headway.serve.gateway import Gateway
 from headway.serve.request_parsing import Kind, ParsedRequest, interpret, read_json, validate
+from headway.serve.tokens import Prompt
+from headway.types import Request as CoreRequest
 
 
 class AppState:
@@ -20,6 +23,7 @@ class AppState:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway, self.config = gateway, gateway.config
         self.models = {name: engine for engine in self.config.engines for name in engine.served}
+        self.adapters = base_models(self.config.engines)
         self.started = int(time.time())
         self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
 
@@ -64,21 +68,33 @@ class AppState:
         arrival, tenant = time.time(), self.tenant(request)
         raw = read_json(await self.body(request))
         body = validate(kind, raw)
-        engine = self.models.get(body.model)
+        adapter = body.model if body.model in self.adapters else None
+        model = self.adapters.get(body.model, body.model)
+        engine = self.models.get(model)
         if engine is None:
             raise RequestError(
                 f"The model {body.model[:100]!r} does not exist here.",
-                f"Use one of {', '.join(sorted(self.models))}.",
+                f"Use one of {', '.join(sorted([*self.models, *self.adapters]))}.",
                 status=404, code="model_not_found", param="model",
             )  # fmt: skip
-        tokens = await self.gateway.counters[body.model].count(body)
+        prompt = await self.gateway.counters[model].read(body)
         parsed = interpret(
             kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
-            prompt_tokens=tokens, max_model_len=engine.max_model_len,
+            prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
         )  # fmt: skip
-        parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
+        asked = replace(parsed.request, model=model, adapter=adapter)
+        parsed = replace(parsed, request=self.gateway.dispatcher.promised(asked))
         self.gateway.path.check_capacity(parsed.request)
+        self._learn_prefix(parsed.request, prompt)
         return parsed
+
+    def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
+        """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""
+        prefixes = self.gateway.prefixes
+        if prefixes is None or request.stage is None or request.adapter is not None:
+            return
+        if (ids := prompt.ids) is not None:
+            prefixes.learn(request, ids)
 
 
 def error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:

@@ -19,14 +19,16 @@ from headway.core.controller import Controller
 from headway.core.drops import prepare
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
-from headway.events import Arrived, Event, InstanceUp, Returned, RunEnded, Tick
+from headway.events import Arrived, Event, InstanceUp, Returned, RunEnded, Started, Tick
 from headway.serve import tasks
 from headway.serve.metrics import Metrics
 from headway.serve.overdue import OverdueWatch
 from headway.serve.planning import Planning
+from headway.serve.prewarm import Warmups
 from headway.serve.refusals import refusal
 from headway.serve.requests import InFlightRequest, ReturnReason
 from headway.serve.swaps import ModelSwaps
+from headway.stages import Prewarm
 from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
 
 Listener = Callable[[Event], None]
@@ -52,6 +54,7 @@ class Dispatcher:
         self.in_flight: dict[str, InFlightRequest] = {}
         self.runs = runs
         self.swaps = ModelSwaps(controller, self.engines, self.in_flight)
+        self.warmups = Warmups(self.dispatch, metrics.prewarm)
         self._metrics = metrics
         self._planning = Planning(controller, self.execute)
         self._overdue = OverdueWatch(controller, self.engines, self.execute)
@@ -74,6 +77,7 @@ class Dispatcher:
             async with tasks.running(*loops):
                 yield
         finally:
+            await self.warmups.close()
             await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
 
     # ---- events
@@ -84,6 +88,8 @@ class Dispatcher:
         if not isinstance(event, RunEnded):  # the account says when a run ends
             self._planning.note(event)
         self._end_runs(ended)
+        if isinstance(event, Started) and event.id in self.in_flight:
+            self.warmups.used(self.in_flight[event.id].request)
         if isinstance(event, InstanceUp):  # a swap may have failed once too often
             self.swaps.refuse_unavailable()
         self._overdue.arm()
@@ -147,6 +153,8 @@ class Dispatcher:
                     self.swaps.swap(command)
                 case Warm():
                     self.swaps.warm(command)
+                case Prewarm():
+                    self.warmups.put(command)
 
     def _send(self, send: Send) -> None:
         in_flight = self.in_flight[send.id]

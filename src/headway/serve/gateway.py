@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from headway.apps.account import RunAccount
+from headway.backends.port import Backend
+from headway.backends.registry import opened
 from headway.broker import open_broker
 from headway.broker.port import Broker
 from headway.config import Broker as BrokerSettings
@@ -18,11 +20,14 @@ from headway.core.controller import Controller
 from headway.engines.vllm.process.client import VllmEngine
 from headway.recipes.registry import find
 from headway.serve import tasks
+from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
 from headway.serve.lengths.service import LengthService, open_lengths
 from headway.serve.metrics import Metrics
+from headway.serve.prefixes import PrefixBook, PrefixWarmer
+from headway.serve.prewarm import BackendWarmer
 from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
 from headway.serve.tokens import TokenCounter
@@ -33,6 +38,8 @@ class Gateway:
     """An open gateway.
 
     counters: model name -> what counts its prompts' tokens.
+    backends: those outside the LLM, by name.
+    prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
 
     config: Config
@@ -43,11 +50,13 @@ class Gateway:
     dispatcher: Dispatcher
     path: RequestPath
     background: BackgroundWork
+    backends: Mapping[str, Backend]
+    prefixes: PrefixBook | None
 
 
 @asynccontextmanager
 async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterator[Gateway]:
-    """Open a gateway: tokenizers, length predictor, broker, engines; then recover jobs.
+    """Open a gateway: tokenizers, length predictor, broker, backends, engines; then recover jobs.
 
     At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
     requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
@@ -58,6 +67,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
     async with (
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
+        opened(config.backends) as backends,
     ):
         planner = recipe.planner()
         controller = Controller(planner, lengths.lengths, config.server.max_queued)
@@ -66,6 +76,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
             RunAccount(config.apps.run_timeout_s), drops=drops,
         )  # fmt: skip
+        prefixes = _add_warmers(dispatcher, backends)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, background, models, config.broker.lease_seconds)
@@ -78,9 +89,23 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             ):
                 await recovery.renew()
                 async with tasks.running(recovery.run(), forget()):
-                    yield Gateway(config, metrics, lengths, counters, broker, dispatcher, path, background)
+                    yield Gateway(
+                        config, metrics, lengths, counters, broker, dispatcher, path, background, backends,
+                        prefixes,
+                    )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")
+
+
+def _add_warmers(dispatcher: Dispatcher, backends: Mapping[str, Backend]) -> PrefixBook | None:
+    """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
+    warmers = dispatcher.warmups.warmers
+    warmers["backend"], warmers["adapter"] = BackendWarmer(backends), AdapterWarmer(dispatcher.engines)
+    if dispatcher.controller.planner.knowledge is None:
+        return None
+    prefixes = PrefixBook()
+    warmers["prefix"] = PrefixWarmer(dispatcher.engines, prefixes)
+    return prefixes
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
 from headway.serve import tasks
+from headway.serve.adapters import base_models
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
 from headway.serve.gateway import Gateway, serving
@@ -49,6 +50,7 @@ def preflight(config: Config) -> None:
     if recipe.lengths == "padded":
         locate(config.predictor.embedding)
     _check_models(config)
+    base_models(config.engines)
     names = {name for engine in config.engines for name in engine.served}
     kinds = {(*named, e.max_model_len) for e in config.engines for named in e.served.items()}
     if len(kinds) > len(names):

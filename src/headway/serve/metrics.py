@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from headway.engines.vllm.process.models import SwapReport
+from headway.serve.prewarm import PrewarmMetrics
 from headway.serve.run_metrics import RunMetrics
 from headway.types import Request
 
@@ -45,7 +46,7 @@ class Metrics:
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
         self._add_swaps(r)
-        self.runs = RunMetrics(r)
+        self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._counted = _Counted()
         r.register(self._counted)

@@ -52,7 +52,7 @@ def _reports(app: FastAPI, state: AppState) -> None:
     dispatcher = state.gateway.dispatcher
 
     @app.post(
-        "/v1/runs/{id:path}/end", responses=error_docs(400, 401, 404), openapi_extra=_body(EndBody, False)
+        "/v1/runs/{id:path}/end", responses=error_docs(400, 401, 404), openapi_extra=body_docs(EndBody, False)
     )
     async def end(id: str, request: Request) -> Response:
         """End a run: at once, or with its last request in progress. Ending it again changes nothing."""
@@ -63,7 +63,9 @@ def _reports(app: FastAPI, state: AppState) -> None:
         return JSONResponse(_described(state, key))
 
     @app.post(
-        "/v1/runs/{id:path}/units", responses=error_docs(400, 401, 404, 409), openapi_extra=_body(UnitBody)
+        "/v1/runs/{id:path}/units",
+        responses=error_docs(400, 401, 404, 409),
+        openapi_extra=body_docs(UnitBody),
     )
     async def unit(id: str, request: Request) -> Response:
         """Report that a unit outside the LLM has started, which may begin the run, or that it has ended."""
@@ -72,7 +74,8 @@ def _reports(app: FastAPI, state: AppState) -> None:
         key = _key(tenant, request, id, body.app)
         stage = Stage(key[1], key[2], body.unit)
         if body.state == "started":
-            _check_started(dispatcher.runs.live(key), body)
+            _check_backend(body)
+            check_begins(dispatcher.runs.live(key))
             dispatcher.dispatch(UnitBegan(key[0], stage, body.backend))
         else:
             _check_ended(_known(state, key), body)
@@ -137,12 +140,16 @@ def _known(state: AppState, key: Key) -> Run | EndedRun:
     return found
 
 
-def _check_started(run: Run | None, body: UnitBody) -> None:
+def _check_backend(body: UnitBody) -> None:
     if body.backend == LLM:
         raise RequestError(
             f"The backend {LLM!r} is for requests to this gateway.",
             "Name the unit in the request (x-headway-unit), or another backend.", param="backend",
         )  # fmt: skip
+
+
+def check_begins(run: Run | None) -> None:
+    """Refuse a unit that begins outside the LLM while too many of its run are in progress."""
     if run is not None and run.outside >= MOST_OUTSIDE:
         raise RequestError(
             f"{MOST_OUTSIDE} units of this run are in progress.", "Report the end of those that have ended.",
@@ -194,7 +201,8 @@ def _promised(began: float, target: float | None) -> dict[str, Any]:
 # ---- OpenAPI
 
 
-def _body(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
+def body_docs(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
+    """Return the documentation of a body for OpenAPI."""
     content: Mapping[str, Any] = {"application/json": {"schema": model.model_json_schema()}}
     return {"requestBody": {"required": required, "content": content}}
 

@@ -1,9 +1,10 @@
-"""Counts the tokens of a prompt with the model's own tokenizer, before the request is queued."""
+"""Reads the tokens of a prompt with the model's own tokenizer, before the request is queued."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,30 @@ from headway.models.resolve import resolve
 from headway.serve.request_parsing import ChatBody, CompletionBody
 
 _INLINE = 8192  # characters; longer prompts are counted off the event loop
-Length = Callable[[str, bool], int]
+Encode = Callable[[str, bool], Sized]
+# Fields of a body by which the engine makes other tokens of the same messages, or keeps their KV apart.
+_OWN_WAY = frozenset(
+    ("add_generation_prompt", "add_special_tokens", "cache_salt", "chat_template", "chat_template_kwargs",
+     "continue_final_message", "documents", "prompt_embeds", "truncate_prompt_tokens")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the tokenizer reads it.
+
+    tokens: their number, of the longest one when there are several.
+    """
+
+    tokens: int
+    _encoding: Sized | None = None
+
+    @property
+    def ids(self) -> Sequence[int] | None:
+        """The tokens that the engine computes; None = the engine alone knows them, or there are several."""
+        encoding: Any = self._encoding
+        ids: Sequence[int] | None = getattr(encoding, "ids", encoding)  # the Rust tokenizer's, or a list
+        return ids
 
 
 class TokenCounter:
@@ -20,39 +44,45 @@ class TokenCounter:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._length: Length = _length(tokenizer)
+        self._encode: Encode = _encode(tokenizer)
 
     @classmethod
     async def load(cls, model: str) -> TokenCounter:
         """Load a model's tokenizer (seconds); ConfigError when the model has none."""
         return cls(await asyncio.to_thread(load_tokenizer, model))
 
-    async def count(self, body: ChatBody | CompletionBody) -> int:
-        """Return the tokens of the prompt, of the longest one when there are several."""
+    async def read(self, body: ChatBody | CompletionBody) -> Prompt:
+        """Return the prompt's tokens."""
         size = _size(body)
         if size <= _INLINE:
-            return self._count(body)
-        return await asyncio.to_thread(self._count, body)
+            return self._read(body)
+        return await asyncio.to_thread(self._read, body)
 
-    def _count(self, body: ChatBody | CompletionBody) -> int:
-        if isinstance(body, ChatBody):
-            return self._count_chat(body)
+    def _read(self, body: ChatBody | CompletionBody) -> Prompt:
+        encoding = self._read_chat(body) if isinstance(body, ChatBody) else self._read_text(body)
+        if isinstance(encoding, int):
+            return Prompt(encoding)
+        alike = _OWN_WAY.isdisjoint(body.model_extra or ())
+        return Prompt(len(encoding), encoding if alike else None)
+
+    def _read_text(self, body: CompletionBody) -> Sized | int:
         prompt = body.prompt
         if isinstance(prompt, str):
-            return self._length(prompt, True)
+            return self._encode(prompt, True)
         if isinstance(prompt[0], int):
-            return len(prompt)
-        return max(self._length(one, True) if isinstance(one, str) else len(one) for one in prompt)
+            return prompt
+        return max(len(self._encode(one, True)) if isinstance(one, str) else len(one) for one in prompt)
 
-    def _count_chat(self, body: ChatBody) -> int:
+    def _read_chat(self, body: ChatBody) -> Sized | int:
         messages = [{**m.model_dump(), "content": _text(m.content)} for m in body.messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=body.tools, add_generation_prompt=True, tokenize=False
             )
         except Exception:  # a template may raise anything; the engine's own error reaches the client
-            text = "\n".join(message["content"] for message in messages)
-        return self._length(text, False)  # the template has added the special tokens
+            return len(self._encode("\n".join(message["content"] for message in messages), False))
+        encoding = self._encode(text, False)  # the template has added the special tokens
+        return encoding if all(_is_text(message.content) for message in body.messages) else len(encoding)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -73,18 +103,18 @@ def load_tokenizer(model: str) -> Any:
         ) from error
 
 
-def _length(tokenizer: Any) -> Length:
-    """Return a function that counts a text's tokens, with or without the special ones around it.
+def _encode(tokenizer: Any) -> Encode:
+    """Return a function that reads a text's tokens, with or without the special ones around it.
 
     It calls the Rust tokenizer directly where there is one: transformers' wrapper takes twice the time, and
     sets truncation before each call, which is not safe in two threads.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return lambda text, special: len(tokenizer.encode(text, add_special_tokens=special))
+        return lambda text, special: tokenizer.encode(text, add_special_tokens=special)
     backend.no_truncation()
     backend.no_padding()
-    return lambda text, special: len(backend.encode(text, add_special_tokens=special))
+    return lambda text, special: backend.encode(text, add_special_tokens=special)
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
@@ -92,6 +122,10 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content)
     return content or ""
+
+
+def _is_text(content: str | list[dict[str, Any]] | None) -> bool:
+    return not isinstance(content, list) or all(part.get("type") == "text" for part in content)
 
 
 def _size(body: ChatBody | CompletionBody) -> int:

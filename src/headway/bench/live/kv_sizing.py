@@ -53,4 +53,4 @@ async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
 
 async def _tokens(counter: TokenCounter, call: Call, model: str) -> int:
     body = ChatBody.model_validate({"model": model, "messages": [{"role": "user", "content": call.prompt}]})
-    return await counter.count(body) + call.max_tokens
+    return (await counter.read(body)).tokens + call.max_tokens

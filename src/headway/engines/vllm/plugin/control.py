@@ -18,7 +18,8 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         hold what the prefix cache has of a prompt that begins with these token ids, whatever else is needed,
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
 
-Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. Its `latency` is
+Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
+tells whether prefixes can be pinned. Its `latency` is
 null until the engine has learned its own; then theta (`forecast/latency/online.py`), and the tokens of the
 longest prefix that was found in the cache lately.
 """
@@ -32,7 +33,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from headway.engines.vllm.plugin import models
+from headway.engines.vllm.plugin import adapters, models
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
@@ -139,6 +140,7 @@ class ControlMixin(PinsMixin):
             "blocks_free": self._blocks.get_num_free_blocks(),
             "blocks_total": self._total,
             "block_size": self._block_size,
+            "prefix_caching": self.pins.possible,
             **self._limits,
             "counters": self.stats.counters | self.counters | self.kv_policy.counters(),
             **self.kv_policy.state(),
@@ -205,6 +207,7 @@ class ControlPlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         models.attach(app)
+        adapters.attach(app)
 
         @app.post("/headway/control")
         async def control(raw: Request) -> JSONResponse:

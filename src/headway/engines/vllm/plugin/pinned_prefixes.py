@@ -36,6 +36,12 @@ class PinnedPrefixes:
         self._scheduler = scheduler
         self._held: dict[str, list[Any]] = {}
 
+    @property
+    def possible(self) -> bool:
+        """Tell whether this scheduler has prefixes that can be pinned."""
+        manager = self._scheduler.kv_cache_manager
+        return bool(manager.enable_caching) and manager.num_kv_cache_groups == 1
+
     def pin(self, chain: str, tokens: Sequence[int]) -> int:
         """Hold what is cached of a chain that begins with these tokens; return how many tokens that is.
 
@@ -45,10 +51,9 @@ class PinnedPrefixes:
         """
         self.unpin(chain)
         scheduler = self._scheduler
-        manager = scheduler.kv_cache_manager
-        if not manager.enable_caching or manager.num_kv_cache_groups != 1:
+        if not self.possible:
             return 0
-        pool, size = manager.block_pool, int(scheduler.block_size)
+        pool, size = scheduler.kv_cache_manager.block_pool, int(scheduler.block_size)
         blocks: list[Any] = []
         for hash in self._hashes(tokens):
             found = pool.get_cached_block(hash, [0])

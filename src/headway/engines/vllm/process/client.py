@@ -36,6 +36,7 @@ class VllmEngine(EngineConnection):
     """One instance, by its configuration.
 
     on_event: receives InstanceUp and InstanceDown, Swapped and Warmed. on_swap: how each swap ended.
+    prefix_caching: prefixes can be pinned in it. block_size: tokens of a KV block. Known once it is up.
     up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
     """
 
@@ -53,6 +54,7 @@ class VllmEngine(EngineConnection):
         self.loading: str | None = None
         self._wake = asyncio.Event()  # a swap was ordered
         self._announced: Instance | None = None
+        self.prefix_caching, self.block_size = False, 16
         self.restarts = 0
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
@@ -177,8 +179,11 @@ class VllmEngine(EngineConnection):
         try:
             state = await self.control({"op": "state"})
             block, total = int(state["block_size"]), int(state["blocks_total"])
+            self.prefix_caching = bool(state.get("prefix_caching"))
         except (EngineError, KeyError, TypeError, ValueError):
             block, total = 16, config.max_running * config.max_model_len // 16
+            self.prefix_caching = False
+        self.block_size = block
         model = self.models.current
         return Instance(self.id, model, config.max_running, total, block, config.max_model_len)
 

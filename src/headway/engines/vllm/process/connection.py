@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -126,6 +126,24 @@ class EngineConnection:
                 f"The engine {self.id} failed to {message['op']}: {text[:500]}.", "Its log has the trace."
             )
 
+    async def load_adapter(self, name: str) -> bool:
+        """Bring a LoRA adapter into memory (`plugin/adapters.py`); return whether it was there.
+
+        EngineError when it cannot be loaded.
+        """
+        url = f"{self.url}/headway/adapter"
+        try:
+            async with self._http.post(url, json={"name": name}, timeout=_timeout(60)) as answer:
+                status, text = answer.status, await answer.text(errors="replace")
+        except _GONE as error:
+            raise EngineGone(self.id, error) from error
+        said = _state(text)
+        if status != 200 or said is None or "resident" not in said:
+            raise EngineError(
+                f"The engine {self.id} did not load the adapter {name}: {text[:500]}.", "Look into its log."
+            )
+        return bool(said["resident"])
+
     async def rerank(self, ranks: Mapping[str, float]) -> None:
         """Set `Jobs.urgency` of requests inside (`types.Rerank`); an engine that is gone has none.
 
@@ -134,6 +152,21 @@ class EngineConnection:
         values = {id: finite(rank) for id, rank in ranks.items()}
         with suppress(EngineGone):
             await self.control({"op": "urgency", "values": values, "jobs": False})
+
+    async def pin(self, chain: str, tokens: Sequence[int]) -> int:
+        """Hold what is cached of prompts that begin with these tokens; return how many tokens that is.
+
+        EngineError when it does not answer or does not know pins.
+        """
+        answer = await self.control({"op": "pin", "chain": chain, "tokens": list(tokens), "jobs": False})
+        try:
+            return int(answer["pinned"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._malformed(error) from error
+
+    async def unpin(self, chain: str) -> None:
+        """Give back what `pin` holds; EngineError as there."""
+        await self.control({"op": "unpin", "chain": chain, "jobs": False})
 
     async def learned(self) -> Learned | None:
         """Return what the scheduler inside has learned about its engine, None before it has.

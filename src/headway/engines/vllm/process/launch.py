@@ -54,6 +54,8 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--enforce-eager"] if engine.eager else []
     line += ["--enable-sleep-mode"] if engine.sleep_mode else []
+    if engine.adapters:
+        line += ["--enable-lora", "--lora-modules", *(f"{name}={at}" for name, at in engine.adapters.items())]
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
     line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]

@@ -1,0 +1,1 @@
+"""What serves units outside the LLM: sandboxes, models in processes of their own, others by plug-in."""

@@ -1,0 +1,74 @@
+"""What a backend outside the LLM is to the gateway, and what it means that something is kept warm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headway.errors import HeadwayError
+
+
+class BackendError(HeadwayError):
+    """A backend that did not start, died or failed; the client's input is not to blame."""
+
+    status = 502
+    kind = "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What an execution gave.
+
+    output: a JSON value.
+    warm: the backend was ready when it was asked for.
+    waited: seconds until it was ready, waiting for a place included.
+    started: seconds that starting it took, None = it was not started for this execution.
+    """
+
+    output: Any
+    warm: bool
+    waited: float
+    started: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Something that is kept warm until `release`.
+
+    used: set by whoever makes use of it.
+    release: lets it go; it may be called when it was used, too.
+    fresh: it was cold, and was warmed now.
+    """
+
+    used: asyncio.Event
+    release: Callable[[], Awaitable[None]]
+    fresh: bool = True
+
+
+class Backend(Protocol):
+    """One entry of `[backends]` in the configuration.
+
+    A class that is named there as `module:Class` is called with the entry's name and settings
+    (`headway.config.Backend`). All methods run on the gateway's event loop and must not block it. One that
+    raises fails with it: ConfigError from the constructor for settings that cannot be used, RequestError for
+    an input that the client can correct, BackendError otherwise.
+    """
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether one warm instance serves any number of units, so that a second is not warmed."""
+        ...
+
+    async def warm(self) -> Held | None:
+        """Make it ready before it is needed; None = there is no room, or nothing to be done."""
+        ...
+
+    async def run(self, tenant: str, input: Any) -> Ran:
+        """Execute a unit. input: the JSON value that the client sent."""
+        ...
+
+    async def close(self) -> None:
+        """End all its processes; the gateway stops."""
+        ...

@@ -1,0 +1,55 @@
+"""The backends that a configuration names, open as long as the gateway is."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from headway.apps.graph import LLM
+from headway.backends.model import Model
+from headway.backends.port import Backend
+from headway.backends.sandbox import Sandboxes, check_namespaces
+from headway.config import Backend as Settings
+from headway.errors import ConfigError
+
+
+def make(name: str, settings: Settings) -> Backend:
+    """Return a backend that has no process yet; ConfigError for settings that cannot be used."""
+    if name == LLM:
+        raise ConfigError(
+            f"backends.{name}: this name is that of the LLM.", "Take another.", param=f"backends.{name}"
+        )
+    if settings.kind == "sandbox":
+        return Sandboxes(name, settings)
+    if settings.kind == "model":
+        return Model(name, settings)
+    return _plugin(name, settings)
+
+
+def _plugin(name: str, settings: Settings) -> Backend:
+    module, _, attribute = settings.kind.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"backends.{name}.kind is {settings.kind!r}, which is not there: {error}.",
+            'Use "sandbox", "model", or "module:Class" of a module on PYTHONPATH.',
+            param=f"backends.{name}.kind",
+        ) from error
+    backend: Backend = made(name, settings)
+    return backend
+
+
+@asynccontextmanager
+async def opened(settings: Mapping[str, Settings]) -> AsyncIterator[dict[str, Backend]]:
+    """Make all backends, check that they can work here, and close them at the end."""
+    backends = {name: make(name, one) for name, one in settings.items()}
+    for name, one in settings.items():
+        if one.kind == "sandbox" and one.isolation == "namespaces":
+            await asyncio.to_thread(check_namespaces, name)
+    try:
+        yield backends
+    finally:
+        await asyncio.gather(*(backend.close() for backend in backends.values()))

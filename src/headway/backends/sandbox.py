@@ -1,0 +1,187 @@
+"""A pool of sandboxes: each executes the Python code of one unit and ends with it.
+
+A sandbox is a fresh interpreter in a temporary directory of its own, without the gateway's environment, with
+limits on memory, files and time. With `isolation = "namespaces"` (Linux, util-linux) it also has its own
+processes, its own /proc and no network, and whatever it started ends with it. With "process" it is an
+ordinary process of the gateway's user, which can read what that user can read, the gateway's own environment
+under /proc included. Neither hides the file system: code of people who are not trusted belongs on a machine
+of its own, behind a backend of one's own (`module:Class`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headway.backends import sandbox_main
+from headway.backends.pool import WorkerPool
+from headway.backends.port import Backend, Held, Ran
+from headway.backends.worker import Worker
+from headway.config import Backend as Settings
+from headway.errors import ConfigError, RequestError
+
+_MIB = 1 << 20
+_PROCESSES = 64  # that the code of one sandbox may start, where they can be counted
+_FILES = 256  # open at a time
+_LEFT_S = 5.0  # within which the output of a killed sandbox has ended
+_NAMESPACES = ("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-current-user", "--net", "--pid",
+               "--fork", "--kill-child", "--mount-proc")  # fmt: skip
+
+
+def check_namespaces(name: str) -> None:
+    """Raise ConfigError where no namespaces can be made (seconds at most; not on the event loop)."""
+    try:
+        tried = subprocess.run([*_NAMESPACES, "true"], capture_output=True, text=True, timeout=20)
+        why = tried.stderr.strip() if tried.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    if why is not None:
+        raise ConfigError(
+            f"backends.{name} cannot isolate its sandboxes by namespaces here: {why}.",
+            'Allow unprivileged user namespaces and install util-linux, or, if you trust all code that is '
+            'sent, take isolation = "process".',
+            param=f"backends.{name}.isolation",
+        )  # fmt: skip
+
+
+class Code(BaseModel):
+    """The input of a sandbox. code: a Python program."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    code: Annotated[str, Field(strict=True)]
+
+
+class _Sandbox:
+    """One sandbox: its process and its directory."""
+
+    def __init__(self, worker: Worker, folder: Path) -> None:
+        self.worker, self.folder = worker, folder
+
+    @property
+    def alive(self) -> bool:
+        return self.worker.alive
+
+    async def end(self) -> None:
+        """Kill it and remove its directory."""
+        await self.worker.end()
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+
+class Sandboxes(Backend):
+    """The backend `kind = "sandbox"`. ConfigError for settings that it has no use for."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        if settings.load is not None or settings.options:
+            raise ConfigError(
+                f"backends.{name} is a sandbox, which neither loads a model nor has options.",
+                "Leave out load and options.", param=f"backends.{name}",
+            )  # fmt: skip
+        self._name, self._settings = name, settings
+        self._pool = WorkerPool(
+            name, self._start, most=settings.processes, waiting=settings.waiting, keep_s=None
+        )
+
+    @property
+    def shared(self) -> bool:
+        return False
+
+    async def warm(self) -> Held | None:
+        """Start a sandbox ahead; it serves one unit, of whatever tenant: it has served none before."""
+        return await self._pool.warm()
+
+    async def run(self, tenant: str, input: Any) -> Ran:
+        """Execute code; return `exit_code`, `stdout`, `stderr`, `truncated`, `timed_out`."""
+        try:
+            code = Code.model_validate(input)
+        except ValidationError as error:
+            raise RequestError(
+                f"A sandbox cannot execute this input: {error.errors(include_url=False)[0]['msg']}.",
+                'Send {"input": {"code": "print(6 * 7)"}}.', param="input",
+            ) from None  # fmt: skip
+        async with self._pool.worker() as taken:
+            output = await self._execute(taken.worker.worker, code.code)
+        return Ran(output, taken.warm, taken.waited, taken.started)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _start(self) -> _Sandbox:
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="headway-sandbox-"))
+        try:
+            worker = await Worker.start(
+                self._name, self._argv(), self._env(folder), cwd=folder, limit=_MIB,
+                seconds=self._settings.start_timeout_s,
+            )  # fmt: skip
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            raise
+        return _Sandbox(worker, folder)
+
+    def _argv(self) -> list[str]:
+        own = self._settings.isolation == "namespaces"
+        limits = {
+            "AS": self._settings.memory_mib * _MIB, "FSIZE": self._settings.disk_mib * _MIB, "CORE": 0,
+            "NOFILE": _FILES, **({"NPROC": _PROCESSES} if own else {}),
+        }  # fmt: skip
+        told = json.dumps({"limits": limits, "imports": self._settings.imports})
+        before = list(_NAMESPACES) if own else []
+        return [*before, sys.executable, "-I", str(Path(sandbox_main.__file__)), told]
+
+    def _env(self, folder: Path) -> dict[str, str]:
+        """Return its environment: nothing of the gateway's but what the settings name."""
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        passed = {name: os.environ[name] for name in self._settings.env if name in os.environ}
+        own = {"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
+        return threads | own | passed
+
+    async def _execute(self, worker: Worker, code: str) -> dict[str, Any]:
+        """Execute code to its end, or to the end of its time; it is killed then."""
+        most = self._settings.output_kib * 1024
+        began = time.monotonic()
+        reading = [asyncio.create_task(_read(pipe, most)) for pipe in (worker.output, worker.errors)]
+        writing = worker.write(json.dumps({"code": code}).encode() + b"\n", last=True)
+        ending = asyncio.gather(writing, worker.wait(), *reading)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(ending), self._settings.timeout_s)
+            timed_out = not ending.done()
+            worker.kill()
+            # Only without namespaces may something that it started hold its output open now.
+            await asyncio.wait([ending], timeout=_LEFT_S)
+        finally:
+            ending.cancel()
+        (stdout, more), (stderr, still) = (_text(task) for task in reading)
+        return {
+            "exit_code": await worker.wait(), "stdout": stdout, "stderr": stderr, "truncated": more or still,
+            "timed_out": timed_out, "seconds": time.monotonic() - began,
+        }  # fmt: skip
+
+
+async def _read(pipe: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
+    """Read to the end, and return the first `most` bytes and whether there were more."""
+    kept, more = bytearray(), False
+    while part := await pipe.read(65536):
+        free = most - len(kept)
+        kept += part[: max(free, 0)]
+        more |= len(part) > free
+    return bytes(kept), more
+
+
+def _text(task: asyncio.Task[tuple[bytes, bool]]) -> tuple[str, bool]:
+    """Return what was read as text; a pipe that never ended gave nothing that can be told."""
+    if not task.done() or task.cancelled():
+        return "", True
+    data, more = task.result()
+    return data.decode(errors="replace"), more

@@ -1,0 +1,53 @@
+"""The sandbox's own side, run as a file by a fresh interpreter: Python's standard library only.
+
+It limits itself, imports what is to be ready, says so, and executes the code of one unit. What the code
+writes is its standard output and error; the interpreter ends with the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import resource
+import signal
+import sys
+import traceback
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def limit(settings: dict[str, Any]) -> None:
+    """Bound what this process may use, and let it end with the gateway."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for name, most in settings["limits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+
+
+def main() -> None:
+    """Get ready, and execute one unit: a line of JSON with its `code`."""
+    settings = json.loads(sys.argv[1])
+    limit(settings)
+    with contextlib.redirect_stdout(sys.stderr):  # what they print is not the first line
+        for name in settings["imports"]:
+            importlib.import_module(name)
+    print("ready", flush=True)
+    line = sys.stdin.buffer.readline()
+    if not line:  # the gateway does not need it any more
+        return
+    code = json.loads(line)["code"]
+    sys.argv = ["code"]
+    try:
+        exec(compile(code, "<code>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+    except SystemExit:
+        raise
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        traceback.print_exception(type(error), error, frames)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

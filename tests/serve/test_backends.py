@@ -1,0 +1,380 @@
+"""Backends outside the LLM by themselves: sandboxes, models in worker processes, the pool of both."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headway.backends.model import Model
+from headway.backends.port import BackendError, Ran
+from headway.backends.registry import make, opened
+from headway.backends.sandbox import Sandboxes, check_namespaces
+from headway.config import Backend as Settings
+from headway.config import parse
+from headway.errors import ConfigError, HeadwayError, RequestError
+from tests.serve.gateway import until
+
+MODELS = "tests.serve.backend_models"
+
+
+def isolations() -> list[Any]:
+    """Return the ways to isolate that this machine has; namespaces are not everywhere allowed."""
+    try:
+        check_namespaces("python")
+    except ConfigError as error:
+        skip = pytest.mark.skip(reason=str(error))
+        return ["process", pytest.param("namespaces", marks=skip)]
+    return ["process", "namespaces"]
+
+
+both = pytest.mark.parametrize("isolation", isolations())
+
+
+@asynccontextmanager
+async def sandboxes(isolation: Any = "process", **more: Any) -> AsyncIterator[Sandboxes]:
+    backend = Sandboxes("python", Settings("sandbox", isolation=isolation, **more))
+    try:
+        yield backend
+    finally:
+        await backend.close()
+        assert backend._pool.live == 0
+
+
+@asynccontextmanager
+async def model(load: str = "scripted", **more: Any) -> AsyncIterator[Model]:
+    backend = Model("net", Settings("model", load=f"{MODELS}:{load}", **more))
+    try:
+        yield backend
+    finally:
+        await backend.close()
+        assert backend._pool.live == 0
+
+
+async def execute(backend: Sandboxes, code: str) -> Ran:
+    return await backend.run("tenant", {"code": code})
+
+
+async def eventually(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("headway-sandbox-*"))
+
+
+# ---- sandboxes
+
+
+@both
+async def test_code_is_executed(isolation: str) -> None:
+    async with sandboxes(isolation) as backend:
+        ran = await execute(backend, "import sys; print(6 * 7); print('no', file=sys.stderr); sys.exit(3)")
+        told = ran.output
+        assert (told["exit_code"], told["stdout"], told["stderr"]) == (3, "42\n", "no\n")
+        assert (told["truncated"], told["timed_out"]) == (False, False)
+        assert not ran.warm
+        assert ran.started is not None
+        told = (await execute(backend, "def f():\n    return 1 / 0\nf()")).output
+        assert told["exit_code"] == 1
+        assert "ZeroDivisionError" in told["stderr"]
+        assert '"<code>", line 2, in f' in told["stderr"]
+        assert "sandbox_main" not in told["stderr"]
+        assert (await execute(backend, "def f(:")).output["exit_code"] == 1
+
+
+@both
+async def test_a_warm_sandbox_serves_one_unit(isolation: str) -> None:
+    before = folders()
+    async with sandboxes(isolation) as backend:
+        held = await backend.warm()
+        assert held is not None
+        assert (held.fresh, held.used.is_set(), backend._pool.live) == (True, False, 1)
+        first = await execute(backend, "import os; open('left', 'w'); print(os.getcwd())")
+        assert (first.warm, first.started, held.used.is_set()) == (True, None, True)
+        second = await execute(backend, "import os; print(os.listdir()); print(os.getcwd())")
+        assert not second.warm
+        assert second.output["stdout"].startswith("[]\n")
+        assert first.output["stdout"] not in second.output["stdout"]
+        await held.release()
+    assert folders() <= before
+
+
+async def test_a_warm_sandbox_that_nothing_uses_ends() -> None:
+    async with sandboxes() as backend:
+        held = await backend.warm()
+        assert held is not None
+        await held.release()
+        await eventually(lambda: backend._pool.live == 0)
+
+
+@both
+async def test_a_sandbox_has_nothing_of_the_gateway_s_environment(
+    isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "sk-secret")
+    monkeypatch.setenv("SHOWN", "to all")
+    async with sandboxes(isolation, env=("SHOWN", "UNSET")) as backend:
+        shown = (await execute(backend, "import os; print(dict(os.environ))")).output["stdout"]
+    assert "sk-secret" not in shown
+    assert "'SHOWN': 'to all'" in shown
+    assert "UNSET" not in shown
+
+
+@both
+async def test_time_is_limited(isolation: str) -> None:
+    async with sandboxes(isolation, timeout_s=1) as backend:
+        code = "import subprocess, sys\nprint('begins', flush=True)\n"
+        code += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77)'])\nwhile True: pass"
+        told = (await execute(backend, code)).output
+        assert (told["timed_out"], told["stdout"]) == (True, "begins\n")
+        assert told["exit_code"] != 0
+    await eventually(lambda: not [p for p in psutil.process_iter() if "time.sleep(77)" in str(_argv(p))])
+
+
+def _argv(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+async def test_memory_output_and_files_are_limited() -> None:
+    async with sandboxes(memory_mib=300, output_kib=1, disk_mib=1) as backend:
+        told = (await execute(backend, "bytearray(400 << 20)")).output
+        assert "MemoryError" in told["stderr"]
+        told = (await execute(backend, "print('x' * 5000)")).output
+        assert (len(told["stdout"]), told["truncated"], told["exit_code"]) == (1024, True, 0)
+        told = (await execute(backend, "open('big', 'wb').write(bytes(2 << 20))")).output
+        assert told["exit_code"] != 0
+
+
+@pytest.mark.parametrize("isolation", isolations()[1:])
+async def test_a_sandbox_in_namespaces_has_no_network_and_sees_no_other_process(isolation: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = "import os, socket\nprint(sorted(p for p in os.listdir('/proc') if p.isdigit()))\n"
+        code += f"socket.create_connection(('127.0.0.1', {port}), 5)"
+        async with sandboxes(isolation) as backend:
+            told = (await execute(backend, code)).output
+        async with sandboxes("process") as backend:
+            reached = (await execute(backend, code)).output
+    assert told["stdout"] == "['1']\n"
+    assert told["exit_code"] == 1
+    assert reached["exit_code"] == 0, "it is the namespaces that hide the server"
+
+
+async def test_modules_are_imported_ahead() -> None:
+    async with sandboxes(imports=("fractions",)) as backend:
+        told = (await execute(backend, "import sys; print('fractions' in sys.modules)")).output
+        assert told["stdout"] == "True\n"
+    async with sandboxes(imports=("no_such_module",)) as backend:
+        with pytest.raises(BackendError, match="no_such_module"):
+            await execute(backend, "pass")
+        with pytest.raises(BackendError, match="no_such_module"):
+            await backend.warm()
+
+
+@pytest.mark.parametrize("input", [None, "print(1)", {}, {"code": 7}, {"code": "1", "file": "x"}])
+async def test_input_that_is_no_code_is_refused(input: Any) -> None:
+    async with sandboxes() as backend:
+        with pytest.raises(RequestError, match="cannot execute this input"):
+            await backend.run("tenant", input)
+        assert backend._pool.live == 0
+
+
+# ---- the pool
+
+
+async def test_there_are_only_so_many_processes_and_only_so_many_wait() -> None:
+    async with sandboxes(processes=1, waiting=1) as backend:
+        begins = asyncio.create_task(execute(backend, "input()\nimport time; time.sleep(1)"))
+        first = asyncio.create_task(execute(backend, "import time; time.sleep(1)"))
+        await eventually(lambda: backend._pool._queue)
+        assert await backend.warm() is None
+        with pytest.raises(RequestError) as refused:
+            await execute(backend, "pass")
+        assert (refused.value.status, refused.value.code) == (429, "backend_busy")
+        assert backend._pool.live == 1
+        assert {ran.output["timed_out"] for ran in await asyncio.gather(begins, first)} == {False}
+
+
+async def test_a_unit_waits_for_a_sandbox_that_is_being_warmed() -> None:
+    async with sandboxes(processes=1) as backend:
+        warming = asyncio.create_task(backend.warm())
+        await eventually(lambda: backend._pool.live)
+        ran = await execute(backend, "print('there')")
+        held = await warming
+        assert held is not None
+        assert held.used.is_set()
+        assert (ran.output["stdout"], ran.started) == ("there\n", None)
+
+
+async def test_a_warm_sandbox_that_has_died_is_not_used() -> None:
+    async with sandboxes() as backend:
+        await backend.warm()
+        backend._pool._spares[0].start.result().worker.kill()
+        await eventually(lambda: not backend._pool._spares[0].ready)
+        assert (await execute(backend, "print('there')")).output["stdout"] == "there\n"
+
+
+async def test_a_unit_that_is_given_up_ends_its_process() -> None:
+    async with sandboxes() as backend:
+        unit = asyncio.create_task(execute(backend, "import time; time.sleep(60)"))
+        await eventually(lambda: backend._pool._busy)
+        unit.cancel()
+        await asyncio.gather(unit, return_exceptions=True)
+        await eventually(lambda: backend._pool.live == 0)
+
+
+@both
+async def test_closing_ends_what_serves_and_what_waits(isolation: str) -> None:
+    before = folders()
+    async with sandboxes(isolation, processes=2) as backend:
+        unit = asyncio.create_task(execute(backend, "import time; time.sleep(60)"))
+        await eventually(lambda: backend._pool._busy)
+        await backend.warm()
+        waiting = asyncio.create_task(backend.warm())
+    told = (await unit).output
+    assert told["exit_code"] != 0
+    assert await waiting is None
+    await eventually(lambda: folders() <= before)
+
+
+ORPHAN = """
+import asyncio, sys
+from headway.backends.sandbox import Sandboxes
+from headway.config import Backend
+async def main():
+    backend = Sandboxes("python", Backend("sandbox", isolation=sys.argv[1]))
+    await backend.warm()
+    print("warm", flush=True)
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(78)'])"
+    await asyncio.gather(backend.run("t", {"code": code}), backend.warm())
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("isolation", isolations()[1:])
+def test_what_a_sandbox_in_namespaces_started_ends_when_the_gateway_is_killed(isolation: str) -> None:
+    def left() -> list[psutil.Process]:
+        return [p for p in psutil.process_iter() if "time.sleep(78)" in str(_argv(p)[2:])]
+
+    argv = [sys.executable, "-c", ORPHAN, isolation]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as gateway:
+        until(lambda: [p for p in left() if _argv(p)[-1] == "import time; time.sleep(78)"])
+        gateway.kill()
+    until(lambda: not left(), 20)
+
+
+# ---- models
+
+
+async def test_a_model_stays_loaded() -> None:
+    async with model(options={"greeting": "good day"}) as backend:
+        first = await backend.run("a", "pid")
+        assert (first.warm, first.started is not None) == (False, True)
+        assert first.output != os.getpid()
+        second = await backend.run("b", "pid")
+        assert (second.warm, second.started, second.output) == (True, None, first.output)
+        assert (await backend.run("a", None)).output == "good day"
+        held = await backend.warm()
+        assert held is not None
+        assert not held.fresh
+        await held.release()
+        assert backend._pool.live == 1
+
+
+async def test_a_model_that_is_not_used_is_unloaded() -> None:
+    async with model(keep_s=0.2) as backend:
+        assert (await backend.run("a", None)).output == "hello"
+        await eventually(lambda: backend._pool.live == 0)
+        held = await backend.warm()
+        assert held is not None
+        assert held.fresh
+        await asyncio.sleep(0.5)
+        assert backend._pool.live == 1, "it is held, however long that is"
+        await held.release()
+        await eventually(lambda: backend._pool.live == 0)
+
+
+@pytest.mark.parametrize(
+    ("input", "error", "says"),
+    [
+        ("value", RequestError, "ValueError: not like this"), ("bug", BackendError, "RuntimeError: a bug"),
+        ("set", BackendError, "its output is not JSON"), ("long", BackendError, "more than 1024"),
+        ("die", BackendError, "ended during a unit"), ("sleep", BackendError, "did not answer within 1 s"),
+    ],
+)  # fmt: skip
+async def test_a_unit_that_fails_leaves_the_model_usable(
+    input: str, error: type[HeadwayError], says: str
+) -> None:
+    async with model(timeout_s=1, output_kib=1, processes=1) as backend:
+        with pytest.raises(error, match=says):
+            await backend.run("a", input)
+        assert (await backend.run("a", None)).output == "hello"
+
+
+async def test_a_model_that_does_not_load_says_why() -> None:
+    async with model("broken") as backend:
+        for _ in range(2):
+            with pytest.raises(BackendError, match="there are no weights"):
+                await backend.run("a", None)
+        assert backend._pool.live == 0
+    async with model("stuck", start_timeout_s=0.5) as backend:
+        with pytest.raises(BackendError, match=r"not ready within 0\.5 s"):
+            await backend.warm()
+
+
+# ---- what the configuration names
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"kind": "docker"}, "kind"),
+        ({"kind": "model"}, "nothing says how to load it"),
+        ({"kind": "model", "load": "no colon"}, "load"),
+        ({"kind": "sandbox", "load": "a:b"}, "neither loads a model"),
+        ({"kind": "no_such_module:Class"}, "not there"),
+        ({"kind": f"{MODELS}:Nothing"}, "not there"),
+        ({"kind": "sandbox", "isolation": "trust"}, "isolation"),
+        ({"kind": "sandbox", "processes": 0}, "processes"),
+        ({"kind": "sandbox", "proceses": 2}, "Did you mean 'processes'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used(entry: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make("tool", parse({"backends": {"tool": entry}}).backends["tool"])
+
+
+def test_a_backend_is_not_called_like_the_llm() -> None:
+    with pytest.raises(ConfigError, match="that of the LLM"):
+        make("llm", Settings("sandbox"))
+
+
+async def test_a_backend_of_one_s_own_is_made_and_closed() -> None:
+    async with opened({"echo": Settings(f"{MODELS}:Echo", options={"word": "hm"})}) as backends:
+        assert (await backends["echo"].run("a", 1)).output == ["hm", "a", 1]
+    assert backends["echo"].closed  # type: ignore[attr-defined]
+
+
+async def test_namespaces_are_tried_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.backends.sandbox._NAMESPACES", ("no-such-unshare",))
+    with pytest.raises(ConfigError, match="cannot isolate"):
+        async with opened({"python": Settings("sandbox")}):
+            pass
