@@ -210,6 +210,8 @@ class Tier:
     """A class of requests that clients can name instead of spelling out SLOs; milliseconds.
 
     drop: a request that cannot be on time any more is refused (429) before its first token, not served late.
+    prewarm: what the next unit of a run needs is warmed ahead when that is of use with this probability (K of
+        Hermes 3.4); above 1 = never.
     """
 
     ttft_ms: Positive | None = None
@@ -217,6 +219,7 @@ class Tier:
     e2e_ms: Positive | None = None
     priority: int = 0
     drop: bool = False
+    prewarm: Positive = 0.5
 
     @property
     def slo(self) -> Slo:

@@ -12,6 +12,7 @@ from headway.types import Batch, Forecast, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
     from headway.apps.knowledge import Knowledge
+    from headway.apps.prewarming import Prewarming
     from headway.core.cluster import Cluster
     from headway.core.engine_spec import PackerParams
     from headway.memory.budget import KvBudget
@@ -58,6 +59,11 @@ class Planner(Protocol):
     @property
     def knowledge(self) -> Knowledge | None:
         """The demand graphs of applications that it learns and plans by; a host loads and stores them."""
+        return None
+
+    @property
+    def prewarming(self) -> Prewarming | None:
+        """What it plans to warm ahead; a host sets how readily."""
         return None
 
     def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.apps.demand import SAMPLES, Costs, Draw
+from headway.apps.demand import SAMPLES, Costs, Draw, _walk
+from headway.apps.gittins import gittins, latest_start, mean_remaining
 from headway.apps.graph import Graph, Visit
 from headway.apps.knowledge import Knowledge
 from headway.apps.run import Run
@@ -319,3 +320,21 @@ def test_nothing_is_lost_and_nothing_is_left_behind(name: str, program: list[tup
     assert len(planner.runs) == 0
     assert not planner.runs._dirty
     assert not planner.runs._by_slot
+
+
+@pytest.mark.parametrize("rank", ["gittins", "mean", "slack"])
+def test_a_host_compiles_all_that_ranks_need_before_it_serves(rank: str) -> None:
+    functions = (gittins, mean_remaining, latest_start, _walk)
+    planner = Hermes(RankOptions(rank))
+    planner.prepare()
+    compiled = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
+    assert all(compiled)
+    graph = Graph("app")
+    graph.learn([Visit("u", prompt=10.0, output=10.0, parallel=2)])
+    planner.knowledge.put(TENANT, graph)
+    place = Place(planner, instance("e0", 4, latency=seconds))
+    place.come(ask("a", stage=stage("x", target=5.0)))
+    place.tell(Started("a"), 1.0)
+    place.tell(Tick(), 2.0)
+    place.end("a", 3.0)
+    assert [len(function.signatures) for function in functions] == compiled  # type: ignore[attr-defined]

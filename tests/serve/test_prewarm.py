@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headway.backends.port import BackendError, Held
+from headway.config import Tier
 from headway.core.cluster import Cluster
 from headway.core.ranks import ARRIVAL
 from headway.events import Event, Prewarmed
@@ -221,3 +222,12 @@ def test_the_gateway_carries_out_a_plan_s_warm_ups(serve: Serve) -> None:
         assert gateway.post(gateway.chat()).status_code == 200
         until(lambda: warmer.released == ["box"])
         assert gateway.metric('headway_prewarm_end_total{kind="backend",outcome="used"}') == 1
+
+
+@pytest.mark.parametrize("recipe", ["headway", "hermes"])
+def test_classes_say_how_readily_is_warmed(serve: Serve, recipe: str) -> None:
+    classes = {"default": Tier(), "premium": Tier(prewarm=0.1), "cold": Tier(prewarm=2.0)}
+    with serve(recipe=recipe, classes=classes) as gateway:
+        prewarming = gateway.controller.planner.prewarming
+        assert prewarming is not None
+        assert prewarming.options.effectiveness == {"default": 0.5, "premium": 0.1, "cold": 2.0}

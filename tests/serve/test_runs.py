@@ -112,7 +112,7 @@ def test_a_run_from_its_first_request_to_its_end(serve: Serve) -> None:
         assert (told["status"], told["outcome"], told["slo_run_ms"]) == ("live", None, 60_000)
         assert told["attained"]["output_tokens"] == 16
         assert told["attained"]["seconds"] > 0
-        assert told["expected_rest_s"] is None, "the default recipe knows nothing of applications"
+        assert told["expected_rest_s"] is None, "no run of it has ended yet"
         ended = gateway.get(at).json()
         assert (ended["status"], ended["outcome"]) == ("ended", "in_time")
         assert ended["seconds"] < 60
@@ -154,6 +154,19 @@ def test_an_end_waits_for_the_request_in_progress(serve: Serve, fake: Fake) -> N
         fake.release("run")
         assert asked.result().status_code == 200
         until(lambda: gateway.get("/v1/runs/r1?app=agent").json()["status"] == "ended")
+
+
+def test_requests_must_be_complete_when_their_run_must_be(serve: Serve) -> None:
+    mine = {"app": "agent", "run": "r1", "slo_run_ms": 60_000}
+    with serve(DEAD, ready=False) as gateway, hanging(gateway, headway=mine):
+        first = until(lambda: [*gateway.controller.requests.values()])[0]
+        assert first.slo.e2e == 60
+        later = {"app": "agent", "run": "r1"}
+        with hanging(gateway, headway=later), hanging(gateway, headway=later, ttlt_slo_ms=10_000):
+            until(lambda: gateway.controller.queued == 3)
+            one, other = list(gateway.controller.requests.values())[1:]
+            assert one.arrival + one.slo.e2e == pytest.approx(first.arrival + 60)
+            assert other.slo.e2e == 10
 
 
 def test_a_client_that_leaves_does_not_fail_its_run(serve: Serve) -> None:

@@ -27,7 +27,7 @@ class PrewarmOptions:
     """What is prewarmed.
 
     effectiveness: K, the probability that warming is to be of use, by tier of the run's requests; `default`
-        for the others. 1 and more = never.
+        for the others. Above 1 = never.
     kinds: of resources.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from headway.apps.knowledge import Knowledge
+from headway.apps.prewarming import Prewarming
 from headway.core.cluster import Cluster
 from headway.events import Event, InstanceUp, Swapped
 from headway.plan.qlm import Qlm
@@ -53,6 +54,11 @@ class ByFleet(Planner):
     def knowledge(self) -> Knowledge | None:
         """The applications' graphs, which the planner for fleets without model swaps learns."""
         return self.still.knowledge
+
+    @property
+    def prewarming(self) -> Prewarming | None:
+        """What that planner plans to warm ahead."""
+        return self.still.prewarming
 
     def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
         """Return the expected seconds of service that a live run still needs, if that planner is at work."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.apps.knowledge import Knowledge
+from headway.apps.prepare import prepare
 from headway.apps.prewarming import Prewarming, PrewarmOptions
 from headway.apps.run import Run
 from headway.apps.runs import Futures, RankOptions, Runs
@@ -36,11 +37,16 @@ class Hermes(Planner):
         self, options: RankOptions, knowledge: Knowledge | None = None, futures: Futures | None = None,
         prewarm: PrewarmOptions | None = None,
     ) -> None:  # fmt: skip
-        self.prewarming = Prewarming(prewarm or PrewarmOptions())
+        prewarming = Prewarming(prewarm or PrewarmOptions())
         known = Knowledge() if knowledge is None else knowledge
-        self.runs = Runs(known, options, futures, self.prewarming)
+        self.runs = Runs(known, options, futures, prewarming)
         self._slot = RequestColumn()
         self._costs = ServiceCosts()
+
+    @property
+    def prewarming(self) -> Prewarming:
+        """What it plans to warm ahead."""
+        return self.runs.prewarming
 
     @property
     def wake_at(self) -> float:
@@ -55,6 +61,10 @@ class Hermes(Planner):
     def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
         """Return the expected seconds of service that a live run still needs."""
         return self.runs.rest((tenant, app, run), now)
+
+    def prepare(self) -> None:
+        """Compile what ranks of runs need."""
+        prepare()
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Tell the live runs what has happened."""

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from headway.apps.knowledge import Knowledge
+from headway.apps.prepare import prepare
+from headway.apps.prewarming import Prewarming
 from headway.apps.runs import Futures, RankOptions, Runs
 from headway.core.cluster import Cluster
 from headway.core.ranks import BEST_EFFORT
@@ -60,9 +62,18 @@ class RunOrder(Ordered):
         """The applications' graphs."""
         return self.runs.knowledge
 
+    @property
+    def prewarming(self) -> Prewarming:
+        """What it plans to warm ahead."""
+        return self.runs.prewarming
+
     def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
         """Return the expected seconds of service that a live run still needs."""
         return self.runs.rest((tenant, app, run), now)
+
+    def prepare(self) -> None:
+        """Compile what ranks of runs need."""
+        prepare()
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Tell the live runs what has happened, and queue what has come."""

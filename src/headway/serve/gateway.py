@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from headway.apps.account import RunAccount
+from headway.apps.prewarming import PrewarmOptions
 from headway.backends.port import Backend
 from headway.backends.registry import opened
 from headway.broker import open_broker
@@ -76,6 +77,9 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
             RunAccount(config.apps.run_timeout_s), drops=drops,
         )  # fmt: skip
+        if planner.prewarming is not None:
+            readiness = {name: tier.prewarm for name, tier in config.classes.items()}
+            planner.prewarming.options = PrewarmOptions(readiness)
         prefixes = _add_warmers(dispatcher, backends)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
