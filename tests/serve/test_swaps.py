@@ -94,7 +94,7 @@ def test_what_has_not_sent_a_byte_goes_back_and_is_answered_later(start: Any, ev
         gateway.fake("/release/x")
         assert all('"model":"a"' in one.result().text for one in held)
         assert [request.attempts for request in requests] == [0, 0], "a swap is not the death of an engine"
-        assert {state for state, _ in gateway.jobs().values()} == {"done"}
+        until(lambda: {state for state, _ in gateway.jobs().values()} == {"done"})  # written after the answer
         assert gateway.metric('headway_requeue_seconds_count{reason="model_swap"}') == 2
         assert gateway.metric('headway_requeue_seconds_sum{reason="model_swap"}') > 0
 
