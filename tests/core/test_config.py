@@ -109,6 +109,7 @@ tpot_ms = 50.5
 e2e_ms = 4000
 priority = -3
 drop = true
+prewarm = 0.25
 
 [[keys]]
 key = "{SECRET}"
@@ -155,7 +156,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
-    assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True)
+    assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25)
     assert config.keys == (Key(SECRET, "alice"),)
 
 

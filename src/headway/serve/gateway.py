@@ -77,10 +77,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
             RunAccount(config.apps.run_timeout_s), drops=drops,
         )  # fmt: skip
-        if planner.prewarming is not None:
-            readiness = {name: tier.prewarm for name, tier in config.classes.items()}
-            planner.prewarming.options = PrewarmOptions(readiness)
-        prefixes = _add_warmers(dispatcher, backends)
+        prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, background, models, config.broker.lease_seconds)
@@ -101,11 +98,17 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             await path.fail_foreground("gateway_stopped")
 
 
-def _add_warmers(dispatcher: Dispatcher, backends: Mapping[str, Backend]) -> PrefixBook | None:
+def _add_warmers(
+    dispatcher: Dispatcher, backends: Mapping[str, Backend], config: Config
+) -> PrefixBook | None:
     """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
+    planner = dispatcher.controller.planner
+    if planner.prewarming is not None:
+        readiness = {name: tier.prewarm for name, tier in config.classes.items()}
+        planner.prewarming.options = PrewarmOptions(readiness)
     warmers = dispatcher.warmups.warmers
     warmers["backend"], warmers["adapter"] = BackendWarmer(backends), AdapterWarmer(dispatcher.engines)
-    if dispatcher.controller.planner.knowledge is None:
+    if planner.knowledge is None:
         return None
     prefixes = PrefixBook()
     warmers["prefix"] = PrefixWarmer(dispatcher.engines, prefixes)
