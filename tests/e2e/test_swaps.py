@@ -46,7 +46,7 @@ def cached(gateway: Swapping) -> float:
 
 def streamed(gateway: Swapping, model: str, began: Any) -> str:
     stream = gateway.client(timeout=300).completions.create(
-        model=model, prompt=PROMPTS[1], max_tokens=24, temperature=0, stream=True,
+        model=model, prompt=PROMPTS[1], max_tokens=120, temperature=0, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     text = ""

@@ -60,8 +60,7 @@ def refused(gateway: Gateway, tier: str, **fields: object) -> float:
 
 
 def at_rest(gateway: Gateway) -> None:
-    until(lambda: not gateway.inner.dispatcher.in_flight)
-    assert gateway.controller.requests == {}
+    until(lambda: not gateway.inner.dispatcher.in_flight and not gateway.controller.requests)
     assert gateway.controller.queued == 0
 
 
