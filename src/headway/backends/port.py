@@ -37,7 +37,7 @@ class Ran:
 class Held:
     """Something that is kept warm until `release`.
 
-    used: set by whoever makes use of it.
+    used: is set when something has used it.
     release: lets it go; it may be called when it was used, too.
     fresh: it was cold, and was warmed now.
     """
@@ -62,7 +62,7 @@ class Backend(Protocol):
         ...
 
     async def warm(self) -> Held | None:
-        """Make it ready before it is needed; None = there is no room, or nothing to be done."""
+        """Make it ready before it is needed; None when the pool is full or there is nothing to warm."""
         ...
 
     async def run(self, tenant: str, input: Any) -> Ran:

@@ -25,7 +25,7 @@ from headway.serve.run_endpoints import body_docs, check_begins
 from headway.serve.run_identity import UNIT, RunFields, stage_of
 from headway.stages import Resource, Stage
 
-_GONE = 499  # the status, which nobody receives, of a request whose client has left
+_GONE = 499  # status of a request whose client has left; it is not sent
 
 
 class BackendBody(RunFields):

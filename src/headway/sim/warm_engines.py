@@ -53,13 +53,12 @@ class Adapters:
 class _Entry:
     """A request, from its arrival to its end.
 
-    needs: names that it needs. waits: it is not admitted. counted: it was admitted before.
+    needs: names that it needs. counted: it was admitted before.
     held: names that it holds. found: tokens of its prompt whose KV was found.
     """
 
     request: Request
     needs: tuple[str, ...]
-    waits: bool = True
     counted: bool = False
     output: int = 0
     held: list[str] = field(default_factory=list)
@@ -127,10 +126,8 @@ class WarmEngine(SimulatedEngine):
         ran = super().schedule(now)
         for row in ran.evicted.tolist():
             self._forget(self._at[row])
-            self._at[row].waits = True
         entries = [self._at[row] for row in ran.rows[ran.rows.size - ran.admitted :].tolist()]
         for entry in entries:
-            entry.waits = False
             if not entry.counted:
                 entry.counted = True
                 self._count(entry, now)
