@@ -170,6 +170,28 @@ def test_best_effort_leaves_answers_their_gained_time() -> None:
     assert ran(packer(running=64).pack(alone, ROOM, 0.11)).size == 30
 
 
+def test_late_requests_come_in_before_easy_ones_and_after_best_effort() -> None:
+    """Easy requests have the time to wait for them, best effort never has."""
+    late = {"ttft": 0.2, "arrival": 0.0}
+    batch = [answer(e2e=1000.0) for _ in range(4)]
+    two = packer(running=2)
+    assert 4 in ran(two.pack(jobs(*batch, late), ROOM, 5.0))
+    assert 4 not in ran(packer(KeepOptions(late=0), running=2).pack(jobs(*batch, late), ROOM, 5.0))
+    assert 4 not in ran(two.pack(jobs(*(answer() for _ in range(4)), late), ROOM, 5.0))
+
+
+def test_answers_that_are_all_behind_let_no_more_in_until_they_have_caught_up() -> None:
+    """33 answers and their prompts take 70 ms per token by the forecast; they are behind a tpot of 80 ms."""
+    rows = [answer(ttft=1.0, tpot=0.08, tokens_left=20.0) for _ in range(32)]
+    fresh = {"ttft": 9.0, "tpot": 0.08, "tokens_left": 20.0}
+    many = packer(running=64)
+    assert 32 in ran(many.pack(jobs(*rows, fresh), ROOM, 0.45))
+    assert 32 not in ran(many.pack(jobs(*rows, fresh), ROOM, 0.9))
+    assert 32 in ran(packer(KeepOptions(recover=0.0), running=64).pack(jobs(*rows, fresh), ROOM, 0.9))
+    few = [answer(ttft=1.0, tpot=0.08, tokens_left=20.0, first=0.9) for _ in range(31)]
+    assert 32 in ran(many.pack(jobs(rows[0], *few, fresh), ROOM, 0.9)), "one lost its KV"
+
+
 def test_what_is_lost_gives_its_kv_to_what_is_kept() -> None:
     table = jobs(answer(ttft=0.05, tpot=0.1), {"ttft": 1.0, "prompt": 100})
     step = packer().pack(table, KvBudget(10, 3, 16, 8), 0.5)

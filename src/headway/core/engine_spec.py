@@ -76,6 +76,7 @@ class KeepOptions(NamedTuple):
     sure: a prompt is kept while it has time for this many times its expected answer.
     doubt: deviations below the expected answer at which its deadline counts as lost.
     grow: share of the expected growth of answers that admission leaves KV for, of those with a deadline.
+    many: share of the requests that are lost from which on admission leaves all of that, below it less.
     long: deviations above the expected answer that best effort and lost requests leave it time for.
     easy: seconds to its latest start from which on a request with a deadline yields to all others that were
         promised anything; inf = never.
@@ -83,10 +84,13 @@ class KeepOptions(NamedTuple):
         them is.
     fill: share of the tightest tpot that the iterations of kept answers may take.
     rest: the same with best effort and lost requests.
+    recover: where many answers are behind their tpot, each is to catch up within 1 / `recover` of what it
+        has left; 0 = at its tpot.
+    late: lost requests that are served before easy ones, which can wait for them; the eldest.
     patience: seconds after which a request that waits is served before all others, one at a time.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
     paces: admits no more answers than keep the tightest tpot; False admits as KV and slots allow.
-    eager: leaves no KV for their growth as long as nothing is lost; False always does.
+    eager: leaves the less KV for their growth the fewer are lost; False always all of it.
     advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
         computes them by their latest start.
     """
@@ -94,11 +98,14 @@ class KeepOptions(NamedTuple):
     sure: float = 1.5
     doubt: float = 2.0
     grow: float = 0.5
+    many: float = 0.25
     long: float = 2.0
     easy: float = 30.0
     started: float = 0.5
     fill: float = 0.95
     rest: float = 0.85
+    recover: float = 3.0
+    late: int = 4
     patience: float = 600.0
     selects: bool = True
     paces: bool = True

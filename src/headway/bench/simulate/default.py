@@ -43,6 +43,8 @@ ABLATIONS = {
     "headway without room to grow": KeepOptions(grow=0.0),
     "headway with room to grow always": KeepOptions(eager=False),
     "headway without time for long answers": KeepOptions(long=-2.0),
+    "headway without catching up": KeepOptions(recover=0.0),
+    "headway without late before easy": KeepOptions(late=0),
 }
 OTHERS = (
     "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",

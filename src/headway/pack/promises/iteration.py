@@ -22,6 +22,8 @@ from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, 
 from headway.pack.promises.queue import Queue
 from headway.types import Floats, Ints
 
+_FEW = 0.125  # of the answers with a tpot
+
 
 class Seconds(NamedTuple):
     """What an iteration may take.
@@ -29,7 +31,7 @@ class Seconds(NamedTuple):
     first: where a first token is to come that was promised.
     plain: otherwise.
     spare: with best effort and lost requests.
-    tpot: the tightest of the kept answers, inf = none.
+    tpot: the tightest of the kept answers, or what those that are behind need; inf = none.
     """
 
     first: float
@@ -50,6 +52,7 @@ class Shape(NamedTuple):
 def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: float, pace: Pace) -> Seconds:
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
     first, tpot, deadline = params.max_step, np.inf, np.inf
+    catch_up, behind, paced = np.inf, 0, 0
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] != ANSWER:
@@ -59,10 +62,15 @@ def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: flo
             slack = jobs["first"][row] + jobs["output_tokens"][row] * each - now
             # One that is behind catches up at its tpot; to stop all prompts for it would not save it.
             first = min(first, slack if slack > pace.token else max(each, pace.token))
-            tpot = min(tpot, each)
+            tpot, paced, behind = min(tpot, each), paced + 1, behind + (slack < 0.0)
+            more = params.keep.recover * min(slack, 0.0) / max(jobs["tokens_left"][row], 1.0)
+            catch_up = min(catch_up, each + max(more, -each / 2))
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))
+    # A few answers are behind because they lost their KV; many, because iterations take longer than forecast.
+    if behind > _FEW * paced:
+        tpot = catch_up
     plain = min(first, tpot)
     return Seconds(first, plain, min(first, deadline, params.keep.rest * tpot), tpot)
 

@@ -20,8 +20,8 @@ from headway.types import Floats, Ints
 # Levels, most urgent first: an answer in progress or a prompt that can be on time; one that is on time only
 # if its answer is short; a prompt that can, but has no room yet; one whose deadline is so far away that it
 # yields to all of those; best effort, and answers of which only the first token was promised; one that cannot
-# be on time.
-ANSWER, PROMPT, HOPE, WAITS, EASY, OTHER, LOST = range(7)
+# be on time. Of the last, some are late: those that are served before the easy ones and best effort.
+ANSWER, PROMPT, HOPE, WAITS, LATE, EASY, OTHER, LOST = range(8)
 
 
 class Outlook(NamedTuple):
@@ -80,14 +80,17 @@ def blocks_of(jobs: Rows, row: int, block: int, grow: float) -> float:
 
 @compiled
 def growth_of(keep: KeepOptions, outlook: Outlook) -> float:
-    """Return the share of answers' growth that admission leaves KV for: none as long as nothing is lost.
+    """Return the share of answers' growth that admission leaves KV for: the more, the more requests are lost.
 
-    Then a prompt comes in at once, and an answer with time to spare that loses its KV is computed again.
+    While none is, a prompt comes in at once, and an answer with time to spare that loses its KV is computed
+    again.
     """
+    if not keep.eager:
+        return keep.grow
+    lost = 0
     for level in outlook.level:
-        if level == LOST:
-            return keep.grow
-    return 0.0 if keep.eager else keep.grow
+        lost += level in (LOST, LATE)
+    return float(keep.grow * min(lost / max(keep.many * outlook.level.size, 1.0), 1.0))
 
 
 @compiled

@@ -7,14 +7,15 @@ No paper has this policy; it takes from several. In each iteration:
    on time any more. SLO-aware scheduling (4.2) forecasts so; it never gives up a request.
 2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when its answer leaves those in progress
-   their tpot, the seconds of the prompts that follow included, and, once a request is lost, KV to grow.
+   their tpot, the seconds of the prompts that follow included, and KV to grow the more requests are lost.
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks that those can wait for (slack, BROS 4.2),
    the shortest first where the others have the time; then, within a tighter bound, easy requests, best effort
    and the lost, the shortest of those first.
 
-Lost requests are served late, not refused: whenever nothing kept needs the engine, and after `patience` one
-at a time before all others, so that nothing waits for ever. KV is never copied and never lent; what is lost
-or was promised nothing is evicted and computed again (docs/decisions.md).
+Lost requests are served late, not refused: some of them before easy requests, which have the time to wait for
+them, the others whenever nothing kept needs the engine, and after `patience` one at a time before all others,
+so that nothing waits for ever. KV is never copied and never lent; what is lost or was promised nothing is
+evicted and computed again (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from headway.pack.kernels import CompiledStep, Rows, missing_of
 from headway.pack.promises.iteration import compose, seconds_allowed
 from headway.pack.promises.outlook import (
     ANSWER,
+    EASY,
     HOPE,
+    LATE,
     LOST,
     OTHER,
     PROMPT,
@@ -107,6 +110,7 @@ def outlooks_of(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Fl
             level[i], start[i] = LOST, -np.inf
         else:
             level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
+    _serve_late(keep, jobs, rows, level)
     _serve_eldest(keep, jobs, rows, level, start, now)
     return Outlook(rows, level, start)
 
@@ -125,11 +129,35 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
 
 
 @compiled
+def _serve_late(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints) -> None:
+    """Make the `late` eldest of the lost LATE where easy requests can wait for them.
+
+    Those that hold a slot come before the others.
+    """
+    easy = False
+    for each in level:
+        easy |= each == EASY
+    for _ in range(keep.late if easy else 0):
+        best = -1
+        for i in range(rows.size):
+            if level[i] != LOST:
+                continue
+            one, other = rows[i], rows[best]
+            runs = jobs["running"][one] and not jobs["running"][other]
+            waits = jobs["running"][other] and not jobs["running"][one]
+            if best < 0 or runs or (not waits and jobs["arrival"][one] < jobs["arrival"][other]):
+                best = i
+        if best < 0:
+            return
+        level[best] = LATE
+
+
+@compiled
 def _serve_eldest(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints, start: Floats, now: float) -> None:
     """Put the eldest of those that have waited longer than `patience` first, whatever it was promised."""
     eldest = -1
     for i in range(rows.size):
-        waited = level[i] >= OTHER and now - jobs["arrival"][rows[i]] > keep.patience
+        waited = (level[i] >= OTHER or level[i] == LATE) and now - jobs["arrival"][rows[i]] > keep.patience
         if waited and (eldest < 0 or jobs["arrival"][rows[i]] < jobs["arrival"][rows[eldest]]):
             eldest = i
     if eldest >= 0:

@@ -14,7 +14,7 @@ from headway.compiled import compiled
 from headway.core.feasibility import Pace
 from headway.core.sorting import push, sort
 from headway.pack.kernels import Rows
-from headway.pack.promises.outlook import EASY, HOPE, LOST, OTHER, Outlook, size_of
+from headway.pack.promises.outlook import EASY, HOPE, LATE, LOST, OTHER, Outlook, size_of
 from headway.types import Floats, Ints
 
 # Of equals those that were kept come first, then those that hold a slot: more than any serial.
@@ -76,7 +76,7 @@ def _fill(
         if level[i] == OTHER and keys[0, i] > 0.0:
             keys[2, i], keys[0, i] = -np.inf if running else keys[0, i], 0.0
         serial[i] = i if i < kept.rows.size else jobs["serial"][row] + (_HOLDS if running else _COMES)
-        if running or level[i] < EASY:
+        if running or level[i] < LATE:
             stay[size], size = i, size + 1
         else:
             waiting = push(keys, serial, heap, waiting, i)
