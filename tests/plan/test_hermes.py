@@ -22,6 +22,7 @@ from headway.events import (
     Finished,
     InstanceDown,
     InstanceUp,
+    Learned,
     Returned,
     RunEnded,
     Started,
@@ -29,6 +30,7 @@ from headway.events import (
     UnitBegan,
     UnitEnded,
 )
+from headway.forecast.latency.online import OnlineLatency
 from headway.plan.hermes import Hermes
 from headway.plan.service_costs import costs_of
 from headway.recipes.hermes import HERMES
@@ -162,9 +164,9 @@ def seconds(batch: Batch) -> float:
 
 def test_costs_are_those_of_a_full_batch() -> None:
     costs = costs_of(instance("e0", 40, latency=seconds))
-    assert costs is not None
     assert costs == pytest.approx((1e-4, 0.05, 40 * 1e-4))
-    assert costs_of(instance("e0")) is None
+    first = costs_of(instance("e0", 40))
+    assert first.output > first.delay > first.prompt > 0.0, "not known yet"
 
 
 def test_costs_are_never_negative() -> None:
@@ -180,6 +182,21 @@ def test_costs_follow_the_fleet() -> None:
     assert planner.runs.costs.output == pytest.approx(0.05)
     place.tell(InstanceUp(instance("e1", 80, latency=seconds)), 1.0)
     assert planner.runs.costs.output == pytest.approx(0.07)
+
+
+def test_costs_follow_what_engines_learn() -> None:
+    """A real engine has no profile: its planner hears from it what an iteration takes."""
+    planner = Hermes(RankOptions())
+    place = Place(planner, instance("e0", 40))
+    learned = OnlineLatency()
+    learned.theta = learned.theta * 3.0
+    before = planner.runs.costs
+    place.tell(Learned("e0", learned.theta), 0.0)
+    place.tell(Tick(), 0.0)
+    assert planner.runs.costs == pytest.approx(tuple(3 * cost for cost in before))
+    place.tell(Learned("e0", learned.theta * 1.05), 1.0)
+    place.tell(Tick(), 1.0)
+    assert planner.runs.costs == pytest.approx(tuple(3 * cost for cost in before)), "nearly the same"
 
 
 # ---- no starvation

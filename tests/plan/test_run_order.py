@@ -19,6 +19,7 @@ from headway.events import Arrived, Finished, InstanceDown, InstanceUp, RunEnded
 from headway.forecast.lengths.task import TaskLengths
 from headway.plan.ordered import Ordered
 from headway.plan.run_order import RunOrder
+from headway.plan.service_costs import costs_of
 from headway.stages import Resource, Stage
 from headway.types import Send, Slo
 from tests.plan.place import Place, ask, instance
@@ -98,9 +99,7 @@ def test_best_effort_carries_where_it_stands_once_there_are_runs() -> None:
 
 def test_runs_are_compared_with_what_a_request_without_a_run_needs() -> None:
     """A run that needs as much as the others' mean stands where it began, like each of those."""
-    planner = knowing(same=0.0)
-    place = Place(planner, instance("e0", 1, lead=0))
-    costs = planner.runs.costs
+    costs = costs_of(instance("e0", 1, lead=0))
     mean = 10 * costs.delay + 10 * costs.output
     place = Place(knowing(same=mean, larger=mean + 0.2), instance("e0", 1, lead=0))
     place.come(ask("first"))

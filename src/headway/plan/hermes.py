@@ -69,6 +69,7 @@ class Hermes(Planner):
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Tell the live runs what has happened."""
         runs, backlog = self.runs, cluster.backlog
+        self._costs.note(event)
         match event:
             case Arrived(request):
                 row = backlog.row_of[request.id]

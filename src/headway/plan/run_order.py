@@ -77,6 +77,7 @@ class RunOrder(Ordered):
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Tell the live runs what has happened, and queue what has come."""
+        self._costs.note(event)
         if isinstance(event, Arrived):
             self._arrived(event.request, cluster, now)
         else:

@@ -6,36 +6,58 @@ import numpy as np
 
 from headway.apps.demand import Costs
 from headway.core.cluster import Cluster
-from headway.types import Batch, Instance
+from headway.events import Event, Learned
+from headway.forecast.latency.online import OnlineLatency
+from headway.types import Batch, Floats, Instance
 
 _PROBE = 512  # prompt tokens of the batch from which their cost is read
 _CONTEXT = 1024  # tokens of context per answer in a batch
+_SAME = 0.1  # relative; costs that have changed by less count as before, or every second would bring new ones
 
 
 class ServiceCosts:
-    """The costs of the fleet as it is now; read from the latencies when the fleet has changed."""
+    """The costs of the fleet as it is now; read from the latencies when these or the fleet have changed."""
 
     def __init__(self) -> None:
         self._fleet_version = -1
+        self._learned: dict[str, Floats] = {}  # by instance
+        self._news = False
+        self._known = np.zeros(len(Costs._fields))
+
+    def note(self, event: Event) -> None:
+        """Take note of what an engine has learned."""
+        if isinstance(event, Learned):
+            self._learned[event.instance], self._news = event.theta, True
 
     def changed(self, cluster: Cluster) -> Costs | None:
-        """Return the mean costs of the instances; None = as before, or no latency is known."""
-        if cluster.fleet_version == self._fleet_version:
+        """Return the mean costs of the instances, or None where they are as before or there are none."""
+        if cluster.fleet_version == self._fleet_version and not self._news:
             return None
-        self._fleet_version = cluster.fleet_version
-        costs = [costs_of(instance) for instance in cluster.instances.values()]
-        known = [one for one in costs if one is not None]
-        return Costs(*np.mean(known, axis=0).tolist()) if known else None
+        self._fleet_version, self._news = cluster.fleet_version, False
+        costs = [costs_of(one, self._learned.get(name)) for name, one in cluster.instances.items()]
+        if not costs:
+            return None
+        mean = np.mean(costs, axis=0)
+        if np.allclose(mean, self._known, rtol=_SAME, atol=0.0):
+            return None
+        self._known = mean
+        return Costs(*mean.tolist())
 
 
-def costs_of(instance: Instance) -> Costs | None:
-    """Return what tokens cost in a full batch of an instance; None = its latency is not known."""
-    if instance.latency is None:
-        return None
+def costs_of(instance: Instance, theta: Floats | None = None) -> Costs:
+    """Return what tokens cost in a full batch of an instance.
+
+    theta: of its latency, as learned; an instance that has a profile has no need of it, and one without
+        either counts as what `OnlineLatency` begins with.
+    """
+    learned = OnlineLatency()
+    if theta is not None:
+        learned.theta = theta
+    latency = instance.latency or learned.seconds
     kv_tokens = instance.blocks_total * instance.block_size
     answers = max(min(instance.max_running, kv_tokens // _CONTEXT), 1)
-    alone = instance.latency(Batch(answers, answers * _CONTEXT, 0))
-    with_prompt = instance.latency(Batch(answers, answers * _CONTEXT, _PROBE, _PROBE * _PROBE // 2))
+    alone = latency(Batch(answers, answers * _CONTEXT, 0))
+    with_prompt = latency(Batch(answers, answers * _CONTEXT, _PROBE, _PROBE * _PROBE // 2))
     # A latency that was learned from few iterations may say that prompts cost less than nothing.
     prompt = max(with_prompt - alone, 0.0) / _PROBE
     return Costs(prompt, alone, answers * prompt)

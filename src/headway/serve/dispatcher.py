@@ -42,7 +42,7 @@ class Dispatcher:
     engines: makes the engines, given the listener for their `InstanceUp` and `InstanceDown`.
     runs: the account of application runs, which says when one has ended.
     drops: some class drops requests, so the controller is told what the engines learn (as for planners that
-        think or swap models: they plan by it).
+        think, swap models or order application runs: they plan by it).
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Dispatcher:
         self._planning = Planning(controller, self.execute)
         self._overdue = OverdueWatch(controller, self.engines, self.execute)
         swapping = controller.planner.swaps and any(one.models.swaps for one in self.engines.values())
-        self._follows_latency = drops or controller.planner.thinks or swapping
+        plans_by_it = controller.planner.thinks or swapping or controller.planner.knowledge is not None
+        self._follows_latency = drops or plans_by_it
         self._ranks = {id: RankUpdates(engine) for id, engine in self.engines.items()}
 
     @asynccontextmanager
