@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -12,7 +13,16 @@ from fastapi import Request
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
 from headway.serve.gateway import Gateway
-from headway.serve.request_parsing import Kind, ParsedRequest, interpret, read_json, validate
+from headway.serve.offload import offload
+from headway.serve.request_parsing import (
+    ChatBody,
+    CompletionBody,
+    Kind,
+    ParsedRequest,
+    interpret,
+    read_json,
+    validate,
+)
 from headway.serve.tokens import Prompt
 from headway.types import Request as CoreRequest
 
@@ -24,6 +34,7 @@ class AppState:
         self.gateway, self.config = gateway, gateway.config
         self.models = {name: engine for engine in self.config.engines for name in engine.served}
         self.adapters = base_models(self.config.engines)
+        self._longest = max((engine.max_model_len for engine in self.models.values()), default=0)
         self.started = int(time.time())
         self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
 
@@ -66,8 +77,8 @@ class AppState:
     async def parse(self, kind: Kind, request: Request) -> ParsedRequest:
         """Parse an HTTP request, or refuse it before anything is stored."""
         arrival, tenant = time.time(), self.tenant(request)
-        raw = read_json(await self.body(request))
-        body = validate(kind, raw)
+        data = await self.body(request)
+        raw, body = await offload(len(data), partial(self._validated, kind, data))
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)
         engine = self.models.get(model)
@@ -77,16 +88,20 @@ class AppState:
                 f"Use one of {', '.join(sorted([*self.models, *self.adapters]))}.",
                 status=404, code="model_not_found", param="model",
             )  # fmt: skip
-        prompt = await self.gateway.counters[model].read(body)
-        parsed = interpret(
-            kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
+        prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
+        parsed = await offload(len(data), partial(
+            interpret, kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
             prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
-        )  # fmt: skip
+        ))  # fmt: skip
         asked = replace(parsed.request, model=model, adapter=adapter)
         parsed = replace(parsed, request=self.gateway.dispatcher.promised(asked))
         self.gateway.path.check_capacity(parsed.request)
         self._learn_prefix(parsed.request, prompt)
         return parsed
+
+    def _validated(self, kind: Kind, data: bytes) -> tuple[dict[str, Any], ChatBody | CompletionBody]:
+        raw = read_json(data)
+        return raw, validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
         """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""

@@ -24,6 +24,10 @@ Kind = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _Count = Annotated[int, Field(ge=1, strict=True)]
 
+# Objects and arrays in a body, at most: each one costs far more to read than the two bytes that it takes.
+_MOST_NESTED = 16_384
+_FEWEST = 1024  # elements that a list may have for every model, however short its context
+
 # Synonymous header names, of which the first one present wins; the last entry is the body's field.
 _SLO_NAMES: dict[str, tuple[str, ...]] = {
     "ttft": ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "ttft_slo_ms"),
@@ -65,17 +69,21 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class ChatBody(Body):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+
+
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Prompts = Annotated[list[str], Field(fail_fast=True)] | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
 
 
 class CompletionBody(Body):
-    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    prompt: str | Annotated[_Prompts, Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,12 @@ _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 def read_json(raw: bytes) -> dict[str, Any]:
     """Parse a body; RequestError when it is not a JSON object that can be passed on."""
+    if (nested := _nested(raw)) > _MOST_NESTED:
+        raise RequestError(
+            f"The JSON body has {nested} objects and arrays.",
+            f"Send at most {_MOST_NESTED}.",
+            code="too_many_values",
+        )
     try:
         text = raw.decode()
         value = _JSON.decode(text)
@@ -122,8 +136,34 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def validate(kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
-    """Check the fields Headway reads; RequestError names the field and what it must be."""
+def _nested(raw: bytes) -> int:
+    """Return how many objects and arrays a JSON text has, without reading it."""
+    count = raw.count(b"[") + raw.count(b"{")
+    if count <= _MOST_NESTED:
+        return count
+    # Those inside strings are text. Without escaped characters, every quote begins or ends a string.
+    outside = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE).split(b'"')[::2]
+    return sum(map(len, outside))
+
+
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
+
+
+def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | CompletionBody:
+    """Check the fields Headway reads; RequestError names the field and what it must be.
+
+    longest: context of the models here, in tokens; no list of tokens or messages needs more elements.
+    """
+    most = max(longest, _FEWEST)
+    for name in ("prompt", "messages", "tools"):
+        value = raw.get(name)
+        if isinstance(value, list) and len(value) > most:
+            raise RequestError(
+                f"{name} has {len(value)} elements.",
+                f"Send at most {most}.",
+                param=name,
+                code="too_many_values",
+            )
     return checked(ChatBody, raw) if kind == "chat" else checked(CompletionBody, raw)
 
 
@@ -235,11 +275,15 @@ def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_l
     """Return the limit of output tokens; RequestError when prompt and answer cannot fit the model."""
     limit = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
     if prompt_tokens + (limit or 1) > max_model_len:
-        raise RequestError(
-            f"The prompt has {prompt_tokens} tokens and {limit or 1} more are asked for, but {body.model} "
-            f"has room for {max_model_len}.",
-            "Shorten the prompt or lower max_tokens.",
-            param="messages" if isinstance(body, ChatBody) else "prompt",
-            code="context_length_exceeded",
-        )
+        raise too_long(body, f"{prompt_tokens} tokens and {limit or 1} more are asked for", max_model_len)
     return limit or max_model_len - prompt_tokens
+
+
+def too_long(body: ChatBody | CompletionBody, what: str, max_model_len: int) -> RequestError:
+    """Return the error of a prompt that has `what`, which does not fit the model."""
+    return RequestError(
+        f"The prompt has {what}, but {body.model} has room for {max_model_len}.",
+        "Shorten the prompt or lower max_tokens.",
+        param="messages" if isinstance(body, ChatBody) else "prompt",
+        code="context_length_exceeded",
+    )
