@@ -29,13 +29,18 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 @dataclass(frozen=True, config=_STRICT)
 class Server:
-    """The gateway. Sizes are checked before memory is spent on a request."""
+    """The gateway. Sizes are checked before memory is spent on a request.
+
+    max_queued_mib: of all bodies that are being uploaded or wait for an engine; those of background requests
+        wait on disk and do not count.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8000
     max_body_kib: Count = 1024
     max_header_kib: Count = 32
     max_queued: Count = 1000
+    max_queued_mib: Count = 256
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
 
 

@@ -42,6 +42,7 @@ port = 9000
 max_body_kib = 64
 max_header_kib = 16
 max_queued = 10
+max_queued_mib = 64
 max_attempts = 5
 
 [[engines]]
@@ -137,7 +138,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     path.write_text(EVERY_FIELD)
     config = load(path)
     assert config.recipe == "edf"
-    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 5)
+    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 64, 5)
     assert config.engines == (
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,

@@ -82,6 +82,8 @@ class SqliteBroker:
     or may not have been carried out. Calls of one broker take effect in the order in which they were made.
     """
 
+    on_disk = True
+
     def __init__(self, path: str, owner: str, *, synchronous: str = "full") -> None:
         self.path, self.owner = os.path.realpath(path), owner
         with ExitStack() as held:

@@ -101,14 +101,15 @@ def _generation(app: FastAPI, state: AppState) -> None:
 
     def endpoint(kind: Kind) -> Handler:
         async def handle(request: Request) -> Response:
-            parsed = await state.parse(kind, request)
-            if parsed.background:
-                await gateway.background.accept(parsed)
+            with gateway.bodies.hold() as held:
+                parsed = await state.parse(kind, request, held)
+                if not parsed.background:
+                    in_flight = await gateway.path.accept(parsed, held)
+                    return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
+                await gateway.background.accept(parsed, held)
                 body = _response(parsed.request.id, "queued", parsed.request.arrival)
                 obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
                 return JSONResponse(body | _waiting_for(obstacle), 202)
-            in_flight = await gateway.path.accept(parsed)
-            return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
 
         handle.__name__ = kind
         return handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from dataclasses import replace
@@ -12,8 +13,9 @@ from fastapi import Request
 
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
+from headway.serve.budget import Held
 from headway.serve.gateway import Gateway
-from headway.serve.offload import offload
+from headway.serve.offload import INLINE, offload
 from headway.serve.request_parsing import (
     ChatBody,
     CompletionBody,
@@ -26,6 +28,8 @@ from headway.serve.request_parsing import (
 from headway.serve.tokens import Prompt
 from headway.types import Request as CoreRequest
 
+_LARGE = 4  # large bodies that are parsed at a time
+
 
 class AppState:
     """What the endpoints share: an open gateway, the models it serves and the API keys it accepts."""
@@ -35,6 +39,8 @@ class AppState:
         self.models = {name: engine for engine in self.config.engines for name in engine.served}
         self.adapters = base_models(self.config.engines)
         self._longest = max((engine.max_model_len for engine in self.models.values()), default=0)
+        # A body that is being read takes many times its bytes.
+        self._large = asyncio.Semaphore(_LARGE)
         self.started = int(time.time())
         self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
 
@@ -52,16 +58,27 @@ class AppState:
         return tenant
 
     async def body(self, request: Request) -> bytes:
-        """Read the body; 413 as soon as it is too long, whatever its declared length."""
+        """Read the body of a request that is answered at once; errors as `read`."""
+        with self.gateway.bodies.hold() as held:
+            return await self.read(request, held)
+
+    async def read(self, request: Request, held: Held) -> bytes:
+        """Read the body; 413 as soon as it is too long, whatever its declared length.
+
+        429 when the bodies of all requests together are too long.
+        """
         limit = self.config.server.max_body_kib * 1024
         declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > limit:
-            raise self._too_long(limit)
+        if declared.isdigit():
+            if len(declared) > 18 or int(declared) > limit:
+                raise self._too_long(limit)
+            self.gateway.bodies.check(int(declared))
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
             if size > limit:
                 raise self._too_long(limit)
+            held.add(len(part))
             parts.append(part)
         return b"".join(parts)
 
@@ -74,10 +91,18 @@ class AppState:
             headers={"connection": "close"},
         )
 
-    async def parse(self, kind: Kind, request: Request) -> ParsedRequest:
+    async def parse(self, kind: Kind, request: Request, held: Held) -> ParsedRequest:
         """Parse an HTTP request, or refuse it before anything is stored."""
         arrival, tenant = time.time(), self.tenant(request)
-        data = await self.body(request)
+        data = await self.read(request, held)
+        if len(data) <= INLINE:
+            return await self._parse(kind, request, data, tenant, arrival)
+        async with self._large:
+            return await self._parse(kind, request, data, tenant, arrival)
+
+    async def _parse(
+        self, kind: Kind, request: Request, data: bytes, tenant: str, arrival: float
+    ) -> ParsedRequest:
         raw, body = await offload(len(data), partial(self._validated, kind, data))
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)

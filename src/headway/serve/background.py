@@ -11,6 +11,7 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.models import ModelUnavailable
 from headway.errors import RequestError
 from headway.serve import tasks
+from headway.serve.budget import Held
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.request_parsing import ParsedRequest
 from headway.serve.request_path import RequestPath
@@ -34,9 +35,12 @@ class BackgroundWork:
         finally:
             await tasks.cancel(*(task for _, task in self._running.values()))
 
-    async def accept(self, parsed: ParsedRequest) -> None:
-        """Store a request durably and run it."""
-        self.run(await self._path.store(parsed))
+    async def accept(self, parsed: ParsedRequest, held: Held) -> None:
+        """Store a request durably and run it. Its body is the broker's alone, if that keeps it on disk."""
+        in_flight = await self._path.store(parsed, held)
+        if self._path.on_disk:
+            in_flight.drop_body()
+        self.run(in_flight)
 
     def run(self, in_flight: InFlightRequest) -> None:
         """Run a stored request."""

@@ -23,6 +23,7 @@ from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
+from headway.serve.budget import ByteBudget
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
 from headway.serve.lengths.service import LengthService, open_lengths
@@ -39,6 +40,7 @@ class Gateway:
     """An open gateway.
 
     counters: model name -> what counts its prompts' tokens.
+    bodies: the memory that bodies may take.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -51,6 +53,7 @@ class Gateway:
     dispatcher: Dispatcher
     path: RequestPath
     background: BackgroundWork
+    bodies: ByteBudget
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
 
@@ -91,8 +94,8 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 await recovery.renew()
                 async with tasks.running(recovery.run(), forget()):
                     yield Gateway(
-                        config, metrics, lengths, counters, broker, dispatcher, path, background, backends,
-                        prefixes,
+                        config, metrics, lengths, counters, broker, dispatcher, path, background,
+                        ByteBudget(config.server.max_queued_mib * 2**20), backends, prefixes,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")

@@ -18,6 +18,7 @@ from headway.config import Config, Tier
 from headway.errors import RequestError
 from headway.serve import run_identity
 from headway.serve.fields import Ms, checked, milliseconds
+from headway.serve.lengths.text import text_of
 from headway.types import Request, Slo
 
 Kind = Literal["chat", "completions"]
@@ -87,19 +88,50 @@ class CompletionBody(Body):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineBody:
+    """The body of a request for the engine, as bytes: objects would take many times their memory.
+
+    content: a JSON object without `vllm_xargs`. xargs: the client's own `vllm_xargs`, a JSON object.
+    """
+
+    content: bytes
+    xargs: bytes
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> EngineBody:
+        """Return the bytes of a body with its `vllm_xargs`."""
+        rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
+        return cls(json.dumps(rest).encode(), json.dumps(fields.get("vllm_xargs") or {}).encode())
+
+    def joined(self, metadata: Mapping[str, str | float]) -> bytes:
+        """Return the whole body, with metadata for the scheduler beside the client's own `vllm_xargs`."""
+        extra = _joined(self.xargs, json.dumps(metadata).encode())
+        return _joined(self.content, b'{"vllm_xargs": %s}' % extra)
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    """Return one JSON object with the members of two."""
+    if b"{}" in (first, second):
+        return second if first == b"{}" else first
+    return first[:-1] + b", " + second[1:]
+
+
+@dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A parsed HTTP request.
 
     request: the core's view.
     kind: the endpoint.
     upstream: the body for the engine.
+    text: what the length of the answer is forecast from, None = nothing is known of it.
     stream, background: how the client wants the response.
     wants_usage: the client asked for the usage event of a stream.
     """
 
     request: Request
     kind: Kind
-    upstream: dict[str, Any]
+    upstream: EngineBody
+    text: str | None
     stream: bool
     background: bool
     wants_usage: bool
@@ -199,14 +231,21 @@ def interpret(
         stage=run_identity.stage_of(headers, body.headway),
         drop=tier.drop,
     )
-    background, stream = bool(body.background), bool(body.stream)
-    if background and stream:
+    background, stream = _delivery(body)
+    wants_usage = bool((body.stream_options or {}).get("include_usage"))
+    upstream = _upstream(raw, body, request.priority, wants_usage)
+    return ParsedRequest(
+        request, kind, EngineBody.of(upstream), text_of(raw), stream, background, wants_usage
+    )
+
+
+def _delivery(body: Body) -> tuple[bool, bool]:
+    """Return whether the client polls for the answer, and whether it reads it as it comes."""
+    if body.background and body.stream:
         raise RequestError(
             "A background request cannot stream.", "Leave out stream, and poll GET /v1/responses/{id}."
         )
-    wants_usage = bool((body.stream_options or {}).get("include_usage"))
-    upstream = _upstream(raw, body, request.priority, wants_usage)
-    return ParsedRequest(request, kind, upstream, stream, background, wants_usage)
+    return bool(body.background), bool(body.stream)
 
 
 def _upstream(
