@@ -200,11 +200,16 @@ def _status(app: FastAPI, state: AppState) -> None:
 
     @app.get("/ready", responses=error_docs(503))
     async def ready() -> Response:
-        """Return 200 when requests can be answered: every model has an instance that is up or can load it."""
+        """Return 200 when requests can be answered and their ends stored.
+
+        Every model has an instance that is up or can load it.
+        """
         up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
-        all_up = up >= set(state.models)
+        waiting = len(state.gateway.path.closings)
+        good = up >= set(state.models) and not waiting
         described = {id: _engine(engine) for id, engine in engines.items()}
-        return JSONResponse({"ready": all_up, "engines": described}, 200 if all_up else 503)
+        told = {"ready": good, "ends_not_stored": waiting, "engines": described}
+        return JSONResponse(told, 200 if good else 503)
 
 
 def _operations(app: FastAPI, state: AppState) -> None:

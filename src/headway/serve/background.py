@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.models import ModelUnavailable
-from headway.errors import RequestError
+from headway.errors import HeadwayError, RequestError
 from headway.serve import tasks
 from headway.serve.budget import Held
 from headway.serve.dispatcher import Dispatcher
@@ -73,12 +73,19 @@ class BackgroundWork:
         return list(self._running)
 
     async def cancel(self, id: str) -> bool:
-        """Cancel a request that has not ended; return whether there was one."""
+        """Cancel a request that has not ended; return whether there was one.
+
+        HeadwayError (503) as long as its end cannot be stored.
+        """
         in_flight = await self._stop(id)
-        if in_flight is None:
-            return False
-        await self._path.fail(in_flight, "cancelled", "cancelled")
-        return True
+        if in_flight is not None:
+            await self._path.fail(in_flight, "cancelled", "cancelled")
+        if id in self._path.closings:
+            raise HeadwayError(
+                f"{id} has ended, but the queue cannot be written at the moment.",
+                "Ask again: its end is stored as soon as the disk allows.", status=503, kind="server_error",
+            )  # fmt: skip
+        return in_flight is not None
 
     async def drop(self, id: str) -> None:
         """Stop a request that another gateway runs now; its job in the broker is not touched."""

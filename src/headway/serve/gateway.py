@@ -83,7 +83,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
-        recovery = Recovery(broker, background, models, config.broker.lease_seconds)
+        recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         try:
             async with (
@@ -92,13 +92,15 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 background.running(),
             ):
                 await recovery.renew()
-                async with tasks.running(recovery.run(), forget()):
+                loops = recovery.run, forget, path.closings.run
+                async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background,
                         ByteBudget(config.server.max_queued_mib * 2**20), backends, prefixes,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")
+            await path.closings.retry()
 
 
 def _add_warmers(

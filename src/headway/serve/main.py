@@ -9,6 +9,7 @@ import gc
 import logging
 import re
 import socket
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -157,7 +158,7 @@ class Server(uvicorn.Server):
         add_endpoints(self._app, AppState(gateway))
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
-        async with tasks.running(self._announce(gateway)):
+        async with tasks.running(partial(self._announce, gateway)):
             await self._serve(sockets)
 
     async def _announce(self, gateway: Gateway) -> None:

@@ -18,6 +18,7 @@ from headway.errors import EngineError
 from headway.events import Failed, Finished, Started
 from headway.serve import tasks
 from headway.serve.budget import Held
+from headway.serve.closing import Closings
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
@@ -36,6 +37,7 @@ class RequestPath:
     ) -> None:
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
         self._lengths, self._metrics = lengths, metrics
+        self.closings = Closings(broker)
         self._storing = 0  # admitted requests that the broker has not stored yet
 
     # ---- in
@@ -87,7 +89,7 @@ class RequestPath:
         except asyncio.CancelledError:
             await asyncio.wait([put])
             if put.exception() is None:
-                await self._broker.fail(
+                await self.closings.fail(
                     in_flight.id, "client_gone: disconnected while it was stored", time.time()
                 )
             raise
@@ -185,7 +187,7 @@ class RequestPath:
         self._lengths.answered(request, output_tokens)
         self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
         self._lengths.ended(request.id)
-        done = await self._broker.done(request.id, result, now)
+        done = await self.closings.done(request.id, result, now)
         if done:
             first, streamed = in_flight.first_token, in_flight.streams
             ttft = (first if streamed and first is not None else now) - request.arrival
@@ -198,7 +200,7 @@ class RequestPath:
             return
         self.abandon(in_flight, reason)
         self._metrics.failed(in_flight.request, outcome)
-        await self._broker.fail(in_flight.id, reason, time.time())
+        await self.closings.fail(in_flight.id, reason, time.time())
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
         """Close a request here without an end in the broker."""
