@@ -22,7 +22,8 @@ from tests.serve.test_refusals import error
 from tests.serve.test_request_ends import fakes, hanging
 
 HALF = "x" * 500_000  # characters of metadata: a body of about half a MiB
-VALUES = st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.booleans()))
+NAMES = st.text().filter(lambda name: name != "vllm_xargs")
+VALUES = st.dictionaries(NAMES, st.none() | st.integers() | st.text() | st.lists(st.booleans()))
 
 
 def used(gateway: Gateway) -> int:

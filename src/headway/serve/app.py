@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from headway import __version__
@@ -28,6 +30,7 @@ from headway.serve.request_parsing import (
 from headway.serve.run_endpoints import add_run_endpoints
 from headway.serve.streaming import ResponseStream, error_response
 
+log = logging.getLogger("headway.serve")
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -59,6 +62,11 @@ def _errors(app: FastAPI) -> None:
         wrapped = RequestError(what, "/docs lists the endpoints.", status=error.status_code)
         wrapped.headers = dict(error.headers or {})
         return error_response(wrapped)
+
+    @app.exception_handler(ClientDisconnect)
+    async def aborted(request: Request, error: ClientDisconnect) -> Response:
+        log.info("%s %s: the client left before its body had come", request.method, request.url.path)
+        return Response(status_code=400)  # which nobody reads
 
     @app.exception_handler(RecursionError)
     async def deep(_: Request, error: RecursionError) -> JSONResponse:

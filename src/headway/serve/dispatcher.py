@@ -72,9 +72,10 @@ class Dispatcher:
         try:
             for engine in self.engines.values():
                 await engine.start()
-            updates = (ranks.run for ranks in self._ranks.values())
-            learning = [partial(self._overdue.follow_latency, self.dispatch)] if self._follows_latency else []
-            loops = self._tick, self._planning.run, *self._overdue.loops(), *learning, *updates
+            loops: list[tasks.Loop] = [self._tick, self._planning.run, *self._overdue.loops()]
+            loops += (ranks.run for ranks in self._ranks.values())
+            if self._follows_latency:
+                loops.append(partial(self._overdue.follow_latency, self.dispatch))
             async with tasks.running(*loops, failed=self._metrics.loop_failed):
                 yield
         finally:

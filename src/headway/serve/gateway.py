@@ -82,9 +82,13 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         )  # fmt: skip
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
-        background = BackgroundWork(path, dispatcher)
+        background, bodies = (
+            BackgroundWork(path, dispatcher),
+            ByteBudget(config.server.max_queued_mib * 2**20),
+        )
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
+        loops = recovery.run, forget, path.closings.run
         try:
             async with (
                 kept_graphs(planner.knowledge, config.apps_dir),
@@ -92,11 +96,10 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 background.running(),
             ):
                 await recovery.renew()
-                loops = recovery.run, forget, path.closings.run
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
-                        config, metrics, lengths, counters, broker, dispatcher, path, background,
-                        ByteBudget(config.server.max_queued_mib * 2**20), backends, prefixes,
+                        config, metrics, lengths, counters, broker, dispatcher, path, background, bodies,
+                        backends, prefixes,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.config import Config, Tier
+from headway.engines.vllm.request_metadata import foreign
 from headway.errors import RequestError
 from headway.serve import run_identity
 from headway.serve.fields import Ms, checked, milliseconds
@@ -99,14 +100,26 @@ class EngineBody:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> EngineBody:
-        """Return the bytes of a body with its `vllm_xargs`."""
+        """Return the bytes of a body with its `vllm_xargs`, those of Headway's names left out.
+
+        RequestError for numbers beyond all floats (1e400), which JSON can write and the engine cannot read.
+        """
         rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
-        return cls(json.dumps(rest).encode(), json.dumps(fields.get("vllm_xargs") or {}).encode())
+        return cls(_json(rest), _json(foreign(fields.get("vllm_xargs") or {})))
 
     def joined(self, metadata: Mapping[str, str | float]) -> bytes:
         """Return the whole body, with metadata for the scheduler beside the client's own `vllm_xargs`."""
         extra = _joined(self.xargs, json.dumps(metadata).encode())
         return _joined(self.content, b'{"vllm_xargs": %s}' % extra)
+
+
+def _json(fields: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
+    except ValueError as error:
+        raise RequestError(
+            "The body has a number that is too large.", "Send finite numbers.", code="invalid_json"
+        ) from error
 
 
 def _joined(first: bytes, second: bytes) -> bytes:
