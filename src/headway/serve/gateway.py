@@ -75,17 +75,11 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
     ):
         planner = recipe.planner()
         controller = Controller(planner, lengths.lengths, config.server.max_queued)
-        drops = any(tier.drop for tier in config.classes.values())
-        dispatcher = Dispatcher(
-            controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
-            RunAccount(config.apps.run_timeout_s), drops=drops,
-        )  # fmt: skip
+        dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
-        background, bodies = (
-            BackgroundWork(path, dispatcher),
-            ByteBudget(config.server.max_queued_mib * 2**20),
-        )
+        background = BackgroundWork(path, dispatcher)
+        bodies = ByteBudget(config.server.max_queued_mib * 2**20)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         loops = recovery.run, forget, path.closings.run
@@ -104,6 +98,14 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         finally:
             await path.fail_foreground("gateway_stopped")
             await path.closings.retry()
+
+
+def _dispatcher(config: Config, controller: Controller, metrics: Metrics, log_dir: Path | None) -> Dispatcher:
+    drops = any(tier.drop for tier in config.classes.values())
+    return Dispatcher(
+        controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
+        RunAccount(config.apps.run_timeout_s), drops=drops,
+    )  # fmt: skip
 
 
 def _add_warmers(
