@@ -82,7 +82,7 @@ async def computed(engine: VllmEngine, run: str, unit: str) -> int:
     request = asked(run, unit)
     extra = write_metadata(request, Forecast(np.ones(1)))
     body = json.dumps(chat(run, unit) | {"vllm_xargs": extra}).encode()
-    async with engine.open("/v1/chat/completions", body) as response:
+    async with engine.open("/v1/chat/completions", [body]) as response:
         assert response.status == 200, await response.text()
         await response.read()
     rows = (await state(engine))["iterations"][before:]
@@ -132,7 +132,7 @@ async def adapters_are_loaded(running: VllmEngine) -> None:
         assert held is not None
         fresh.append(held.fresh)
         body = json.dumps(chat("r4", "act") | {"model": name}).encode()
-        async with running.open("/v1/chat/completions", body) as response:
+        async with running.open("/v1/chat/completions", [body]) as response:
             assert (response.status, (await response.json())["model"]) == (200, name)
     assert fresh == [False, True, False, True]
     with pytest.raises(EngineError, match="no adapter 'rude' is registered"):

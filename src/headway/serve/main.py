@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import logging
@@ -31,6 +32,7 @@ from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _GRACE = 5  # seconds that running requests get at the end
 _URL = re.compile(r"https?://[^/\s]+")
 
@@ -122,12 +124,22 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
         handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
     )  # fmt: skip
     preflight(config)
+    _return_memory()
     with bind(config.server.host, config.server.port) as sock:
         server = Server(config, log_dir)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
     gc.unfreeze()  # or libraries would complain of leaks at the end
     return 1 if server.failed else 0
+
+
+def _return_memory() -> None:
+    """Let glibc return the memory of large bodies as soon as they are freed.
+
+    Otherwise it raises the size from which it does so to that of the bodies, and they fragment its heap.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
 class Server(uvicorn.Server):

@@ -107,10 +107,18 @@ class EngineBody:
         rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
         return cls(_json(rest), _json(foreign(fields.get("vllm_xargs") or {})))
 
-    def joined(self, metadata: Mapping[str, str | float]) -> bytes:
-        """Return the whole body, with metadata for the scheduler beside the client's own `vllm_xargs`."""
+    def parts(self, metadata: Mapping[str, str | float]) -> tuple[memoryview | bytes, ...]:
+        """Return the whole body in parts, with metadata for the scheduler beside the client's `vllm_xargs`.
+
+        The content is not copied: it may be large, and is held as long as its engine has not answered.
+        """
         extra = _joined(self.xargs, json.dumps(metadata).encode())
-        return _joined(self.content, b'{"vllm_xargs": %s}' % extra)
+        comma = b"" if self.content == b"{}" else b", "
+        return memoryview(self.content)[:-1], comma, b'"vllm_xargs": ', extra, b"}"
+
+    def joined(self, metadata: Mapping[str, str | float]) -> bytes:
+        """Return `parts` as one."""
+        return b"".join(self.parts(metadata))
 
 
 def _json(fields: Mapping[str, Any]) -> bytes:

@@ -153,7 +153,7 @@ class RequestPath:
     async def _open_on(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
         forecast = self._lengths.lengths.forecast(in_flight.request)
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
-        body = upstream.joined(write_metadata(in_flight.request, forecast, in_flight.rank))
+        body = upstream.parts(write_metadata(in_flight.request, forecast, in_flight.rank))
         response = await EngineResponse.open(engine, PATHS[in_flight.kind], body)
         # A live engine's error is this request's fault, and the client is told.
         broken = response.status >= 500 or response.head.startswith(ERROR_EVENT)

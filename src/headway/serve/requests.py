@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter
 
 from headway.broker.port import Job
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.connection import EngineGone, Part
 from headway.errors import HeadwayError
 from headway.serve.budget import ByteBudget, Held
 from headway.serve.request_parsing import PATHS, EngineBody, Kind, ParsedRequest
@@ -155,8 +156,11 @@ class EngineResponse:
     _stack: AsyncExitStack = field(repr=False)
 
     @classmethod
-    async def open(cls, engine: VllmEngine, path: str, body: bytes) -> EngineResponse:
-        """Post a request and return the response with its head; EngineGone when the engine breaks off."""
+    async def open(cls, engine: VllmEngine, path: str, body: Sequence[Part]) -> EngineResponse:
+        """Post a request and return the response with its head; EngineGone when the engine breaks off.
+
+        body: in parts.
+        """
         stack = AsyncExitStack()
         try:
             http = await stack.enter_async_context(engine.open(path, body))

@@ -22,6 +22,10 @@ _KEEPALIVE = 2.0
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
 
 
+_COPIED = 2**16  # bytes of a body; larger ones are written part by part, without a copy that waits, too
+Part = bytes | memoryview
+
+
 class EngineGone(EngineError):
     """The engine went away in the middle of a request."""
 
@@ -70,16 +74,19 @@ class EngineConnection:
             return False
 
     @asynccontextmanager
-    async def open(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def open(self, path: str, body: Sequence[Part]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a request and yield the response; leaving the block closes it, which makes vLLM abort it.
 
+        body: in parts.
         Raises EngineGone when the engine does not answer or the connection breaks.
         """
         self._open += 1
         self.idle.clear()
         try:
-            headers = {"content-type": "application/json"}
-            async with self._http.post(f"{self.url}{path}", data=body, headers=headers) as response:
+            size = sum(map(len, body))
+            headers = {"content-type": "application/json", "content-length": str(size)}
+            data = b"".join(body) if size <= _COPIED else _one_by_one(body)
+            async with self._http.post(f"{self.url}{path}", data=data, headers=headers) as response:
                 yield response
         except _GONE as error:
             raise EngineGone(self.id, error) from error
@@ -215,6 +222,11 @@ class EngineConnection:
                 return await answer.text() if answer.status == 200 else ""
         except _GONE:
             return ""
+
+
+async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
+    for part in parts:
+        yield part
 
 
 def _state(text: str) -> dict[str, Any] | None:
