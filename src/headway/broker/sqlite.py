@@ -175,8 +175,8 @@ class SqliteBroker:
             raise self._down("it is closed")
 
     def _down(self, why: str) -> HeadwayError:
-        fix = "Look at the disk and at other programs that use the file, then send the request again."
-        return HeadwayError(f"The broker {self.path} is out: {why}.", fix, status=503, kind="server_error")
+        fix = "Look at the disk and at other programs that use its file, then send the request again."
+        return HeadwayError(f"The broker is out: {why}.", fix, status=503, kind="server_error")
 
     # ---- on the writer's thread
 

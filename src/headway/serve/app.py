@@ -206,16 +206,17 @@ def _status(app: FastAPI, state: AppState) -> None:
         """Answer as long as this process lives."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", responses=error_docs(503))
-    async def ready() -> Response:
+    @app.get("/ready", responses=error_docs(401, 503))
+    async def ready(request: Request) -> Response:
         """Return 200 when requests can be answered and their ends stored.
 
         Every model has an instance that is up or can load it.
         """
+        state.check_status(request)
         up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
         waiting = len(state.gateway.path.closings)
         good = up >= set(state.models) and not waiting
-        described = {id: _engine(engine) for id, engine in engines.items()}
+        described = {id: _engine(engine, state.is_operator(request)) for id, engine in engines.items()}
         told = {"ready": good, "ends_not_stored": waiting, "engines": described}
         return JSONResponse(told, 200 if good else 503)
 
@@ -223,28 +224,35 @@ def _status(app: FastAPI, state: AppState) -> None:
 def _operations(app: FastAPI, state: AppState) -> None:
     gateway, engines = state.gateway, state.gateway.dispatcher.engines
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    @app.get("/metrics", responses=error_docs(401))
+    async def metrics(request: Request) -> Response:
         """Return Prometheus metrics: Headway's, and each engine's with an instance label."""
+        state.check_status(request)
         await _gauge(gateway)
         pages = {id: await engine.metrics() for id, engine in engines.items() if engine.up.is_set()}
         return PlainTextResponse(gateway.metrics.render(pages), media_type="text/plain; version=0.0.4")
 
-    @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 404, 502, 503))
+    @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 403, 404, 502, 503))
     async def control(engine: str, request: Request) -> Response:
-        """Pass a message to a running scheduler (state, urgency, pause, resume) and return its state."""
-        state.tenant(request)
+        """Pass a message to a running scheduler (state, urgency, pause, resume) and return its state.
+
+        For operators: it concerns the requests of all tenants.
+        """
+        state.check_operator(request)
         if engine not in engines:
             known = ", ".join(engines)
             raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
         return JSONResponse(await engines[engine].control(read_json(await state.body(request))))
 
 
-def _engine(engine: VllmEngine) -> dict[str, Any]:
+def _engine(engine: VllmEngine, to_operator: bool) -> dict[str, Any]:
     failure = engine.failure
+    error = str(failure) if failure else None  # with the end of a log, paths and addresses
+    if failure and not to_operator:
+        error = "It has failed. The gateway's log says why; so does this answer to the operator's key."
     return {"model": engine.models.current, "models": list(engine.models.names),
             "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
-            "error": str(failure) if failure else None}  # fmt: skip
+            "error": error}  # fmt: skip
 
 
 async def _gauge(gateway: Gateway) -> None:

@@ -57,6 +57,29 @@ class AppState:
             )  # fmt: skip
         return tenant
 
+    def is_operator(self, request: Request) -> bool:
+        """Tell whether a request carries the operator's key."""
+        key = self.config.server.operator_key
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        return key is not None and scheme.lower() == "bearer" and _digest(given.strip()) == _digest(key)
+
+    def check_operator(self, request: Request) -> None:
+        """Refuse what only operators may do: 401 without their key, 403 when there is none."""
+        if self.config.server.operator_key is None:
+            raise RequestError(
+                "Control is off.", "Set server.operator_key, and send it.", status=403, code="control_off"
+            )
+        if not self.is_operator(request):
+            raise RequestError(
+                "This wants the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
+                status=401, code="invalid_api_key",
+            )  # fmt: skip
+
+    def check_status(self, request: Request) -> None:
+        """Refuse questions about the gateway's state where only operators may ask them."""
+        if self.config.server.operator_only:
+            self.check_operator(request)
+
     async def body(self, request: Request) -> bytes:
         """Read the body of a request that is answered at once; errors as `read`."""
         with self.gateway.bodies.hold() as held:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 
 from headway.broker.port import Broker
@@ -27,6 +28,8 @@ from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
 from headway.types import Request
+
+log = logging.getLogger("headway.serve")
 
 
 class RequestPath:
@@ -111,7 +114,8 @@ class RequestPath:
                 response = await self._open_unless_refused(engine, in_flight)
             except TakenBack:
                 self._dispatcher.requeue(in_flight, "model_swap")
-            except EngineGone:
+            except EngineGone as error:
+                log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
                 if not await engine.lives():
                     engine.lost()
                 attempts = await self._count_attempt(in_flight)

@@ -30,9 +30,8 @@ class EngineGone(EngineError):
     """The engine went away in the middle of a request."""
 
     def __init__(self, name: str, why: object) -> None:
-        super().__init__(
-            f"The engine {name} went away: {why!r}.", "Try again; it is being restarted.", status=503
-        )
+        super().__init__(f"The engine {name} went away.", "Try again; it is being restarted.", status=503)
+        self.why = why  # for logs: it may tell addresses, which are not for clients
 
 
 class EngineConnection:
