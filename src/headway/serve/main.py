@@ -9,6 +9,7 @@ import errno
 import gc
 import logging
 import re
+import resource
 import socket
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
+_BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
 _GRACE = 5  # seconds that running requests get at the end
 _URL = re.compile(r"https?://[^/\s]+")
 
@@ -125,12 +127,19 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
     )  # fmt: skip
     preflight(config)
     _return_memory()
+    _raise_file_limit()
     with bind(config.server.host, config.server.port) as sock:
         server = Server(config, log_dir)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
     gc.unfreeze()  # or libraries would complain of leaks at the end
     return 1 if server.failed else 0
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system grants: each client and each request in an engine is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _return_memory() -> None:
@@ -154,7 +163,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 self._app, loop="uvloop", log_level="warning", access_log=False, lifespan="off",
                 http=limited(config.server.max_header_kib * 1024), server_header=False,
-                timeout_graceful_shutdown=_GRACE, ws="none", proxy_headers=False,
+                timeout_graceful_shutdown=_GRACE, backlog=_BACKLOG, ws="none", proxy_headers=False,
             )
         )  # fmt: skip
         self._settings, self._log_dir = config, log_dir
