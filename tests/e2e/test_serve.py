@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.server import ANSWER_S, OPERATOR, Headway
+from tests.e2e.server import ANSWER_S, Headway
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -99,9 +99,7 @@ def test_what_no_engine_could_do_on_time_is_refused_where_the_class_asks_for_it(
     """By the latency that the real engine has learned and told."""
     ask = {"model": "smollm2", "messages": QUESTION, "max_tokens": 48, "extra_body": {"ignore_eos": True}}
     client.chat.completions.create(**ask)
-    assert httpx.post(control, json={"op": "state"}, headers=OPERATOR, timeout=ANSWER_S).json()["latency"][
-        "theta"
-    ]
+    assert headway.control({"op": "state"}).json()["latency"]["theta"]
     time.sleep(2.5)  # the gateway asks for it every second
     with pytest.raises(openai.RateLimitError, match=r"would take .* 0\.001 s were promised") as caught:
         client.chat.completions.create(**ask, service_tier="strict")
@@ -110,16 +108,9 @@ def test_what_no_engine_could_do_on_time_is_refused_where_the_class_asks_for_it(
 
 
 def test_control_reaches_the_running_scheduler(headway: Headway) -> None:
-    state = httpx.post(
-        f"{headway.url}/headway/control/e0",
-        json={"op": "state", "log": 3},
-        headers=OPERATOR,
-        timeout=ANSWER_S,
-    ).json()
+    state = headway.control({"op": "state", "log": 3}).json()
     assert state["recipe"] == "headway"
     assert state["blocks_free"] == state["blocks_total"]
     assert len(state["log"]) == 3
-    refused = httpx.post(
-        f"{headway.url}/headway/control/e0", json={"op": "dance"}, headers=OPERATOR, timeout=ANSWER_S
-    )
+    refused = headway.control({"op": "dance"})
     assert "error" in refused.json()

@@ -7,9 +7,11 @@ engine's own error goes to the client as it is.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -236,6 +238,7 @@ def interpret(
 
     prompt_tokens: of the longest prompt; RequestError when it cannot fit the model.
     """
+    _check_names(headers, body)
     name, tier = _tier(body, headers, config)
     max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
     request = Request(
@@ -258,6 +261,23 @@ def interpret(
     return ParsedRequest(
         request, kind, EngineBody.of(upstream), text_of(raw), stream, background, wants_usage
     )
+
+
+_SLO_HEADERS = [name for name in HEADERS if "slo" in name]
+_SLO_FIELDS = [names[-1] for names in _SLO_NAMES.values()]
+_SLO_WORD = re.compile(r"(^|[-_])slo([-_]|$)")
+
+
+def _check_names(headers: Mapping[str, str], body: Body) -> None:
+    """Refuse names that look like an SLO and are none: without one a request is best effort."""
+    for known, given in ((_SLO_HEADERS, headers), (_SLO_FIELDS, body.model_extra or {})):
+        for name in given:
+            if _SLO_WORD.search(name.lower()) and name.lower() not in known:
+                near = get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
+                raise RequestError(
+                    f"{name[:64]!r} is no name of an SLO.", f"Did you mean {near!r}?", param=name[:64],
+                    code="unknown_slo",
+                )  # fmt: skip
 
 
 def _delivery(body: Body) -> tuple[bool, bool]:

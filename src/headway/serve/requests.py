@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import quote
 
 import aiohttp
 from pydantic import TypeAdapter
@@ -132,6 +133,17 @@ class InFlightRequest:
         """Replace the engine future: the engine that it named has died, or serves another model."""
         self.engine_future, self.taken_back = _new_future(), False
         self.returned = time.monotonic(), reason
+
+    def promise(self) -> list[tuple[bytes, str]]:
+        """Return the headers that tell a client the class of its request, and the SLO that counts, in ms."""
+        request, slo = self.request, self.request.slo
+        targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e)
+        told = [
+            (b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}")
+            for name, value in targets
+            if value is not None
+        ]
+        return [(b"x-headway-class", quote(request.tier)), *told]
 
     def drop_body(self) -> None:
         """Let go of the body: it is on disk, or an engine has it."""
