@@ -29,13 +29,20 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 @dataclass(frozen=True, config=_STRICT)
 class Server:
-    """The gateway. Sizes are checked before memory is spent on a request."""
+    """The gateway. Sizes are checked before memory is spent on a request.
+
+    operator_key: for /headway/control, which is off without. operator_only: for /metrics and /ready, too.
+    max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8000
     max_body_kib: Count = 1024
     max_header_kib: Count = 32
     max_queued: Count = 1000
+    max_queued_mib: Count = 256
+    operator_key: Annotated[str, Field(min_length=8)] | None = None
+    operator_only: bool = False
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
 
 
@@ -289,13 +296,11 @@ def load(path: Path | None) -> Config:
     try:
         return parse(tomllib.loads(path.read_text()), str(path))
     except OSError as error:
-        raise ConfigError(
-            f"The configuration file {path} cannot be read: {error.strerror}.", "Check --config."
-        ) from error
+        problem = f"The configuration file {path} cannot be read: {error.strerror}."
+        raise ConfigError(problem, "Check --config.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not TOML: {error}.", "See `headway config show` for a valid file."
-        ) from error
+        hint = "See `headway config show` for a valid file."
+        raise ConfigError(f"{path} is not TOML: {error}.", hint) from error
 
 
 def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
@@ -308,6 +313,9 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
         raise _explain(error, where) from None  # pydantic's own words quote the input, API keys too
     if not config.engines:
         raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
+    if config.server.operator_only and config.server.operator_key is None:
+        problem = f"server.operator_only in {where} asks for a key that there is not."
+        raise ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
     for name, tier in config.classes.items():
         if tier.drop and tier.ttft_ms is None and tier.e2e_ms is None:
             raise ConfigError(
@@ -328,6 +336,8 @@ def show(config: Config) -> str:
     data = asdict(config)
     for key in data["keys"]:
         key["key"] = "****"
+    if config.server.operator_key is not None:
+        data["server"]["operator_key"] = "****"
     return tomli_w.dumps(_drop(data))
 
 
@@ -356,7 +366,9 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
     """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it."""
     first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
     names = [str(part) for part in first["loc"]]
-    secret = names[:1] == ["keys"]  # the value may be an API key, in the wrong place too
+    secret = (
+        names[:1] == ["keys"] or names[-1] == "operator_key"
+    )  # the value may be an API key, in the wrong place too
     if first["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
         return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names), param=path)

@@ -42,6 +42,9 @@ port = 9000
 max_body_kib = 64
 max_header_kib = 16
 max_queued = 10
+max_queued_mib = 64
+operator_key = "{SECRET}"
+operator_only = true
 max_attempts = 5
 
 [[engines]]
@@ -137,7 +140,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     path.write_text(EVERY_FIELD)
     config = load(path)
     assert config.recipe == "edf"
-    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 5)
+    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 64, SECRET, True, 5)
     assert config.engines == (
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
@@ -338,7 +341,7 @@ def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
     config = parse(tomllib.loads(EVERY_FIELD))
     text = show(config)
     assert SECRET[:4] not in text
-    with pytest.raises(ConfigError, match=r"keys\.0\.key"):
+    with pytest.raises(ConfigError, match=r"keys\.0\.key|server\.operator_key"):
         parse(tomllib.loads(text))  # a mask must not become a working key
     filled = parse(tomllib.loads(text.replace("****", SECRET)))
     assert filled == config

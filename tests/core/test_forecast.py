@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -215,3 +217,19 @@ def test_a_gaussian_forecast_is_sorted_within_bounds_and_a_guess_at_first() -> N
     assert not later.guess
     assert (np.diff(later.samples) >= 0).all()
     assert (later.samples[0], later.samples[-1]) == (1.0, 300.0)
+
+
+@pytest.mark.parametrize("made", [TaskLengths, GaussianLengths])
+def test_made_up_tasks_are_forgotten_and_those_in_use_are_not(
+    made: type[TaskLengths] | type[GaussianLengths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[made.__module__], "MOST_TASKS", 50)
+    lengths = made()
+    for i in range(500):
+        lengths.add("used", 7)
+        lengths.add(f"made up {i}", 1000)
+        lengths.forecast(request(f"asked {i}"))
+    kept = {name: value for name, value in vars(lengths).items() if isinstance(value, dict)}
+    assert kept
+    assert all(len(table) <= 50 for table in kept.values())
+    assert lengths.forecast(request("used")).mean == pytest.approx(7)

@@ -20,6 +20,7 @@ from headway.engines.vllm.process.launch import free_port
 
 START_S = 1200.0  # loading and compiling a model
 ANSWER_S = 600.0  # one HTTP answer, or a batch of them
+OPERATOR = {"authorization": "Bearer sk-operator-1"}
 END_S = 300.0  # processes told to end
 
 
@@ -44,7 +45,7 @@ class Headway:
     def start(self) -> None:
         config = Config(
             recipe=self.recipe,
-            server=Server(port=self.port),
+            server=Server(port=self.port, operator_key="sk-operator-1"),
             engines=(Engine(max_running=self.max_running, start_timeout_s=START_S),),
             classes={"strict": Tier(ttft_ms=1.0, drop=True)},
             broker=Broker(lease_seconds=5, sqlite=Sqlite(str(self.queue))),
@@ -66,6 +67,11 @@ class Headway:
                 pass
             time.sleep(0.25)
         raise AssertionError((self.folder / "gateway.log").read_text())
+
+    def control(self, message: dict[str, object]) -> httpx.Response:
+        """Send a message to the engine's scheduler, as the operator."""
+        url = f"{self.url}/headway/control/e0"
+        return httpx.post(url, json=message, headers=OPERATOR, timeout=ANSWER_S)
 
     def family(self) -> list[psutil.Process]:
         """Return the gateway's descendants: the engine and all its processes."""

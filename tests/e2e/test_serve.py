@@ -99,8 +99,7 @@ def test_what_no_engine_could_do_on_time_is_refused_where_the_class_asks_for_it(
     """By the latency that the real engine has learned and told."""
     ask = {"model": "smollm2", "messages": QUESTION, "max_tokens": 48, "extra_body": {"ignore_eos": True}}
     client.chat.completions.create(**ask)
-    control = f"{headway.url}/headway/control/e0"
-    assert httpx.post(control, json={"op": "state"}, timeout=ANSWER_S).json()["latency"]["theta"]
+    assert headway.control({"op": "state"}).json()["latency"]["theta"]
     time.sleep(2.5)  # the gateway asks for it every second
     with pytest.raises(openai.RateLimitError, match=r"would take .* 0\.001 s were promised") as caught:
         client.chat.completions.create(**ask, service_tier="strict")
@@ -109,11 +108,9 @@ def test_what_no_engine_could_do_on_time_is_refused_where_the_class_asks_for_it(
 
 
 def test_control_reaches_the_running_scheduler(headway: Headway) -> None:
-    state = httpx.post(
-        f"{headway.url}/headway/control/e0", json={"op": "state", "log": 3}, timeout=ANSWER_S
-    ).json()
+    state = headway.control({"op": "state", "log": 3}).json()
     assert state["recipe"] == "headway"
     assert state["blocks_free"] == state["blocks_total"]
     assert len(state["log"]) == 3
-    refused = httpx.post(f"{headway.url}/headway/control/e0", json={"op": "dance"}, timeout=ANSWER_S)
+    refused = headway.control({"op": "dance"})
     assert "error" in refused.json()

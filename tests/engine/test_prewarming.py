@@ -82,7 +82,7 @@ async def computed(engine: VllmEngine, run: str, unit: str) -> int:
     request = asked(run, unit)
     extra = write_metadata(request, Forecast(np.ones(1)))
     body = json.dumps(chat(run, unit) | {"vllm_xargs": extra}).encode()
-    async with engine.open("/v1/chat/completions", body) as response:
+    async with engine.open("/v1/chat/completions", [body]) as response:
         assert response.status == 200, await response.text()
         await response.read()
     rows = (await state(engine))["iterations"][before:]
@@ -97,7 +97,7 @@ async def prefixes_are_held(running: VllmEngine) -> None:
     counter, book = await TokenCounter.load("smollm2"), PrefixBook()
     for run in ("r1", "r2"):  # seen by the gateway; this engine has never had such a prompt
         for unit in ("act", "check"):
-            ids = (await counter.read(ChatBody.model_validate(chat(run, unit)))).ids
+            ids = (await counter.read(ChatBody.model_validate(chat(run, unit)), 2048)).ids
             assert ids is not None
             book.learn(asked(run, unit), ids)
     shared = book.common("default", "app/act")
@@ -115,10 +115,10 @@ async def prefixes_are_held(running: VllmEngine) -> None:
     assert again is not None
     assert not again.fresh
 
-    prompt = (await counter.read(ChatBody.model_validate(chat("r3", "act")))).tokens
+    prompt = (await counter.read(ChatBody.model_validate(chat("r3", "act")), 2048)).tokens
     assert await computed(running, "r3", "act") == prompt - full
     cold = await computed(running, "r3", "check")
-    assert cold == (await counter.read(ChatBody.model_validate(chat("r3", "check")))).tokens
+    assert cold == (await counter.read(ChatBody.model_validate(chat("r3", "check")), 2048)).tokens
     await held.release()
     assert (await state(running))["blocks_free"] == free
 
@@ -132,7 +132,7 @@ async def adapters_are_loaded(running: VllmEngine) -> None:
         assert held is not None
         fresh.append(held.fresh)
         body = json.dumps(chat("r4", "act") | {"model": name}).encode()
-        async with running.open("/v1/chat/completions", body) as response:
+        async with running.open("/v1/chat/completions", [body]) as response:
             assert (response.status, (await response.json())["model"]) == (200, name)
     assert fresh == [False, True, False, True]
     with pytest.raises(EngineError, match="no adapter 'rude' is registered"):

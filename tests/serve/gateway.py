@@ -30,6 +30,7 @@ from headway.serve.main import bind
 WEB = httpx.Client(verify=False, timeout=15, limits=httpx.Limits(max_keepalive_connections=0))
 CHAT = "/v1/chat/completions"
 SAY = [{"role": "user", "content": "Say something."}]
+OPERATOR = {"authorization": "Bearer sk-operator-1"}
 CLASSES = {
     "default": Tier(),
     "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0),
@@ -132,6 +133,10 @@ class Gateway:
         """Return the body of a chat request."""
         return {"model": "smollm2", "messages": SAY, "max_tokens": 8, **fields}
 
+    def control(self, message: Any, **more: Any) -> httpx.Response:
+        """Send a message to the first engine's scheduler, as the operator."""
+        return self.post(message, "/headway/control/e0", **({"headers": OPERATOR} | more))
+
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
 
@@ -164,7 +169,12 @@ def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fiel
     engines = tuple(Engine(**({"url": url, "max_running": 32} | engine)) for url in urls)
     queue = broker or Broker(sqlite=Sqlite(str(folder / f"queue-{free_port()}.sqlite"), "normal"))
     classes = {"classes": CLASSES} | fields
-    return Config(server=Server(**({"port": free_port()} | server)), engines=engines, broker=queue, **classes)
+    return Config(
+        server=Server(**({"port": free_port(), "operator_key": "sk-operator-1"} | server)),
+        engines=engines,
+        broker=queue,
+        **classes,
+    )
 
 
 @contextmanager

@@ -241,3 +241,15 @@ def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGTERM, err
     assert "Traceback" not in err
     assert fake.answers(), "an engine that it only attached to lives on"
+
+
+def test_the_gateway_may_open_as_many_files_as_the_system_grants() -> None:
+    """A default of 1,024 is fewer than the clients of one gateway."""
+    code = (
+        "import resource; from headway.serve.main import _raise_file_limit\n"
+        "_, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))\n"
+        "_raise_file_limit()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,8 @@ from headway.forecast.lengths.ridge import PLAIN
 from headway.recipes.registry import find
 from headway.serve.lengths import service
 from headway.serve.lengths.embedding import Embedder, locate
-from headway.serve.lengths.service import PredictorService, TaskService, text_of
+from headway.serve.lengths.service import PredictorService, TaskService
+from headway.serve.lengths.text import text_of
 from headway.serve.main import preflight
 from headway.serve.metrics import Metrics
 from headway.types import Request
@@ -118,7 +119,7 @@ async def test_reading_leaves_the_event_loop_free_and_a_crowd_is_not_kept_waitin
     metrics, slow = Metrics(), Slow()
     host = PredictorService(PLAINLY, metrics, slow)
     asking = [Request(f"r{i}", "m", 5, 9, 0.0) for i in range(5)]
-    reading = asyncio.gather(*(host.read(request, {"prompt": "x"}) for request in asking))
+    reading = asyncio.gather(*(host.read(request, "x") for request in asking))
     asyncio.get_running_loop().call_later(0.02, slow.on.set)  # by the loop, while a prompt is read
     await reading
     assert threading.get_ident() not in slow.threads

@@ -168,7 +168,7 @@ async def planned(count: int, *later: Event) -> list[Command]:
     """Plan for one request, tell events while it is planned for; return the first `count` commands."""
     out: list[Command] = []
     loop = Planning(Controller(Thinking(), TaskLengths()), out.extend)
-    async with tasks.running(loop.run()):
+    async with tasks.running(loop.run):
         loop.note(InstanceUp(instance("a")))
         loop.note(Arrived(request("r0")))
         await asyncio.to_thread(until, lambda: Thinking.running == 1)
@@ -198,7 +198,7 @@ async def test_a_planner_that_fails_is_logged_and_asked_again(caplog: pytest.Log
     out: list[Command] = []
     loop = Planning(Controller(Broken(), TaskLengths()), out.extend)
     Thinking.go.set()
-    async with tasks.running(loop.run()):
+    async with tasks.running(loop.run):
         loop.note(InstanceUp(instance("a")))
         loop.note(Arrived(request("r0")))
         await asyncio.to_thread(until, lambda: "the planner failed" in caplog.text)
@@ -212,7 +212,7 @@ async def test_a_short_capacity_is_logged_and_measured(caplog: pytest.LogCapture
     planner, out = Qlm(), list[Command]()
     planner.prepare()  # compiles
     loop = Planning(Controller(planner, TaskLengths()), out.extend)
-    async with tasks.running(loop.run()):
+    async with tasks.running(loop.run):
         loop.note(InstanceUp(instance("a")))
         for i in range(40):
             loop.note(Arrived(replace(request(f"r{i}"), arrival=time.time(), slo=Slo(e2e=0.5))))

@@ -208,3 +208,39 @@ def test_keys_and_tenants(serve: Serve) -> None:
             assert client.models.list().data[0].id == "smollm2"
         for open_to_all in ("/health", "/ready", "/metrics"):
             assert gateway.get(open_to_all).status_code == 200
+
+
+# ---- what a promise is called
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("x-slo-ttft", "x-slo-ttft-ms"), ("x-slo-e2e", "x-slo-e2e-ms"), ("X-SLO-TPOT-S", "x-slo-tpot-ms"),
+        ("x-llmd-slo-ttft-ms", "x-llm-d-slo-ttft-ms"), ("slo-run-ms", "x-slo-run-ms"),
+    ],
+)  # fmt: skip
+def test_misspelt_headers_are_no_best_effort(gateway: Gateway, name: str, near: str) -> None:
+    refused = gateway.post(gateway.chat(), headers={name: "100"})
+    assert refused.status_code == 400
+    assert f"Did you mean {near!r}" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["ttft_slo", "slo_ttft_ms", "tpot_slo_s"])
+def test_misspelt_fields_are_no_best_effort(gateway: Gateway, name: str) -> None:
+    refused = gateway.post(gateway.chat(**{name: 100}))
+    assert refused.status_code == 400
+    assert "slo_ms" in refused.json()["error"]["message"]
+    assert gateway.post(gateway.chat(slogan="slow")).status_code == 200
+
+
+def test_an_answer_tells_its_class_and_its_promise(gateway: Gateway) -> None:
+    for stream in (False, True):
+        body = gateway.chat(service_tier="chat", ttlt_slo_ms=9000, stream=stream)
+        told = gateway.post(body, headers={"x-slo-ttft-ms": "700"}).headers
+        assert told["x-headway-class"] == "chat"
+        assert (told["x-headway-slo-ttft-ms"], told["x-headway-slo-tpot-ms"]) == ("700", "150")
+        assert told["x-headway-slo-e2e-ms"] == "9000"
+    plain = gateway.post(gateway.chat()).headers
+    assert plain["x-headway-class"] == "default"
+    assert not any(name.startswith("x-headway-slo") for name in plain)

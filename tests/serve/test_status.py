@@ -103,19 +103,19 @@ def test_models(serve: Serve, fake: Fake) -> None:
 
 
 def test_control_reaches_the_engine(gateway: Gateway) -> None:
-    state = gateway.post({"op": "state"}, "/headway/control/e0")
+    state = gateway.control({"op": "state"})
     assert state.status_code == 200
     assert state.json()["block_size"] == 16
-    wrong = gateway.post({"op": "dance"}, "/headway/control/e0")
+    wrong = gateway.control({"op": "dance"})
     assert wrong.status_code == 400
     assert "dance" in wrong.json()["error"]["message"]
-    assert gateway.post([], "/headway/control/e0").status_code == 400
+    assert gateway.control([]).status_code == 400
 
 
 def test_an_engine_without_control(serve: Serve) -> None:
     """Headway attaches to whatever speaks OpenAI's API, here to itself: there is no scheduler inside."""
     with serve() as inner, serve(inner.url) as outer:
-        assert outer.post({"op": "state"}, "/headway/control/e0").status_code == 502
+        assert outer.control({"op": "state"}).status_code == 502
         assert outer.post(outer.chat()).status_code == 200
         answer = outer.post(outer.chat(stream=True))
         assert answer.text.count("fake ") == 8
@@ -125,7 +125,7 @@ def test_an_engine_without_control(serve: Serve) -> None:
 
 def test_an_address_that_answers_everything_with_html(serve: Serve, html: str) -> None:
     with serve(html) as gateway:
-        assert gateway.post({"op": "state"}, "/headway/control/e0").status_code == 502
+        assert gateway.control({"op": "state"}).status_code == 502
         assert gateway.get("/metrics").status_code == 200
         answer = gateway.post(gateway.chat())
         assert answer.text == "<h1>hello</h1>"

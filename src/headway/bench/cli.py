@@ -173,6 +173,14 @@ def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: O
 
 
 @bench_app.command()
+def attack(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """Attack the gateway in front of a FAKE engine: what others notice, its memory, what is lost."""
+    from headway.bench.live.attack import main
+
+    main(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
 def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """Measure the simulator's speed, and a packer's decision time beside vLLM's schedule()."""
     from headway.bench.simulate.speed import main

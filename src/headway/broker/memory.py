@@ -32,6 +32,8 @@ class MemoryBroker:
     Jobs are copied in and out, so that a caller's change to one does not change what is stored.
     """
 
+    on_disk = False
+
     def __init__(self, owner: str, store: MemoryStore | None = None) -> None:
         self.owner = owner
         self._store = store or MemoryStore()

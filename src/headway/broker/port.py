@@ -63,6 +63,10 @@ class Broker(Protocol):
     def owner(self) -> str:
         """The gateway's name, different for every gateway that uses the store and for every start of one."""
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether jobs take no memory while they wait."""
+
     async def renew(self, until: float) -> bool:
         """Extend the lease to that instant; the first call begins it.
 

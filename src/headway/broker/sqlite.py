@@ -82,6 +82,8 @@ class SqliteBroker:
     or may not have been carried out. Calls of one broker take effect in the order in which they were made.
     """
 
+    on_disk = True
+
     def __init__(self, path: str, owner: str, *, synchronous: str = "full") -> None:
         self.path, self.owner = os.path.realpath(path), owner
         with ExitStack() as held:
@@ -173,8 +175,8 @@ class SqliteBroker:
             raise self._down("it is closed")
 
     def _down(self, why: str) -> HeadwayError:
-        fix = "Look at the disk and at other programs that use the file, then send the request again."
-        return HeadwayError(f"The broker {self.path} is out: {why}.", fix, status=503, kind="server_error")
+        fix = "Look at the disk and at other programs that use its file, then send the request again."
+        return HeadwayError(f"The broker is out: {why}.", fix, status=503, kind="server_error")
 
     # ---- on the writer's thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from headway import __version__
@@ -28,6 +30,7 @@ from headway.serve.request_parsing import (
 from headway.serve.run_endpoints import add_run_endpoints
 from headway.serve.streaming import ResponseStream, error_response
 
+log = logging.getLogger("headway.serve")
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -59,6 +62,11 @@ def _errors(app: FastAPI) -> None:
         wrapped = RequestError(what, "/docs lists the endpoints.", status=error.status_code)
         wrapped.headers = dict(error.headers or {})
         return error_response(wrapped)
+
+    @app.exception_handler(ClientDisconnect)
+    async def aborted(request: Request, error: ClientDisconnect) -> Response:
+        log.info("%s %s: the client left before its body had come", request.method, request.url.path)
+        return Response(status_code=400)  # which nobody reads
 
     @app.exception_handler(RecursionError)
     async def deep(_: Request, error: RecursionError) -> JSONResponse:
@@ -101,14 +109,15 @@ def _generation(app: FastAPI, state: AppState) -> None:
 
     def endpoint(kind: Kind) -> Handler:
         async def handle(request: Request) -> Response:
-            parsed = await state.parse(kind, request)
-            if parsed.background:
-                await gateway.background.accept(parsed)
+            with gateway.bodies.hold() as held:
+                parsed = await state.parse(kind, request, held)
+                if not parsed.background:
+                    in_flight = await gateway.path.accept(parsed, held)
+                    return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
+                await gateway.background.accept(parsed, held)
                 body = _response(parsed.request.id, "queued", parsed.request.arrival)
                 obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
                 return JSONResponse(body | _waiting_for(obstacle), 202)
-            in_flight = await gateway.path.accept(parsed)
-            return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
 
         handle.__name__ = kind
         return handle
@@ -197,40 +206,53 @@ def _status(app: FastAPI, state: AppState) -> None:
         """Answer as long as this process lives."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", responses=error_docs(503))
-    async def ready() -> Response:
-        """Return 200 when requests can be answered: every model has an instance that is up or can load it."""
+    @app.get("/ready", responses=error_docs(401, 503))
+    async def ready(request: Request) -> Response:
+        """Return 200 when requests can be answered and their ends stored.
+
+        Every model has an instance that is up or can load it.
+        """
+        state.check_status(request)
         up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
-        all_up = up >= set(state.models)
-        described = {id: _engine(engine) for id, engine in engines.items()}
-        return JSONResponse({"ready": all_up, "engines": described}, 200 if all_up else 503)
+        waiting = len(state.gateway.path.closings)
+        good = up >= set(state.models) and not waiting
+        described = {id: _engine(engine, state.is_operator(request)) for id, engine in engines.items()}
+        told = {"ready": good, "ends_not_stored": waiting, "engines": described}
+        return JSONResponse(told, 200 if good else 503)
 
 
 def _operations(app: FastAPI, state: AppState) -> None:
     gateway, engines = state.gateway, state.gateway.dispatcher.engines
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    @app.get("/metrics", responses=error_docs(401))
+    async def metrics(request: Request) -> Response:
         """Return Prometheus metrics: Headway's, and each engine's with an instance label."""
+        state.check_status(request)
         await _gauge(gateway)
         pages = {id: await engine.metrics() for id, engine in engines.items() if engine.up.is_set()}
         return PlainTextResponse(gateway.metrics.render(pages), media_type="text/plain; version=0.0.4")
 
-    @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 404, 502, 503))
+    @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 403, 404, 502, 503))
     async def control(engine: str, request: Request) -> Response:
-        """Pass a message to a running scheduler (state, urgency, pause, resume) and return its state."""
-        state.tenant(request)
+        """Pass a message to a running scheduler (state, urgency, pause, resume) and return its state.
+
+        For operators: it concerns the requests of all tenants.
+        """
+        state.check_operator(request)
         if engine not in engines:
             known = ", ".join(engines)
             raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
         return JSONResponse(await engines[engine].control(read_json(await state.body(request))))
 
 
-def _engine(engine: VllmEngine) -> dict[str, Any]:
+def _engine(engine: VllmEngine, to_operator: bool) -> dict[str, Any]:
     failure = engine.failure
+    error = str(failure) if failure else None  # with the end of a log, paths and addresses
+    if failure and not to_operator:
+        error = "It has failed. The gateway's log says why; so does this answer to the operator's key."
     return {"model": engine.models.current, "models": list(engine.models.names),
             "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
-            "error": str(failure) if failure else None}  # fmt: skip
+            "error": error}  # fmt: skip
 
 
 async def _gauge(gateway: Gateway) -> None:

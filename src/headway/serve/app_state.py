@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
+from headway.serve.budget import Held
 from headway.serve.gateway import Gateway
-from headway.serve.request_parsing import Kind, ParsedRequest, interpret, read_json, validate
+from headway.serve.offload import INLINE, offload
+from headway.serve.request_parsing import (
+    ChatBody,
+    CompletionBody,
+    Kind,
+    ParsedRequest,
+    interpret,
+    read_json,
+    validate,
+)
 from headway.serve.tokens import Prompt
 from headway.types import Request as CoreRequest
+
+_LARGE = 4  # large bodies that are parsed at a time
 
 
 class AppState:
@@ -24,6 +38,9 @@ class AppState:
         self.gateway, self.config = gateway, gateway.config
         self.models = {name: engine for engine in self.config.engines for name in engine.served}
         self.adapters = base_models(self.config.engines)
+        self._longest = max((engine.max_model_len for engine in self.models.values()), default=0)
+        # A body that is being read takes many times its bytes.
+        self._large = asyncio.Semaphore(_LARGE)
         self.started = int(time.time())
         self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
 
@@ -40,17 +57,51 @@ class AppState:
             )  # fmt: skip
         return tenant
 
+    def is_operator(self, request: Request) -> bool:
+        """Tell whether a request carries the operator's key."""
+        key = self.config.server.operator_key
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        return key is not None and scheme.lower() == "bearer" and _digest(given.strip()) == _digest(key)
+
+    def check_operator(self, request: Request) -> None:
+        """Refuse what only operators may do: 401 without their key, 403 when there is none."""
+        if self.config.server.operator_key is None:
+            raise RequestError(
+                "Control is off.", "Set server.operator_key, and send it.", status=403, code="control_off"
+            )
+        if not self.is_operator(request):
+            raise RequestError(
+                "This wants the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
+                status=401, code="invalid_api_key",
+            )  # fmt: skip
+
+    def check_status(self, request: Request) -> None:
+        """Refuse questions about the gateway's state where only operators may ask them."""
+        if self.config.server.operator_only:
+            self.check_operator(request)
+
     async def body(self, request: Request) -> bytes:
-        """Read the body; 413 as soon as it is too long, whatever its declared length."""
+        """Read the body of a request that is answered at once; errors as `read`."""
+        with self.gateway.bodies.hold() as held:
+            return await self.read(request, held)
+
+    async def read(self, request: Request, held: Held) -> bytes:
+        """Read the body; 413 as soon as it is too long, whatever its declared length.
+
+        429 when the bodies of all requests together are too long.
+        """
         limit = self.config.server.max_body_kib * 1024
         declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > limit:
-            raise self._too_long(limit)
+        if declared.isdigit():
+            if len(declared) > 18 or int(declared) > limit:
+                raise self._too_long(limit)
+            self.gateway.bodies.check(int(declared))
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
             if size > limit:
                 raise self._too_long(limit)
+            held.add(len(part))
             parts.append(part)
         return b"".join(parts)
 
@@ -63,11 +114,19 @@ class AppState:
             headers={"connection": "close"},
         )
 
-    async def parse(self, kind: Kind, request: Request) -> ParsedRequest:
+    async def parse(self, kind: Kind, request: Request, held: Held) -> ParsedRequest:
         """Parse an HTTP request, or refuse it before anything is stored."""
         arrival, tenant = time.time(), self.tenant(request)
-        raw = read_json(await self.body(request))
-        body = validate(kind, raw)
+        data = await self.read(request, held)
+        if len(data) <= INLINE:
+            return await self._parse(kind, request, data, tenant, arrival)
+        async with self._large:
+            return await self._parse(kind, request, data, tenant, arrival)
+
+    async def _parse(
+        self, kind: Kind, request: Request, data: bytes, tenant: str, arrival: float
+    ) -> ParsedRequest:
+        raw, body = await offload(len(data), partial(self._validated, kind, data))
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)
         engine = self.models.get(model)
@@ -77,16 +136,20 @@ class AppState:
                 f"Use one of {', '.join(sorted([*self.models, *self.adapters]))}.",
                 status=404, code="model_not_found", param="model",
             )  # fmt: skip
-        prompt = await self.gateway.counters[model].read(body)
-        parsed = interpret(
-            kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
+        prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
+        parsed = await offload(len(data), partial(
+            interpret, kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
             prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
-        )  # fmt: skip
+        ))  # fmt: skip
         asked = replace(parsed.request, model=model, adapter=adapter)
         parsed = replace(parsed, request=self.gateway.dispatcher.promised(asked))
         self.gateway.path.check_capacity(parsed.request)
         self._learn_prefix(parsed.request, prompt)
         return parsed
+
+    def _validated(self, kind: Kind, data: bytes) -> tuple[dict[str, Any], ChatBody | CompletionBody]:
+        raw = read_json(data)
+        return raw, validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
         """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""

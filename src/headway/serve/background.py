@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.models import ModelUnavailable
-from headway.errors import RequestError
+from headway.errors import HeadwayError, RequestError
 from headway.serve import tasks
+from headway.serve.budget import Held
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.request_parsing import ParsedRequest
 from headway.serve.request_path import RequestPath
@@ -34,9 +35,12 @@ class BackgroundWork:
         finally:
             await tasks.cancel(*(task for _, task in self._running.values()))
 
-    async def accept(self, parsed: ParsedRequest) -> None:
-        """Store a request durably and run it."""
-        self.run(await self._path.store(parsed))
+    async def accept(self, parsed: ParsedRequest, held: Held) -> None:
+        """Store a request durably and run it. Its body is the broker's alone, if that keeps it on disk."""
+        in_flight = await self._path.store(parsed, held)
+        if self._path.on_disk:
+            in_flight.drop_body()
+        self.run(in_flight)
 
     def run(self, in_flight: InFlightRequest) -> None:
         """Run a stored request."""
@@ -69,12 +73,19 @@ class BackgroundWork:
         return list(self._running)
 
     async def cancel(self, id: str) -> bool:
-        """Cancel a request that has not ended; return whether there was one."""
+        """Cancel a request that has not ended; return whether there was one.
+
+        HeadwayError (503) as long as its end cannot be stored.
+        """
         in_flight = await self._stop(id)
-        if in_flight is None:
-            return False
-        await self._path.fail(in_flight, "cancelled", "cancelled")
-        return True
+        if in_flight is not None:
+            await self._path.fail(in_flight, "cancelled", "cancelled")
+        if id in self._path.closings:
+            raise HeadwayError(
+                f"{id} has ended, but the queue cannot be written at the moment.",
+                "Ask again: its end is stored as soon as the disk allows.", status=503, kind="server_error",
+            )  # fmt: skip
+        return in_flight is not None
 
     async def drop(self, id: str) -> None:
         """Stop a request that another gateway runs now; its job in the broker is not touched."""

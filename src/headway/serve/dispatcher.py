@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from headway.apps.account import EndedRun, RunAccount
 from headway.apps.run import within
@@ -72,10 +73,11 @@ class Dispatcher:
         try:
             for engine in self.engines.values():
                 await engine.start()
-            updates = (ranks.run() for ranks in self._ranks.values())
-            learning = [self._overdue.follow_latency(self.dispatch)] if self._follows_latency else []
-            loops = self._tick(), self._planning.run(), *self._overdue.loops(), *learning, *updates
-            async with tasks.running(*loops):
+            loops: list[tasks.Loop] = [self._tick, self._planning.run, *self._overdue.loops()]
+            loops += (ranks.run for ranks in self._ranks.values())
+            if self._follows_latency:
+                loops.append(partial(self._overdue.follow_latency, self.dispatch))
+            async with tasks.running(*loops, failed=self._metrics.loop_failed):
                 yield
         finally:
             await self.warmups.close()

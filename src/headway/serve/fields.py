@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -14,6 +15,8 @@ _MIN_MS, _MAX_MS = 0.001, 86_400_000  # an SLO is at least a microsecond, at mos
 Ms = Annotated[float, Field(ge=_MIN_MS, le=_MAX_MS, allow_inf_nan=False, strict=True)]
 Model = TypeVar("Model", bound=BaseModel)
 # How pydantic names a member of a union in the path of an error; the client knows only the field.
+_SHORT = Repr()  # never writes out the whole of a long value
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 _UNION = re.compile(r"str$|list\[|constrained-|function-")
 
 
@@ -24,7 +27,7 @@ def checked(model: type[Model], raw: Mapping[str, Any]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = ".".join(str(part) for part in first["loc"] if not _UNION.match(str(part)))
-        given = "" if first["type"] == "missing" else f" (it is {str(first.get('input'))[:80]!r})"
+        given = "" if first["type"] == "missing" else f" (it is {_SHORT.repr(first.get('input'))})"
         text = f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}{given}."
         raise RequestError(text, f"Correct {path!r} in the body.", param=path) from error
 

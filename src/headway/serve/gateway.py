@@ -23,6 +23,7 @@ from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
+from headway.serve.budget import ByteBudget
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
 from headway.serve.lengths.service import LengthService, open_lengths
@@ -39,6 +40,7 @@ class Gateway:
     """An open gateway.
 
     counters: model name -> what counts its prompts' tokens.
+    bodies: the memory that bodies may take.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -51,6 +53,7 @@ class Gateway:
     dispatcher: Dispatcher
     path: RequestPath
     background: BackgroundWork
+    bodies: ByteBudget
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
 
@@ -72,16 +75,14 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
     ):
         planner = recipe.planner()
         controller = Controller(planner, lengths.lengths, config.server.max_queued)
-        drops = any(tier.drop for tier in config.classes.values())
-        dispatcher = Dispatcher(
-            controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
-            RunAccount(config.apps.run_timeout_s), drops=drops,
-        )  # fmt: skip
+        dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
-        recovery = Recovery(broker, background, models, config.broker.lease_seconds)
+        bodies = ByteBudget(config.server.max_queued_mib * 2**20)
+        recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
+        loops = recovery.run, forget, path.closings.run
         try:
             async with (
                 kept_graphs(planner.knowledge, config.apps_dir),
@@ -89,13 +90,22 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 background.running(),
             ):
                 await recovery.renew()
-                async with tasks.running(recovery.run(), forget()):
+                async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
-                        config, metrics, lengths, counters, broker, dispatcher, path, background, backends,
-                        prefixes,
+                        config, metrics, lengths, counters, broker, dispatcher, path, background, bodies,
+                        backends, prefixes,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")
+            await path.closings.retry()
+
+
+def _dispatcher(config: Config, controller: Controller, metrics: Metrics, log_dir: Path | None) -> Dispatcher:
+    drops = any(tier.drop for tier in config.classes.values())
+    return Dispatcher(
+        controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
+        RunAccount(config.apps.run_timeout_s), drops=drops,
+    )  # fmt: skip
 
 
 def _add_warmers(

@@ -116,7 +116,7 @@ async def kept_graphs(knowledge: Knowledge | None, folder: Path | None) -> Async
     keeper = _Keeper(knowledge, GraphFiles(folder))
     await keeper.load()
     try:
-        async with tasks.running(keeper.run()):
+        async with tasks.running(keeper.run):
             yield
     finally:
         await keeper.save()

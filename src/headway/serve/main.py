@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import logging
 import re
+import resource
 import socket
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -30,6 +33,8 @@ from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
 _GRACE = 5  # seconds that running requests get at the end
 _URL = re.compile(r"https?://[^/\s]+")
 
@@ -121,12 +126,29 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
         handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
     )  # fmt: skip
     preflight(config)
+    _return_memory()
+    _raise_file_limit()
     with bind(config.server.host, config.server.port) as sock:
         server = Server(config, log_dir)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock])
     gc.unfreeze()  # or libraries would complain of leaks at the end
     return 1 if server.failed else 0
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system grants: each client and each request in an engine is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _return_memory() -> None:
+    """Let glibc return the memory of large bodies as soon as they are freed.
+
+    Otherwise it raises the size from which it does so to that of the bodies, and they fragment its heap.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
 class Server(uvicorn.Server):
@@ -141,7 +163,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 self._app, loop="uvloop", log_level="warning", access_log=False, lifespan="off",
                 http=limited(config.server.max_header_kib * 1024), server_header=False,
-                timeout_graceful_shutdown=_GRACE, ws="none", proxy_headers=False,
+                timeout_graceful_shutdown=_GRACE, backlog=_BACKLOG, ws="none", proxy_headers=False,
             )
         )  # fmt: skip
         self._settings, self._log_dir = config, log_dir
@@ -157,7 +179,7 @@ class Server(uvicorn.Server):
         add_endpoints(self._app, AppState(gateway))
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
-        async with tasks.running(self._announce(gateway)):
+        async with tasks.running(partial(self._announce, gateway)):
             await self._serve(sockets)
 
     async def _announce(self, gateway: Gateway) -> None:

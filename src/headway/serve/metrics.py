@@ -38,6 +38,9 @@ class Metrics:
         self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
         self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
         self._drops = Counter("headway_dropped", "Requests refused.", ["reason"], registry=r)
+        self._failures = Counter(
+            "headway_loop_failures", "Errors of what runs beside the requests.", ["loop"], registry=r
+        )
         self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind"], registry=r)
         self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
         self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
@@ -107,6 +110,10 @@ class Metrics:
     def planned(self, gauges: Mapping[str, float]) -> None:
         """Store what the planner sees at the moment (`Planner.gauges`)."""
         self._planned.gauges = gauges
+
+    def loop_failed(self, name: str) -> None:
+        """Count an error of a loop beside the requests, which has begun again."""
+        self._failures.labels(name).inc()
 
     def dropped(self, reason: str) -> None:
         """Count a refusal."""

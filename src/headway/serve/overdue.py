@@ -10,14 +10,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from headway.core.controller import Controller
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
 from headway.events import Event
 from headway.serve.planning import Execute
+from headway.serve.tasks import Loop
 
 _POLL = 1.0  # seconds between two looks at what engines have learned
 log = logging.getLogger("headway.serve")
@@ -44,9 +45,9 @@ class OverdueWatch:
         seconds = max(check - time.time(), 0.0)
         self._timer = asyncio.get_running_loop().call_later(seconds, self._due.set)
 
-    def loops(self) -> list[Coroutine[Any, Any, None]]:
+    def loops(self) -> list[Loop]:
         """Return what runs as long as the gateway serves."""
-        return [self._run(), *(self._ask(inquiry) for inquiry in self._inquiries.values())]
+        return [self._run, *(partial(self._ask, inquiry) for inquiry in self._inquiries.values())]
 
     async def follow_latency(self, tell: Callable[[Event], None]) -> None:
         """Tell what the engines have learned, every second until cancelled.

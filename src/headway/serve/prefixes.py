@@ -177,7 +177,7 @@ class _Pin:
             "model": self.model, "prompt": self.tokens, "max_tokens": 1, "temperature": 0, "priority": _LAST,
             "vllm_xargs": write_metadata(request, Forecast(np.ones(1)), math.inf),
         }  # fmt: skip
-        async with self.engine.open(PATHS["completions"], json.dumps(body).encode()) as response:
+        async with self.engine.open(PATHS["completions"], [json.dumps(body).encode()]) as response:
             said = await response.text(errors="replace")
             if response.status != 200:
                 raise EngineError(

@@ -15,6 +15,7 @@ from collections.abc import Container
 from headway.broker.port import Broker, Job
 from headway.errors import HeadwayError
 from headway.serve.background import BackgroundWork
+from headway.serve.closing import Closings
 from headway.serve.requests import InFlightRequest
 
 _PAGE = 32  # jobs taken at once: a body may be megabytes
@@ -30,9 +31,10 @@ class Recovery:
     """
 
     def __init__(
-        self, broker: Broker, background: BackgroundWork, models: Container[str], lease_seconds: float
-    ) -> None:
-        self._broker, self._background = broker, background
+        self, broker: Broker, closings: Closings, background: BackgroundWork, models: Container[str],
+        lease_seconds: float,
+    ) -> None:  # fmt: skip
+        self._broker, self._closings, self._background = broker, closings, background
         self._models, self._lease_seconds = models, lease_seconds
 
     async def run(self) -> None:
@@ -61,15 +63,20 @@ class Recovery:
                 await self._background.drop(id)
 
     async def _recover(self, job: Job) -> None:
-        if not job.background:
-            await self._broker.fail(job.id, "client_gone: the gateway ended before the answer", time.time())
-            return
-        in_flight = InFlightRequest.from_job(job)
-        if in_flight.request.model in self._models:
-            self._background.run(in_flight)
-        else:
-            reason = f"engine_gone: {in_flight.request.model} is not served any more"
-            await self._broker.fail(job.id, reason, time.time())
+        """Run a job, or store its end: once taken, no other gateway does."""
+        reason = "client_gone: the gateway ended before the answer"
+        if job.background:
+            try:
+                in_flight = InFlightRequest.from_job(job)
+            except ValueError as error:
+                log.error("the stored request %s cannot be read: %s", job.id, error)
+                reason = "internal: the stored request cannot be read"
+            else:
+                if in_flight.request.model in self._models:
+                    self._background.run(in_flight)
+                    return
+                reason = f"engine_gone: {in_flight.request.model} is not served any more"
+        await self._closings.fail(job.id, reason, time.time())
 
 
 async def forget_old_jobs(broker: Broker, keep_seconds: float) -> None:

@@ -7,22 +7,30 @@ engine's own error goes to the client as it is.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.config import Config, Tier
+from headway.engines.vllm.request_metadata import foreign
 from headway.errors import RequestError
 from headway.serve import run_identity
 from headway.serve.fields import Ms, checked, milliseconds
+from headway.serve.lengths.text import text_of
 from headway.types import Request, Slo
 
 Kind = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _Count = Annotated[int, Field(ge=1, strict=True)]
+
+# Objects and arrays in a body, at most: each one costs far more to read than the two bytes that it takes.
+_MOST_NESTED = 16_384
+_FEWEST = 1024  # elements that a list may have for every model, however short its context
 
 # Synonymous header names, of which the first one present wins; the last entry is the body's field.
 _SLO_NAMES: dict[str, tuple[str, ...]] = {
@@ -65,17 +73,70 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class ChatBody(Body):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+
+
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Prompts = Annotated[list[str], Field(fail_fast=True)] | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
 
 
 class CompletionBody(Body):
-    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    prompt: str | Annotated[_Prompts, Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBody:
+    """The body of a request for the engine, as bytes: objects would take many times their memory.
+
+    content: a JSON object without `vllm_xargs`. xargs: the client's own `vllm_xargs`, a JSON object.
+    """
+
+    content: bytes
+    xargs: bytes
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> EngineBody:
+        """Return the bytes of a body with its `vllm_xargs`, those of Headway's names left out.
+
+        RequestError for numbers beyond all floats (1e400), which JSON can write and the engine cannot read.
+        """
+        rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
+        return cls(_json(rest), _json(foreign(fields.get("vllm_xargs") or {})))
+
+    def parts(self, metadata: Mapping[str, str | float]) -> tuple[memoryview | bytes, ...]:
+        """Return the whole body in parts, with metadata for the scheduler beside the client's `vllm_xargs`.
+
+        The content is not copied: it may be large, and is held as long as its engine has not answered.
+        """
+        extra = _joined(self.xargs, json.dumps(metadata).encode())
+        comma = b"" if self.content == b"{}" else b", "
+        return memoryview(self.content)[:-1], comma, b'"vllm_xargs": ', extra, b"}"
+
+    def joined(self, metadata: Mapping[str, str | float]) -> bytes:
+        """Return `parts` as one."""
+        return b"".join(self.parts(metadata))
+
+
+def _json(fields: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
+    except ValueError as error:
+        raise RequestError(
+            "The body has a number that is too large.", "Send finite numbers.", code="invalid_json"
+        ) from error
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    """Return one JSON object with the members of two."""
+    if b"{}" in (first, second):
+        return second if first == b"{}" else first
+    return first[:-1] + b", " + second[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +146,15 @@ class ParsedRequest:
     request: the core's view.
     kind: the endpoint.
     upstream: the body for the engine.
+    text: what the length of the answer is forecast from, None = nothing is known of it.
     stream, background: how the client wants the response.
     wants_usage: the client asked for the usage event of a stream.
     """
 
     request: Request
     kind: Kind
-    upstream: dict[str, Any]
+    upstream: EngineBody
+    text: str | None
     stream: bool
     background: bool
     wants_usage: bool
@@ -106,6 +169,12 @@ _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 def read_json(raw: bytes) -> dict[str, Any]:
     """Parse a body; RequestError when it is not a JSON object that can be passed on."""
+    if (nested := _nested(raw)) > _MOST_NESTED:
+        raise RequestError(
+            f"The JSON body has {nested} objects and arrays.",
+            f"Send at most {_MOST_NESTED}.",
+            code="too_many_values",
+        )
     try:
         text = raw.decode()
         value = _JSON.decode(text)
@@ -122,8 +191,34 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def validate(kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
-    """Check the fields Headway reads; RequestError names the field and what it must be."""
+def _nested(raw: bytes) -> int:
+    """Return how many objects and arrays a JSON text has, without reading it."""
+    count = raw.count(b"[") + raw.count(b"{")
+    if count <= _MOST_NESTED:
+        return count
+    # Those inside strings are text. Without escaped characters, every quote begins or ends a string.
+    outside = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE).split(b'"')[::2]
+    return sum(map(len, outside))
+
+
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
+
+
+def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | CompletionBody:
+    """Check the fields Headway reads; RequestError names the field and what it must be.
+
+    longest: context of the models here, in tokens; no list of tokens or messages needs more elements.
+    """
+    most = max(longest, _FEWEST)
+    for name in ("prompt", "messages", "tools"):
+        value = raw.get(name)
+        if isinstance(value, list) and len(value) > most:
+            raise RequestError(
+                f"{name} has {len(value)} elements.",
+                f"Send at most {most}.",
+                param=name,
+                code="too_many_values",
+            )
     return checked(ChatBody, raw) if kind == "chat" else checked(CompletionBody, raw)
 
 
@@ -143,6 +238,7 @@ def interpret(
 
     prompt_tokens: of the longest prompt; RequestError when it cannot fit the model.
     """
+    _check_names(headers, body)
     name, tier = _tier(body, headers, config)
     max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
     request = Request(
@@ -159,14 +255,38 @@ def interpret(
         stage=run_identity.stage_of(headers, body.headway),
         drop=tier.drop,
     )
-    background, stream = bool(body.background), bool(body.stream)
-    if background and stream:
+    background, stream = _delivery(body)
+    wants_usage = bool((body.stream_options or {}).get("include_usage"))
+    upstream = _upstream(raw, body, request.priority, wants_usage)
+    return ParsedRequest(
+        request, kind, EngineBody.of(upstream), text_of(raw), stream, background, wants_usage
+    )
+
+
+_SLO_HEADERS = [name for name in HEADERS if "slo" in name]
+_SLO_FIELDS = [names[-1] for names in _SLO_NAMES.values()]
+_SLO_WORD = re.compile(r"(^|[-_])slo([-_]|$)")
+
+
+def _check_names(headers: Mapping[str, str], body: Body) -> None:
+    """Refuse names that look like an SLO and are none: without one a request is best effort."""
+    for known, given in ((_SLO_HEADERS, headers), (_SLO_FIELDS, body.model_extra or {})):
+        for name in given:
+            if _SLO_WORD.search(name.lower()) and name.lower() not in known:
+                near = get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
+                raise RequestError(
+                    f"{name[:64]!r} is no name of an SLO.", f"Did you mean {near!r}?", param=name[:64],
+                    code="unknown_slo",
+                )  # fmt: skip
+
+
+def _delivery(body: Body) -> tuple[bool, bool]:
+    """Return whether the client polls for the answer, and whether it reads it as it comes."""
+    if body.background and body.stream:
         raise RequestError(
             "A background request cannot stream.", "Leave out stream, and poll GET /v1/responses/{id}."
         )
-    wants_usage = bool((body.stream_options or {}).get("include_usage"))
-    upstream = _upstream(raw, body, request.priority, wants_usage)
-    return ParsedRequest(request, kind, upstream, stream, background, wants_usage)
+    return bool(body.background), bool(body.stream)
 
 
 def _upstream(
@@ -235,11 +355,15 @@ def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_l
     """Return the limit of output tokens; RequestError when prompt and answer cannot fit the model."""
     limit = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
     if prompt_tokens + (limit or 1) > max_model_len:
-        raise RequestError(
-            f"The prompt has {prompt_tokens} tokens and {limit or 1} more are asked for, but {body.model} "
-            f"has room for {max_model_len}.",
-            "Shorten the prompt or lower max_tokens.",
-            param="messages" if isinstance(body, ChatBody) else "prompt",
-            code="context_length_exceeded",
-        )
+        raise too_long(body, f"{prompt_tokens} tokens and {limit or 1} more are asked for", max_model_len)
     return limit or max_model_len - prompt_tokens
+
+
+def too_long(body: ChatBody | CompletionBody, what: str, max_model_len: int) -> RequestError:
+    """Return the error of a prompt that has `what`, which does not fit the model."""
+    return RequestError(
+        f"The prompt has {what}, but {body.model} has room for {max_model_len}.",
+        "Shorten the prompt or lower max_tokens.",
+        param="messages" if isinstance(body, ChatBody) else "prompt",
+        code="context_length_exceeded",
+    )

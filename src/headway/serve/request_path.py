@@ -6,6 +6,8 @@ Whatever happens, an accepted request ends exactly once, in the core and in the 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 
 from headway.broker.port import Broker
@@ -13,15 +15,21 @@ from headway.config import Server
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.request_metadata import write_metadata
+from headway.errors import EngineError
 from headway.events import Failed, Finished, Started
 from headway.serve import tasks
+from headway.serve.budget import Held
+from headway.serve.closing import Closings
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
+from headway.serve.offload import offload
 from headway.serve.refusals import refusal
-from headway.serve.request_parsing import PATHS, ParsedRequest
+from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
 from headway.types import Request
+
+log = logging.getLogger("headway.serve")
 
 
 class RequestPath:
@@ -32,6 +40,7 @@ class RequestPath:
     ) -> None:
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
         self._lengths, self._metrics = lengths, metrics
+        self.closings = Closings(broker)
         self._storing = 0  # admitted requests that the broker has not stored yet
 
     # ---- in
@@ -52,22 +61,28 @@ class RequestPath:
             self._metrics.failed(request, "refused")
         raise refusal(reject)
 
-    async def accept(self, parsed: ParsedRequest) -> InFlightRequest:
+    @property
+    def on_disk(self) -> bool:
+        """Tell whether the broker keeps bodies on disk."""
+        return self._broker.on_disk
+
+    async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably and queue it. From here on it is owed an end."""
-        in_flight = await self.store(parsed)
+        in_flight = await self.store(parsed, held)
         self._dispatcher.add(in_flight)
         return in_flight
 
-    async def store(self, parsed: ParsedRequest) -> InFlightRequest:
-        """Store a request durably."""
+    async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
+        """Store a request durably; it keeps what its body holds of the memory."""
         in_flight = InFlightRequest.of(parsed)
         in_flight.waited = self._dispatcher.swaps.obstacle(parsed.request.model)
         self._storing += 1
         try:
-            await self._lengths.read(in_flight.request, in_flight.upstream)  # while nothing is owed
+            await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
             await self._put(in_flight)
         finally:
             self._storing -= 1
+        in_flight.held = held.keep()
         return in_flight
 
     async def _put(self, in_flight: InFlightRequest) -> None:
@@ -77,7 +92,7 @@ class RequestPath:
         except asyncio.CancelledError:
             await asyncio.wait([put])
             if put.exception() is None:
-                await self._broker.fail(
+                await self.closings.fail(
                     in_flight.id, "client_gone: disconnected while it was stored", time.time()
                 )
             raise
@@ -99,7 +114,8 @@ class RequestPath:
                 response = await self._open_unless_refused(engine, in_flight)
             except TakenBack:
                 self._dispatcher.requeue(in_flight, "model_swap")
-            except EngineGone:
+            except EngineGone as error:
+                log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
                 if not await engine.lives():
                     engine.lost()
                 attempts = await self._count_attempt(in_flight)
@@ -109,6 +125,7 @@ class RequestPath:
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
                 in_flight.first_token = time.time()
+                in_flight.drop_body()
                 self._dispatcher.dispatch(Started(in_flight.id))
                 return response
 
@@ -139,7 +156,8 @@ class RequestPath:
 
     async def _open_on(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
         forecast = self._lengths.lengths.forecast(in_flight.request)
-        body = in_flight.body(write_metadata(in_flight.request, forecast, in_flight.rank))
+        upstream = in_flight.upstream or await self._stored_body(in_flight.id)
+        body = upstream.parts(write_metadata(in_flight.request, forecast, in_flight.rank))
         response = await EngineResponse.open(engine, PATHS[in_flight.kind], body)
         # A live engine's error is this request's fault, and the client is told.
         broken = response.status >= 500 or response.head.startswith(ERROR_EVENT)
@@ -147,6 +165,12 @@ class RequestPath:
             await response.close()
             raise EngineGone(engine.id, response.head[:300])
         return response
+
+    async def _stored_body(self, id: str) -> EngineBody:
+        job = await self._broker.get(id)
+        if job is None or not job.body:
+            raise EngineError(f"The body of {id} is not in the queue any more.", "Send the request again.")
+        return await offload(len(job.body), lambda: EngineBody.of(json.loads(job.body)))
 
     async def _count_attempt(self, in_flight: InFlightRequest) -> int:
         """Return how many engines died over this request; for background work restarts do not reset it."""
@@ -162,13 +186,14 @@ class RequestPath:
         if in_flight.closed:
             return False
         in_flight.closed = True
+        in_flight.drop_body()
         now, request = time.time(), in_flight.request
         self._lengths.answered(request, output_tokens)
         self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
         self._lengths.ended(request.id)
-        done = await self._broker.done(request.id, result, now)
+        done = await self.closings.done(request.id, result, now)
         if done:
-            first, streamed = in_flight.first_token, in_flight.upstream.get("stream")
+            first, streamed = in_flight.first_token, in_flight.streams
             ttft = (first if streamed and first is not None else now) - request.arrival
             self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
         return done
@@ -179,11 +204,12 @@ class RequestPath:
             return
         self.abandon(in_flight, reason)
         self._metrics.failed(in_flight.request, outcome)
-        await self._broker.fail(in_flight.id, reason, time.time())
+        await self.closings.fail(in_flight.id, reason, time.time())
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
         """Close a request here without an end in the broker."""
         in_flight.closed = True
+        in_flight.drop_body()
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
         self._lengths.ended(in_flight.id)
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+from urllib.parse import quote
 
 import aiohttp
 from pydantic import TypeAdapter
 
 from headway.broker.port import Job
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.connection import EngineGone, Part
 from headway.errors import HeadwayError
-from headway.serve.request_parsing import PATHS, Kind, ParsedRequest
+from headway.serve.budget import ByteBudget, Held
+from headway.serve.request_parsing import PATHS, EngineBody, Kind, ParsedRequest
 from headway.types import Request
 
 
@@ -43,7 +46,9 @@ class InFlightRequest:
 
     request: the core's view.
     kind: the endpoint that it came to.
-    upstream: the body for the engine, without metadata.
+    upstream: the body for the engine, without metadata; None = it is read from the broker when it is needed.
+    streams: the client reads the answer as it comes.
+    held: the memory of its body, within the limit of all.
     background: its client polls for the response instead of holding a connection.
     engine_future: resolved with the engine by `Send`, failed with RequestError by `Reject`.
     opening: the task that waits for the engine's first byte, of a request that may be refused or taken back
@@ -60,8 +65,10 @@ class InFlightRequest:
 
     request: Request
     kind: Kind
-    upstream: dict[str, Any]
+    upstream: EngineBody | None
+    streams: bool = False
     background: bool = False
+    held: Held = field(default_factory=lambda: ByteBudget(0).hold())
     engine_future: asyncio.Future[VllmEngine] = field(default_factory=_new_future)
     opening: asyncio.Task[EngineResponse] | None = None
     taken_back: bool = False
@@ -80,17 +87,18 @@ class InFlightRequest:
     @classmethod
     def of(cls, parsed: ParsedRequest) -> InFlightRequest:
         """Return a parsed request as one in flight."""
-        return cls(parsed.request, parsed.kind, parsed.upstream, parsed.background)
+        return cls(parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background)
 
     @classmethod
     def from_job(cls, job: Job) -> InFlightRequest:
         """Return the background request of a stored job; its SLO counts from its first arrival."""
         kind: Kind = "chat" if job.path == PATHS["chat"] else "completions"
-        return cls(_REQUEST.validate_json(job.request), kind, json.loads(job.body), background=True)
+        return cls(_REQUEST.validate_json(job.request), kind, None, background=True)
 
     def to_job(self) -> Job:
         """Return the job that the broker stores."""
-        request, body = self.request, json.dumps(self.upstream).encode()
+        assert self.upstream is not None, "it is stored once, before its body is dropped"
+        request, body = self.request, self.upstream.joined({})
         stored = _REQUEST.dump_json(request).decode()
         return Job(
             request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background
@@ -126,10 +134,21 @@ class InFlightRequest:
         self.engine_future, self.taken_back = _new_future(), False
         self.returned = time.monotonic(), reason
 
-    def body(self, metadata: dict[str, str | float]) -> bytes:
-        """Return the body for the engine: the client's, with metadata for the scheduler."""
-        extra = {**(self.upstream.get("vllm_xargs") or {}), **metadata}
-        return json.dumps({**self.upstream, "vllm_xargs": extra}).encode()
+    def promise(self) -> list[tuple[bytes, str]]:
+        """Return the headers that tell a client the class of its request, and the SLO that counts, in ms."""
+        request, slo = self.request, self.request.slo
+        targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e)
+        told = [
+            (b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}")
+            for name, value in targets
+            if value is not None
+        ]
+        return [(b"x-headway-class", quote(request.tier)), *told]
+
+    def drop_body(self) -> None:
+        """Let go of the body: it is on disk, or an engine has it."""
+        self.upstream = None
+        self.held.close()
 
 
 @dataclass(slots=True)
@@ -149,8 +168,11 @@ class EngineResponse:
     _stack: AsyncExitStack = field(repr=False)
 
     @classmethod
-    async def open(cls, engine: VllmEngine, path: str, body: bytes) -> EngineResponse:
-        """Post a request and return the response with its head; EngineGone when the engine breaks off."""
+    async def open(cls, engine: VllmEngine, path: str, body: Sequence[Part]) -> EngineResponse:
+        """Post a request and return the response with its head; EngineGone when the engine breaks off.
+
+        body: in parts.
+        """
         stack = AsyncExitStack()
         try:
             http = await stack.enter_async_context(engine.open(path, body))

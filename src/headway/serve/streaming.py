@@ -93,6 +93,7 @@ class ResponseStream(Response):
             (b"content-type", response.content_type.encode()),
             (b"x-request-id", self._in_flight.id.encode()),
         ]
+        headers += [(name, value.encode()) for name, value in self._in_flight.promise()]
         if self._in_flight.waited is not None:
             headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
         if not response.streams:

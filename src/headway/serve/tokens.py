@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
 from headway.models.resolve import resolve
-from headway.serve.request_parsing import ChatBody, CompletionBody
+from headway.serve.offload import offload
+from headway.serve.request_parsing import ChatBody, CompletionBody, too_long
 
-_INLINE = 8192  # characters; longer prompts are counted off the event loop
+_KEEPING = frozenset(("ByteLevel", "Digits", "Split"))  # pre-tokenizers that drop no byte
 Encode = Callable[[str, bool], Sized]
 # Fields of a body by which the engine makes other tokens of the same messages, or keeps their KV apart.
 _OWN_WAY = frozenset(
@@ -45,18 +49,23 @@ class TokenCounter:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._encode: Encode = _encode(tokenizer)
+        self._bytes = _Bytes.of(tokenizer)
 
     @classmethod
     async def load(cls, model: str) -> TokenCounter:
         """Load a model's tokenizer (seconds); ConfigError when the model has none."""
         return cls(await asyncio.to_thread(load_tokenizer, model))
 
-    async def read(self, body: ChatBody | CompletionBody) -> Prompt:
-        """Return the prompt's tokens."""
-        size = _size(body)
-        if size <= _INLINE:
-            return self._read(body)
-        return await asyncio.to_thread(self._read, body)
+    async def read(self, body: ChatBody | CompletionBody, max_model_len: int) -> Prompt:
+        """Return the prompt's tokens; RequestError when its bytes alone show that they cannot fit."""
+        texts = _texts(body)
+        size = sum(map(len, texts))
+        if self._bytes is not None and size > max_model_len:
+            least = [self._bytes.least_tokens(text) for text in texts]
+            tokens = sum(least) if isinstance(body, ChatBody) else max(least)
+            if tokens > max_model_len + (len(texts) if isinstance(body, ChatBody) else 0):
+                raise too_long(body, f"at least {tokens} tokens", max_model_len)
+        return await offload(size, partial(self._read, body))
 
     def _read(self, body: ChatBody | CompletionBody) -> Prompt:
         encoding = self._read_chat(body) if isinstance(body, ChatBody) else self._read_text(body)
@@ -107,14 +116,16 @@ def _encode(tokenizer: Any) -> Encode:
     """Return a function that reads a text's tokens, with or without the special ones around it.
 
     It calls the Rust tokenizer directly where there is one: transformers' wrapper takes twice the time, and
-    sets truncation before each call, which is not safe in two threads.
+    sets truncation before each call, which is not safe in two threads. A batch lets other threads run
+    meanwhile; `encode` holds the interpreter.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text, special: tokenizer.encode(text, add_special_tokens=special)
     backend.no_truncation()
     backend.no_padding()
-    return lambda text, special: backend.encode(text, add_special_tokens=special)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns whenever a child is started
+    return lambda text, special: backend.encode_batch_fast([text], add_special_tokens=special)[0]
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
@@ -128,9 +139,58 @@ def _is_text(content: str | list[dict[str, Any]] | None) -> bool:
     return not isinstance(content, list) or all(part.get("type") == "text" for part in content)
 
 
-def _size(body: ChatBody | CompletionBody) -> int:
+def _texts(body: ChatBody | CompletionBody) -> list[str]:
+    """Return the texts of all messages, without space around them, or each prompt's."""
     if isinstance(body, ChatBody):
-        return sum(len(_text(message.content)) for message in body.messages)
-    if isinstance(body.prompt, str):
-        return len(body.prompt)
-    return sum(len(one) for one in body.prompt if isinstance(one, str))  # token ids need no counting
+        return [_text(message.content).strip() for message in body.messages]  # templates may strip them
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return [one for one in prompts if isinstance(one, str)]  # token ids need no counting
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """What the bytes of a text say about its tokens, without tokenizing it.
+
+    most: bytes of the longest token. lost: bytes that become no token.
+    """
+
+    most: int
+    lost: bytes
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> _Bytes | None:
+        """Return it for a byte-level tokenizer that keeps every byte; None for others."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.normalizer is not None or backend.pre_tokenizer is None:
+            return None
+        split = json.loads(backend.pre_tokenizer.__getstate__())
+        parts = split["pretokenizers"] if split["type"] == "Sequence" else [split]
+        kinds = [part["type"] for part in parts if part.get("behavior") != "Removed"]
+        if len(kinds) < len(parts) or "ByteLevel" not in kinds or not _KEEPING.issuperset(kinds):
+            return None
+        added = backend.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip for token in added):  # these take in the space around them
+            return None
+        vocabulary = tokenizer.get_vocab()  # one character for each byte, except in added tokens
+        longest = max(*map(len, vocabulary), *(len(token.content.encode()) for token in added))
+        return cls(longest, bytes(byte for byte, symbol in _symbols() if symbol not in vocabulary))
+
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of a text's tokens."""
+        return -(-len(text.encode("utf-8", "ignore").translate(None, self.lost)) // self.most)
+
+
+def _symbols() -> set[tuple[int, str]]:
+    """Return how byte-level tokenizers write each byte of UTF-8."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    split = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    begins = (
+        *range(0x800),
+        *range(0x800, 0xD000, 0x800),
+        0xE000,
+        0xF000,
+        0x10000,
+        *range(2**18, 0x110000, 2**18),
+    )
+    return {pair for code in begins for pair in zip(chr(code).encode(), split(chr(code))[0][0], strict=True)}

@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +52,15 @@ Peers = tuple[Peer, Peer]  # direct, then Headway
 
 
 @contextmanager
-def servers(folder: Path, recipe: str = "slack") -> Iterator[Peers]:
-    """Start the FAKE engine and a gateway in front of it; stop both at the end."""
+def servers(folder: Path, recipe: str = "slack", server: Mapping[str, int] | None = None) -> Iterator[Peers]:
+    """Start the FAKE engine and a gateway in front of it; stop both at the end.
+
+    server: more settings of the gateway.
+    """
     engine, gateway = free_port(), free_port()
     config = {
         "recipe": recipe,
-        "server": {"port": gateway, "max_queued": 10_000},
+        "server": {"port": gateway, "max_queued": 10_000, **(server or {})},
         "engines": [{"url": f"http://127.0.0.1:{engine}", "max_running": 256}],
         "broker": {"kind": "sqlite", "sqlite": {"path": str(folder / "queue.sqlite"), "synchronous": "full"}},
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,11 @@ class RequestMetadata:
     tokens_left: float = 1.0
     spread: float = 1.0
     urgency: float = 0.0
+
+
+def foreign(xargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a client's `vllm_xargs` without entries of Headway's names, which only the gateway writes."""
+    return {name: value for name, value in xargs.items() if not name.lower().startswith(_PREFIX)}
 
 
 def write_metadata(request: Request, forecast: Forecast, rank: float = 0.0) -> dict[str, str | float]:

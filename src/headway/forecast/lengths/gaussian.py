@@ -7,12 +7,13 @@ quantiles, so that planners take its mean.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
-from headway.forecast.lengths.task import TELLING
+from headway.forecast.lengths.task import MOST_TASKS, TELLING
 from headway.types import Floats, Forecast, Request
 
 _SHARES = 64  # samples of a forecast
@@ -38,14 +39,14 @@ class _Moments:
 
 
 class GaussianLengths:
-    """A normal distribution of output tokens per task, over all of its answers.
+    """A normal distribution of output tokens per task, over all of its answers; `MOST_TASKS` tasks.
 
     Before the first answer the forecast is `prior` tokens; none is below 1 or above the request's max_tokens.
     """
 
     def __init__(self, prior: int = 256) -> None:
         self._prior = prior
-        self._tasks: dict[str, _Moments] = {}
+        self._tasks: OrderedDict[str, _Moments] = OrderedDict()  # in the order of their answers
 
     def forecast(self, request: Request) -> Forecast:
         """Return the distribution of the answer's tokens, sorted."""
@@ -62,6 +63,9 @@ class GaussianLengths:
     def add(self, task: str, output_tokens: int) -> None:
         """Add the length of one of a task's answers, at least 1 token."""
         self._tasks.setdefault(task, _Moments()).add(output_tokens)
+        self._tasks.move_to_end(task)
+        if len(self._tasks) > MOST_TASKS:
+            self._tasks.popitem(last=False)
 
     def profile(self, task: str) -> tuple[float, float]:
         """Return mean and standard deviation of a task's answers, in tokens."""

@@ -5,24 +5,29 @@ Until a task has answers, the forecast is a stated prior.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 
 from headway.types import Floats, Forecast, Request
 
+MOST_TASKS = 4096  # that are remembered; clients name them, so the one unused for longest is forgotten
 TELLING = 8  # answers from which on a task's forecast is more than a guess
 
 
 class TaskLengths:
-    """Empirical distribution of output tokens per task, over its last `window` answers.
+    """Empirical distribution of output tokens per task, over its last `window` answers; `MOST_TASKS` tasks.
 
     Before the first answer the forecast is `prior` tokens; no forecast exceeds the request's max_tokens.
     """
 
     def __init__(self, window: int = 256, prior: int = 256) -> None:
         self.window, self.prior = window, prior
-        self._seen: dict[str, Floats] = {}  # by task: a ring of the last answers
+        # By task: a ring of the last answers. The order is that of use.
+        self._seen: OrderedDict[str, Floats] = OrderedDict()
         self._count: dict[str, int] = {}  # answers so far
         self._sorted: dict[str, Forecast] = {}
+        self._first = Forecast(np.array([prior], float), guess=True)
 
     @property
     def taught(self) -> bool:
@@ -47,10 +52,17 @@ class TaskLengths:
         seen[count % self.window] = output_tokens
         self._count[task] = count + 1
         self._sorted.pop(task, None)
+        self._seen.move_to_end(task)
+        if len(self._seen) > MOST_TASKS:
+            oldest, _ = self._seen.popitem(last=False)
+            del self._count[oldest]
+            self._sorted.pop(oldest, None)
 
     def _forecast_of(self, task: str) -> Forecast:
+        if task not in self._seen:
+            return self._first
+        self._seen.move_to_end(task)
         if task not in self._sorted:
-            seen = self._seen.get(task, np.array([self.prior], float))
-            count = self._count.get(task, 0)
-            self._sorted[task] = Forecast(np.sort(seen[: max(count, 1)]), guess=count < TELLING)
+            count = self._count[task]
+            self._sorted[task] = Forecast(np.sort(self._seen[task][:count]), guess=count < TELLING)
         return self._sorted[task]

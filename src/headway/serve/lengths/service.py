@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class LengthService(Protocol):
     @property
     def lengths(self) -> Lengths: ...
 
-    async def read(self, request: Request, body: Mapping[str, Any]) -> None:
+    async def read(self, request: Request, text: str | None) -> None:
         """Read the prompt of a request that is about to be stored."""
 
     def answered(self, request: Request, output_tokens: int) -> None:
@@ -85,7 +85,7 @@ class TaskService:
     def __init__(self) -> None:
         self.lengths: Lengths = TaskLengths()
 
-    async def read(self, request: Request, body: Mapping[str, Any]) -> None:
+    async def read(self, request: Request, text: str | None) -> None:
         """Do nothing."""
 
     def answered(self, request: Request, output_tokens: int) -> None:
@@ -138,9 +138,8 @@ class PredictorService:
         if self._fitting is not None:
             await tasks.cancel(self._fitting)
 
-    async def read(self, request: Request, body: Mapping[str, Any]) -> None:
+    async def read(self, request: Request, text: str | None) -> None:
         """Tell the predictor a prompt's features, computed beside the event loop."""
-        text = text_of(body)
         if text is None:
             self._metrics.forecasts.labels("task_no_text").inc()
         elif self._reading >= _MAX_READING:
@@ -221,19 +220,3 @@ class LengthMetrics:
         self.seconds = Histogram(
             "headway_forecast_seconds", "To read a prompt, waiting included.", buckets=_BUCKETS, registry=r
         )
-
-
-def text_of(body: Mapping[str, Any]) -> str | None:
-    """Return the text that an answer's length depends on most: the user's last message, or the prompt.
-
-    None for token ids and for images without text.
-    """
-    if "messages" in body:
-        by_user = [message for message in body["messages"] if message.get("role") == "user"]
-        content = (by_user or body["messages"])[-1].get("content")
-        if isinstance(content, list):
-            content = " ".join(str(part["text"]) for part in content if "text" in part)
-        return content or None
-    prompt = body.get("prompt")
-    first = prompt[0] if isinstance(prompt, list) else prompt
-    return first if isinstance(first, str) and first else None

@@ -22,13 +22,16 @@ _KEEPALIVE = 2.0
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
 
 
+_COPIED = 2**16  # bytes of a body; larger ones are written part by part, without a copy that waits, too
+Part = bytes | memoryview
+
+
 class EngineGone(EngineError):
     """The engine went away in the middle of a request."""
 
     def __init__(self, name: str, why: object) -> None:
-        super().__init__(
-            f"The engine {name} went away: {why!r}.", "Try again; it is being restarted.", status=503
-        )
+        super().__init__(f"The engine {name} went away.", "Try again; it is being restarted.", status=503)
+        self.why = why  # for logs: it may tell addresses, which are not for clients
 
 
 class EngineConnection:
@@ -70,16 +73,19 @@ class EngineConnection:
             return False
 
     @asynccontextmanager
-    async def open(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def open(self, path: str, body: Sequence[Part]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a request and yield the response; leaving the block closes it, which makes vLLM abort it.
 
+        body: in parts.
         Raises EngineGone when the engine does not answer or the connection breaks.
         """
         self._open += 1
         self.idle.clear()
         try:
-            headers = {"content-type": "application/json"}
-            async with self._http.post(f"{self.url}{path}", data=body, headers=headers) as response:
+            size = sum(map(len, body))
+            headers = {"content-type": "application/json", "content-length": str(size)}
+            data = b"".join(body) if size <= _COPIED else _one_by_one(body)
+            async with self._http.post(f"{self.url}{path}", data=data, headers=headers) as response:
                 yield response
         except _GONE as error:
             raise EngineGone(self.id, error) from error
@@ -215,6 +221,11 @@ class EngineConnection:
                 return await answer.text() if answer.status == 200 else ""
         except _GONE:
             return ""
+
+
+async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
+    for part in parts:
+        yield part
 
 
 def _state(text: str) -> dict[str, Any] | None:

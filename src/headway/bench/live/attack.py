@@ -1,0 +1,147 @@
+"""`headway bench attack`: the gateway on a hostile network, one row of figures per attack.
+
+A real gateway runs in front of a FAKE engine (`fake_engine.py`). While hostile clients carry out an attack
+(`attack_clients.py`), others ask for /health and send small chats: what is measured is how those fare.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from headway.bench.live.attack_clients import ATTACKS, Target
+from headway.bench.live.fake_engine import NAME
+from headway.bench.live.peers import Peer, servers
+from headway.bench.output.plots import png, sheet
+from headway.bench.output.results import About, Grid, Report, Row, deliver, show
+
+_SYSTEM, _QUEUED_MIB = "headway", 64
+_PAUSE = 0.01  # seconds between two questions for /health
+# Row -> the goal, at most.
+GOALS = {"attack.health_ms.p99": 50.0, "attack.rss_mb": 100.0, "attack.lost": 0.0, "attack.5xx": 0.0}
+_UNITS = dict(zip(GOALS, ("ms", "MB", "requests", "answers"), strict=True))
+WORKLOAD = (
+    f"Headway's gateway (sqlite broker, synchronous = full, server.max_queued_mib = {_QUEUED_MIB}) in front "
+    f"of a {NAME}; hostile clients carry out one attack after the other, while others ask for /health and "
+    "send small chats."
+)
+_NOTES = (
+    "health_ms: answers of /health during the attack. rss_mb: the gateway's largest resident memory "
+    "meanwhile, minus that before. lost: accepted requests without an answer. 5xx: except 503.",
+)
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Attack, print the result, and write page and plot when a folder is given."""
+    began = time.perf_counter()
+    rows = measure(2.5 if quick else 20.0)
+    report = build(rows, time.perf_counter() - began, seed)
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"attack": plot(rows)})
+
+
+def measure(seconds: float, names: tuple[str, ...] = tuple(ATTACKS)) -> list[Row]:
+    """Carry out each attack for so many seconds; return its rows, those of no attack first."""
+    with tempfile.TemporaryDirectory(prefix="headway-attack-") as name:
+        folder = Path(name)
+        with servers(folder, server={"max_queued_mib": _QUEUED_MIB}) as (engine, gateway):
+            rows = list[Row]()
+            _attacked(Target(gateway, engine, folder), "", 1.0)  # warms up
+            for attack in ("", *names):
+                rows += _attacked(Target(gateway, engine, folder), attack, seconds)
+            return rows
+
+
+def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
+    with _watching(target.gateway) as seen, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_clients(target, attack, seconds))
+    figures = {
+        "attack.health_ms.p99": float(np.quantile(seen.health, 0.99)) * 1000,
+        "attack.rss_mb": (max(seen.rss) - seen.rss[0]) / 1e6,
+        "attack.lost": float(target.lost),
+        "attack.5xx": float(target.broken),
+    }
+    return [Row(id, _SYSTEM, attack or "no attack", value, _UNITS[id]) for id, value in figures.items()]
+
+
+async def _clients(target: Target, attack: str, seconds: float) -> None:
+    """Run the attackers and an honest client beside them."""
+    target.stop = asyncio.get_running_loop().time() + seconds
+    work, clients = ATTACKS[attack] if attack else (_honest, 0)
+    await asyncio.gather(_honest(target), *(work(target) for _ in range(clients)))
+
+
+async def _honest(target: Target) -> None:
+    while target.going:
+        await target.chat()
+        await asyncio.sleep(0.05)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Seconds that each answer of /health took, and the gateway's resident bytes."""
+
+    health: list[float] = field(default_factory=list)
+    rss: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def _watching(gateway: Peer) -> Iterator[_Seen]:
+    """Ask for /health and for the memory in a thread until the block ends."""
+    seen, over = _Seen(rss=[gateway.process.memory_info().rss]), threading.Event()
+
+    def watch() -> None:
+        line = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
+        while not over.wait(_PAUSE):
+            began = time.perf_counter()
+            line.request("GET", "/health")
+            line.getresponse().read()
+            seen.health.append(time.perf_counter() - began)
+            seen.rss.append(gateway.process.memory_info().rss)
+        line.close()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+# ---- the report
+
+
+def build(rows: list[Row], seconds: float, seed: int) -> Report:
+    """Return the report with a line per attack."""
+    settings = list(dict.fromkeys(row.setting for row in rows))
+    values = {(row.setting, row.id): row.ours for row in rows}
+    lines = [[setting, *(show(values[setting, id]) for id in GOALS)] for setting in settings]
+    goals = ["goal, at most", *(show(goal) for goal in GOALS.values())]
+    header = ("attack", *(id.removeprefix("attack.") for id in GOALS))
+    return Report(
+        "attack", "vllm", "The gateway under attack", rows, seconds, About(WORKLOAD, seed),
+        Grid(header, [lines, [goals]]), notes=_NOTES,
+    )  # fmt: skip
+
+
+def plot(rows: list[Row]) -> bytes:
+    """Return a PNG of the first two figures of each attack, with their goals."""
+    figure, panels = sheet(1, 2, 10, 4.2)
+    for axes, (id, goal) in zip(panels, list(GOALS.items())[:2], strict=True):
+        shown = [row for row in rows if row.id == id]
+        axes.barh([row.setting for row in shown], [row.ours or 0.0 for row in shown], color="#0072B2")
+        axes.axvline(goal, color="#D55E00", linewidth=1)
+        axes.invert_yaxis()
+        axes.set_title(f"{id}, {_UNITS[id]} (line: goal; {NAME})", fontsize=8)
+        axes.tick_params(labelsize=7)
+    return png(figure)

@@ -1,0 +1,193 @@
+"""The attacks of `headway bench attack`: what hostile clients send, over raw connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from headway.bench.live.peers import Peer
+
+MIB = 2**20
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_SAY = [{"role": "user", "content": "Say something."}]
+_ANSWER_S = 20.0  # an answer that takes longer is none
+
+
+@dataclass(slots=True)
+class Target:
+    """The gateway under attack, and what its clients have seen.
+
+    engine: the FAKE engine behind it. folder: its queue's directory.
+    stop: instant of the event loop's clock at which attackers end.
+    broken: 5xx that no client should see. lost: requests that were accepted and got no answer.
+    """
+
+    gateway: Peer
+    engine: Peer
+    folder: Path
+    stop: float = 0.0
+    broken: int = 0
+    lost: int = 0
+    numbers: count[int] = field(default_factory=count)
+
+    @property
+    def going(self) -> bool:
+        return asyncio.get_running_loop().time() < self.stop
+
+    async def end(self) -> None:
+        """Wait until attackers end."""
+        await asyncio.sleep(max(self.stop - asyncio.get_running_loop().time(), 0.0))
+
+    async def send(self, data: bytes, *, port: int | None = None) -> tuple[int, bytes]:
+        """Send bytes on a connection of its own; return status and body of the answer, 0 = there is none."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port or self.gateway.port)
+                try:
+                    writer.write(data)
+                    head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return 0, b""
+        status = int(head[9:12] or 0)
+        self.broken += status >= 500 and status != 503
+        return status, body
+
+    async def chat(self, **fields: Any) -> int:
+        """Ask as an honest client; return the status. No answer is a loss, a refusal (429, 503) is none."""
+        status, body = await self.send(request(_CHAT, say(**fields)))
+        self.lost += status not in (200, 429, 503) or (status == 200 and b"fake " not in body)
+        return status
+
+
+Attack = Callable[[Target], Awaitable[None]]
+
+
+def say(**fields: Any) -> dict[str, Any]:
+    """Return the body of a chat request."""
+    return {"model": "smollm2", "messages": _SAY, "max_tokens": 4, **fields}
+
+
+def request(path: str, body: Mapping[str, Any] | bytes, headers: str = "") -> bytes:
+    """Return the bytes of a POST whose connection ends with the answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}"
+    return f"{lines}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def _mib(before: str, element: str) -> bytes:
+    """Return a JSON body of a MiB: a list of one element, many times."""
+    times = (MIB - 200) // (len(element) + 1)
+    return f'{{"model": "smollm2", {before}: [{",".join([element] * times)}]}}'.encode()
+
+
+def repeated(data: bytes) -> Attack:
+    """Return the attack that sends the same bytes again and again."""
+
+    async def attack(target: Target) -> None:
+        while target.going:
+            await target.send(data)
+
+    return attack
+
+
+async def waiting(target: Target) -> None:
+    """Queue bodies of a MiB whose answers never begin, and leave."""
+    data = request(_CHAT, say(metadata="x" * (MIB - 400), vllm_xargs={"fake_hold": "never"}))
+    lines = list[asyncio.StreamWriter]()
+    try:
+        while target.going and len(lines) < 200:
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port)
+                lines.append(writer)
+                writer.write(data)
+                await writer.drain()
+        await target.end()
+    finally:
+        for writer in lines:
+            writer.transport.abort()
+
+
+async def aborted(target: Target) -> None:
+    """Begin uploads of a MiB and break them off."""
+    data = request(_CHAT, say(metadata="x" * (MIB - 400)))[: MIB // 2]
+    while target.going:
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port)
+            writer.write(data)
+            await writer.drain()
+            writer.transport.abort()
+
+
+async def made_up_tasks(target: Target) -> None:
+    """Name another task with every request."""
+    while target.going:
+        task = f"{next(target.numbers):0128d}"
+        await target.send(request(_CHAT, say(), f"x-headway-task: {task}\r\n"))
+
+
+async def background(target: Target) -> None:
+    """Queue background bodies of a MiB; each is a loss that does not complete."""
+    ids = list[str]()
+    data = request(_CHAT, say(metadata="x" * (MIB - 400), background=True))
+    while target.going and len(ids) < 60:
+        status, body = await target.send(data)
+        ids += [json.loads(body)["id"]] if status == 202 else []
+    await _completed(target, ids)
+
+
+async def full_disk(target: Target) -> None:
+    """Let background work end while the queue's file cannot grow; each is a loss that does not complete."""
+    hold = f"disk-{next(target.numbers)}"
+    data = request(_CHAT, say(background=True, max_tokens=2000, vllm_xargs={"fake_hold": hold}))
+    answers = [await target.send(data) for _ in range(20)]
+    log = target.folder / "queue.sqlite-wal"
+    limit = target.gateway.process.rlimit
+    before = limit(resource.RLIMIT_FSIZE)
+    limit(resource.RLIMIT_FSIZE, (min(log.stat().st_size, 4096), before[1]))
+    try:
+        await target.send(request(f"/release/{hold}", b""), port=target.engine.port)
+        await target.end()
+    finally:
+        limit(resource.RLIMIT_FSIZE, before)
+    await _completed(target, [json.loads(body)["id"] for status, body in answers if status == 202])
+
+
+async def _completed(target: Target, ids: list[str]) -> None:
+    """Count as lost what is not completed in time."""
+    left, deadline = set(ids), asyncio.get_running_loop().time() + _ANSWER_S
+    while left and asyncio.get_running_loop().time() < deadline:
+        for id in list(left):
+            get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            _, body = await target.send(get.encode())
+            if b'"status":"completed"' in body:
+                left.discard(id)
+        await asyncio.sleep(0.1)
+    target.lost += len(left)
+
+
+_FORGED = json.dumps(say(vllm_xargs={"headway_urgency": -1e300}, temperature=0))[:-1] + ', "top_p": 1e400}'
+_PIPELINED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + b"nonsense\r\n\r\n"
+# By name: the attack, and how many clients carry it out at a time.
+ATTACKS: dict[str, tuple[Attack, int]] = {
+    "1 MiB of empty objects": (repeated(request(_COMPLETIONS, _mib('"prompt"', "{}"))), 2),
+    "1 MiB of lists": (repeated(request(_COMPLETIONS, _mib('"prompt"', "[0]"))), 2),
+    "1 MiB of numbers as messages": (repeated(request(_CHAT, _mib('"messages"', "0"))), 2),
+    "1 MiB of text": (repeated(request(_COMPLETIONS, {"model": "smollm2", "prompt": "word " * 209_000})), 2),
+    "150 kB of text": (repeated(request(_COMPLETIONS, {"model": "smollm2", "prompt": "word " * 30_000})), 2),
+    "1 MiB bodies that wait": (waiting, 1),
+    "1 MiB bodies in background": (background, 1),
+    "uploads broken off": (aborted, 4),
+    "forged facts, 1e400": (repeated(request(_CHAT, _FORGED.encode())), 4),
+    "bad heads behind others": (repeated(_PIPELINED), 4),
+    "made-up task names": (made_up_tasks, 8),
+    "a full disk": (full_disk, 1),
+}

@@ -1,0 +1,67 @@
+"""What only operators may do and see."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.config import Key, parse
+from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.connection import EngineGone
+from headway.errors import ConfigError, EngineError
+from tests.serve.conftest import Serve
+from tests.serve.gateway import OPERATOR, Fake, Gateway
+from tests.serve.test_refusals import error
+from tests.serve.test_request_ends import fakes
+
+STATE, CONTROL = {"op": "state"}, "/headway/control/e0"
+
+
+def test_control_is_the_operator_s(serve: Serve) -> None:
+    key = Key("sk-alpha-123", "alpha")
+    with serve(keys=(key,)) as gateway:
+        for headers in ({}, {"authorization": f"Bearer {key.key}"}, {"authorization": "Basic sk-operator-1"}):
+            assert error(gateway.control(STATE, headers=headers), 401)["code"] == "invalid_api_key"
+        assert gateway.control(STATE).status_code == 200
+        assert error(gateway.post(STATE, "/headway/control/e7", headers=OPERATOR), 404)
+        assert gateway.get("/v1/models", headers=OPERATOR).status_code == 401, "it is no tenant"
+
+
+def test_control_is_off_without_a_key(serve: Serve) -> None:
+    with serve(server={"operator_key": None}) as gateway:
+        assert error(gateway.control(STATE), 403)["code"] == "control_off"
+        assert gateway.get("/metrics").status_code == 200
+
+
+def test_status_may_be_the_operator_s_only(serve: Serve) -> None:
+    with serve(server={"operator_only": True}, ready=False) as gateway:
+        for path in ("/metrics", "/ready"):
+            error(gateway.get(path), 401)
+            assert gateway.get(path, headers=OPERATOR).status_code in (200, 503)
+        assert gateway.get("/health").status_code == 200
+    with pytest.raises(ConfigError, match="operator_key"):
+        parse({"server": {"operator_only": True}})
+
+
+def test_clients_learn_no_paths_and_addresses(
+    gateway: Gateway, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = EngineError("It ended:\n/home/me/model is missing", "The whole log is in /var/log/e0.log.")
+    (engine,) = gateway.inner.dispatcher.engines.values()
+    monkeypatch.setattr(engine, "failure", failure)
+    told = gateway.get("/ready").json()["engines"]["e0"]["error"]
+    assert "/home/me" not in told
+    assert "/home/me" in gateway.get("/ready", headers=OPERATOR).json()["engines"]["e0"]["error"]
+    monkeypatch.undo()
+
+    async def lives(_: VllmEngine) -> bool:
+        return True
+
+    def gone(*_: object, **__: object) -> None:
+        raise EngineGone("e0", ConnectionError(f"cannot connect to {fake.url}"))
+
+    monkeypatch.setattr(VllmEngine, "lives", lives)
+    monkeypatch.setattr(VllmEngine, "open", gone)
+    said = error(gateway.post(gateway.chat(**fakes())), 503)["message"]
+    assert "went away" in said
+    assert str(fake.port) not in said
+    assert str(fake.port) not in str(gateway.newest())
