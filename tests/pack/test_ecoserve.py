@@ -197,7 +197,7 @@ def test_order_is_deadline_range_then_held_kv_then_length(rows: list[tuple[float
         band = 0 if left < 0.5 else math.floor(math.log2(left / 0.5)) + 1
         return band, -(rows[i][1] * SIZE // 128), -rows[i][2], i
 
-    order, keys = queues.by_range(jobs.data, jobs.rows(), lengths, SIZE, 10.0)
+    order, keys = queues.by_range(jobs.data, jobs.rows(), lengths, SIZE, 10.0, fixed=False)
     assert order.tolist() == sorted(range(len(rows)), key=key)
     assert queues.same_range(keys, 0) == sum(key(i)[:2] == key(int(order[0]))[:2] for i in range(len(rows)))
 
@@ -230,9 +230,9 @@ def test_the_longest_that_fits_begins_when_a_group_ends() -> None:
 
 
 def test_no_deadline_is_the_last_range() -> None:
-    assert queues.deadline_range(math.inf, 0.0) == math.inf
-    assert queues.deadline_range(1.0, 5.0) == 0.0
-    assert [queues.deadline_range(due, 0.0) for due in (0.4, 0.6, 1.5, 5.0)] == [0.0, 1.0, 2.0, 4.0]
+    assert queues.deadline_range(math.inf, 0.0, fixed=False) == math.inf
+    assert queues.deadline_range(1.0, 5.0, fixed=False) == 0.0
+    assert [queues.deadline_range(due, 0.0, fixed=False) for due in (0.4, 0.6, 1.5, 5.0)] == [0.0, 1.0, 2.0, 4.0]
 
 
 # ---- lending (EcoServe 3.4)

@@ -30,7 +30,7 @@ class Orca(Packer):
 
     max_running: int
     budget: int
-    longest: int = 2048
+    longest: int
     max_answer: int | None = None
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
