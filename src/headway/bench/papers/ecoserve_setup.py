@@ -1,4 +1,4 @@
-"""EcoServe's evaluation set-up: data sets (Table 2, 2.2, 2.3, 4), engine (2.1) and systems with their settings.
+"""EcoServe's evaluation set-up: data sets (Table 2, 2.2, 2.3, 4), engine (2.1), systems and settings.
 
 Also a bound on the requests per second that any schedule can serve on that engine.
 """
@@ -36,6 +36,7 @@ LONGEST = 3200  # tokens of a request: BookCorpus chunks with their answers
 ORCA_BATCH, LEVELS = 8, 5  # 2.1
 SLO_SCALE = 2.0
 PAPER_TEXT = "ecoserve-paper"
+MAX_ALLOCATION = ("orca", "srtf", "fastserve")
 TRUE_LENGTHS = ("srtf", "multires")  # 2.1: their answers' lengths are known in advance
 _GRID = (np.arange(20_000) + 0.5) / 20_000
 
@@ -56,6 +57,8 @@ class Data:
     name: of its length distribution, whose shape is kept
     rate: Table 2's rate, req/s
     rates: of the sweep, around this engine's saturation, req/s
+    low: the same for systems with max-allocation, req/s
+    swept: of the sweeps of options, req/s
     seconds: of arrivals
     prompt, output: Table 2's lengths; BookCorpus prompts are cut into chunks of 2048
     padding: sweet spot of 2.3, a share of the prediction
@@ -68,6 +71,8 @@ class Data:
     name: str
     rate: float
     rates: tuple[float, ...]
+    low: tuple[float, ...]
+    swept: float
     seconds: float
     prompt: Tokens
     output: Tokens
@@ -81,16 +86,16 @@ class Data:
 
 DATA = (
     Data(
-        "alpaca", 36.0, (24.0, 36.0, 48.0, 60.0, 72.0, 84.0, 96.0), 60.0, Tokens(19.31, 9, 2470),
-        Tokens(58.41, 13, 292), 0.10, 0.775, 0.0262, 0.0930, 0.012, 0.15,
+        "alpaca", 36.0, (24.0, 36.0, 48.0, 60.0, 72.0, 84.0, 96.0), (1.0, 2.0, 3.0, 4.0), 60.0, 60.0,
+        Tokens(19.31, 9, 2470), Tokens(58.41, 13, 292), 0.10, 0.775, 0.0262, 0.0930, 0.012, 0.15,
     ),
     Data(
-        "sharegpt", 28.0, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0), 300.0, Tokens(161.31, 16, 3200),
-        Tokens(337.99, 19, 991), 0.15, 0.732, 0.0562, 0.1342, 0.03, 0.15,
+        "sharegpt", 28.0, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (0.2, 0.35, 0.5, 0.7), 4.0, 150.0,
+        Tokens(161.31, 16, 3200), Tokens(337.99, 19, 991), 0.15, 0.732, 0.0562, 0.1342, 0.03, 0.15,
     ),
     Data(
-        "bookcorpus", 1.2, (0.1, 0.15, 0.2, 0.25, 0.3, 0.4), 900.0, Tokens(1952.11, 18, 2048),
-        Tokens(681.2, 32, 1041), 0.20, 0.698, 0.0512, 0.2192, 0.05, 0.10,
+        "bookcorpus", 1.2, (0.1, 0.2, 0.25, 0.3, 0.4, 0.5), (0.1, 0.15, 0.2, 0.3), 0.3, 450.0,
+        Tokens(1952.11, 18, 2048), Tokens(681.2, 32, 1041), 0.20, 0.698, 0.0512, 0.2192, 0.05, 0.10,
     ),
 )  # fmt: skip
 
@@ -190,7 +195,7 @@ _SETTINGS: dict[str, Callable[[EngineSpec], Packer]] = {
 
 
 def options_of(name: str, data: Data) -> Options | None:
-    """Return an EcoServe variant's options with the paper's numbers for a data set; None for other systems."""
+    """Return the options of an EcoServe variant with a data set's numbers; None for other systems."""
     base = name.removesuffix("-oracle")
     if base not in VARIANTS:
         return None

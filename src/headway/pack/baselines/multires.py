@@ -23,10 +23,10 @@ class MultiRes(Packer):
     """EcoServe's comparator: the nearest demand first, iteration by iteration.
 
     No running request is displaced. Free tokens: the `budget` less what those inside compute; free KV: all
-    blocks less what is allocated. KV is allocated for prompt + forecast answer at once (exact allocation), and
-    the distance is Euclid's (2.1). We assume what the paper leaves open: each demand counts as a share of the
-    whole resource, a prompt that does not fit beside a full batch is cut to the free tokens, and where an
-    answer outgrows its allocation the last to arrive is swapped to the host (vLLM's rule) and comes back
+    blocks less what is allocated. KV is allocated for prompt + forecast answer at once (exact allocation),
+    and the distance is Euclid's (2.1). We assume what the paper leaves open: each demand counts as a share
+    of the whole resource, a prompt that does not fit beside a full batch is cut to the free tokens, and where
+    an answer outgrows its allocation the last to arrive is swapped to the host (vLLM's rule) and comes back
     before any new request.
     """
 
