@@ -1,4 +1,4 @@
-"""MultiRes: fill both the compute and the memory of each iteration (EcoServe 2.1; Tetris, SIGCOMM'14).
+"""MultiRes: fill both the compute and the memory of each iteration (EcoServe 2.1).
 
 Every waiting request asks for tokens of the iteration and for KV; the one whose two demands are nearest to
 what is free of both is admitted, and so on until none fits.

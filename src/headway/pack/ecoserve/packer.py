@@ -5,9 +5,10 @@ allocations, prompts fill the iteration up to the target forward size. Generatio
 run as a group that ends together (time-synced), and as long as no group ends nothing is scheduled anew; both
 queues are ordered by urgency, deadline range, held KV and length (3.3); reserved tails are lent (3.4).
 
-The paper leaves details open. Assumed: ranges of deadlines double from 0.5 s, of held KV are 128 tokens;
-equal lengths are those that fill as many blocks; the pool serves prompts that wait to generate and answers
-that outgrow their prediction alike; a borrower may still be a prompt.
+The paper leaves details open. Assumed: ranges of held KV are 128 tokens; the pool serves prompts that wait to
+generate and answers that outgrow their prediction alike; an answer that outgrows it gets `extra` tokens. What
+the paper states and `Options` sets otherwise by default has been measured choice by choice, and is not worse
+(`headway bench papers ecoserve`, docs/papers.md).
 """
 
 from __future__ import annotations
