@@ -12,8 +12,8 @@ from headway.engines.vllm.plugin.setup import kv_policy_of
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.pack.ecoserve.packer import EcoServe, Options
-from headway.recipes.ecoserve import VARIANTS
 from headway.ports import Packer
+from headway.recipes.ecoserve import VARIANTS
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts

@@ -1,9 +1,10 @@
 """EcoServe and the ablation of its paper as recipes.
 
 `-d`: decoupled queues. `-sd`: and time-synced groups. `-sdo`: and the order by deadline, held KV and length.
-Without a suffix: and KVC pipelining. `-paper`: the same to the letter of the paper. Each with a predictor's padded lengths and, `-oracle`, with the true
-ones. Requests queue inside the engine (`pull=False`): the packer orders all that waits. Preempted requests
-are swapped where an engine has a host pool and copying is cheaper, else computed again.
+Without a suffix: and KVC pipelining. `-paper`: the same to the letter of the paper. Each with a predictor's
+padded lengths and, `-oracle`, with the true ones. Requests queue inside the engine (`pull=False`): the packer
+orders all that waits. Preempted requests are swapped where an engine has a host pool and copying is cheaper
+(`-paper`: always), else computed again.
 """
 
 from __future__ import annotations
