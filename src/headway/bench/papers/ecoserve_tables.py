@@ -94,8 +94,7 @@ def sustained(rates: Sequence[float], latency: Sequence[float], limit: float) ->
 
 def sustained_by(trials: Sequence[Trial], data: str, system: str, seed: int) -> float | None:
     """Return the rate that a system sustains on a data set with one seed."""
-    mine = [t for t in trials if (t.data, t.system, t.seed) == (data, system, seed)]
-    mine = sorted((t for t in mine if not is_beyond(_DATA[data], t.rate)), key=lambda t: t.rate)
+    mine = sorted((t for t in trials if _is_swept(t, data, system, seed)), key=lambda t: t.rate)
     return sustained([t.rate for t in mine], [t.normalized for t in mine], LIMIT)
 
 
@@ -143,8 +142,19 @@ def _ratios(mine: Sequence[Trial], case: Case, other: str, seeds: Sequence[int])
 
 
 def _over(mine: Sequence[Trial], data: str, ours: str, theirs: str, seed: int) -> float | None:
+    """Return the ratio of two sustained rates, None where one lies outside of the rates that were run."""
     a, b = sustained_by(mine, data, ours, seed), sustained_by(mine, data, theirs, seed)
-    return a / b if a is not None and b is not None else None
+    if a is None or b is None:
+        return None
+    for name, rate in ((ours, a), (theirs, b)):
+        if rate == max((t.rate for t in mine if _is_swept(t, data, name, seed)), default=rate):
+            return None
+    return a / b
+
+
+def _is_swept(t: Trial, data: str, system: str, seed: int) -> bool:
+    same = (t.data, t.system, t.seed) == (data, system, seed)
+    return same and not is_beyond(_DATA[data], t.rate)
 
 
 def _paper(case: Case, value: float) -> float | None:
