@@ -26,8 +26,9 @@ app.add_typer(apps_app, name="apps")
 _RECIPES = (
     "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-no-replacement, "
     "bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
-    "ecoserve, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, ecoserve-sdo-oracle, "
-    "ecoserve-oracle; SLO-aware scheduling anneal, anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
+    "ecoserve, to the letter ecoserve-paper, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, "
+    "ecoserve-sdo-oracle, ecoserve-oracle, ecoserve-paper-oracle; SLO-aware scheduling anneal, "
+    "anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
     "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; Hermes and its ablation "
     "hermes, hermes-ddl, hermes-no-refine, hermes-mean; the papers' baselines vllm-priority, "
     "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over "

@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headway.bench.papers import ecoserve
 from headway.bench.papers.ecoserve import Plan
+from headway.bench.papers.ecoserve_setup import DATA, bound, options_of, tables, workload
+from headway.bench.papers.ecoserve_tables import Case
+from headway.bench.papers.trial import trial
 
-IDS = {
-    "rate_sustained", "jct.mean", "jct.p99", "normalized_latency", "ssr", "throughput.req_per_s",
+MEASURED = {
+    "jct.mean", "jct.p99", "normalized_latency", "tbt.mean", "ssr", "throughput.req_per_s",
     "kv.utilization", "compute.utilization", "kv.alloc_failures_pct", "sched.share_pct", "sched.kept_pct",
 }  # fmt: skip
+CLAIMED = {
+    "rate_sustained", "rate_sustained.times", "rate_sustained.more", "jct.mean.change", "tbt.mean.change",
+    "ssr.change", "throughput.req_per_s.change", "throughput.bound", "throughput.bound.gain",
+    "forecast.accuracy_pct", "forecast.over_pct", "forecast.under_pct",
+    "sweet_spot.padding", "sweet_spot.reserve", "sweet_spot.buffer",
+}  # fmt: skip
 TINY = Plan(
-    ("ecoserve", "ecoserve-oracle", "vllm-v0"),
-    {"alpaca": (20.0, 40.0), "sharegpt": (4.0,), "bookcorpus": (0.3,)}, 0.05, 2,
+    {Case(): ("ecoserve", "ecoserve-oracle", "vllm-v0-swap"), Case(copies=5.0): ("vllm-v0-swap",)},
+    {"alpaca": (20.0, 36.0), "sharegpt": (2.0, 28.0), "bookcorpus": (0.1, 1.2)}, 0.05, 1, 2, False,
 )  # fmt: skip
 
 
@@ -35,9 +45,38 @@ def test_it_tells_every_figure_and_the_papers(told: dict[str, object]) -> None:
     rows = told["rows"]
     assert isinstance(rows, list)
     assert (told["bench"], told["host"]) == ("ecoserve", "sim")
-    assert {row["id"] for row in rows} == IDS
-    assert {row["system"] for row in rows} == set(TINY.systems)
-    assert sorted(row["paper"] for row in rows if row["paper"] is not None) == [-91.0, 4.0, 8.0, 91.0]
+    assert {row["id"] for row in rows} == MEASURED | CLAIMED
+    assert {row["id"] for row in rows if row["paper"] is not None} == CLAIMED - {
+        "rate_sustained", "throughput.bound",
+    }  # fmt: skip
+    assert all(row["paper"] is None for row in rows if "copies x5" in row["setting"])
     assert len({(row["id"], row["system"], row["setting"]) for row in rows}) == len(rows)
     shares = [row["ours"] for row in rows if row["id"] in ("kv.utilization", "compute.utilization")]
     assert all(0 < share <= 100 for share in shares)
+
+
+@pytest.mark.parametrize("data", DATA, ids=lambda data: data.name)
+def test_lengths_are_those_of_table_2(data: ecoserve.Data) -> None:
+    shares = (np.arange(1000) + 0.5) / 1000
+    for side, made in zip((data.prompt, data.output), tables(data), strict=True):
+        assert made.at(shares).mean() == pytest.approx(side.mean, rel=0.01)
+        assert side.least <= min(made.tokens) <= max(made.tokens) <= side.most
+
+
+@pytest.mark.parametrize("data", DATA, ids=lambda data: data.name)
+def test_no_system_serves_more_than_the_bound(data: ecoserve.Data) -> None:
+    rate = max(data.rates)
+    load = workload(data, rate, data.seconds / 5, 2)
+    at_most = bound(load, exact=False)
+    assert bound(load, exact=True) < at_most
+    for name in ("ecoserve-oracle", "vllm-v0-swap", "fastgen"):
+        assert trial(name, data, rate, load, 2).throughput <= at_most
+
+
+def test_the_papers_numbers_are_a_data_sets_own() -> None:
+    shipped, text = (options_of(name, DATA[2]) for name in ("ecoserve", "ecoserve-paper"))
+    assert shipped is not None
+    assert text is not None
+    assert (shipped.reserve, text.reserve) == (0.05, 0.05)
+    assert (shipped.buffer, shipped.buffer_share, text.buffer, text.buffer_share) == (8, 0.0, 0, 0.10)
+    assert options_of("vllm", DATA[2]) is None

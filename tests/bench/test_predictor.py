@@ -59,6 +59,8 @@ def test_the_figures_are_what_they_say() -> None:
     assert found["covered_pct"] == 75
     assert found["unused_tokens_pct"] == pytest.approx(100 * (0 + 5 + 40) / 455)
     assert found["missing_tokens_pct"] == pytest.approx(100 * 1 / 455)
+    assert found["over_pct"] == pytest.approx(100 * (0 + 5 / 100 + 40 / 150 + 0) / 4)
+    assert found["under_pct"] == pytest.approx(100 * (1 / 199) / 4)
     assert found["mae_tokens"] == pytest.approx((50 + 5 + 10 + 100) / 4)
 
 
@@ -67,11 +69,12 @@ def test_the_meaning_tells_apart_what_looks_alike_and_the_baselines_cannot() -> 
     seen = predictor.trial(asked, Letters())  # type: ignore[arg-type]
     error = {name: figures(one)["mae_tokens"] or 0 for name, one in seen.items()}
     assert error["predictor"] < 0.4 * min(error["no-embedding"], error["task-mean"], error["constant"])
-    assert len(seen["predictor"].output_tokens) == 48, "the last fifth"
+    assert error["boosted"] < 0.4 * min(error["no-embedding"], error["task-mean"])
+    assert len(seen["predictor"].output_tokens) == 72, "the last three tenths"
     assert (seen["constant"].expected == 256).all()
     assert np.unique(seen["task-mean"].expected).size == 1, "nothing is learned from the rest"
     assert seen["predictor"].fit_s is not None
-    assert all(one.ms is not None and one.ms > 0 for one in seen.values())
+    assert all(one.ms is not None and one.ms > 0 for name, one in seen.items() if name != "boosted")
 
 
 def test_online_nothing_is_known_before_it_was_answered() -> None:
@@ -97,6 +100,9 @@ def test_the_papers_figures_stand_beside_the_predictor_on_alpaca_only() -> None:
     )
     assert {(row.id, row.system, row.setting): row.paper for row in rows if row.paper is not None} == {
         ("accuracy_pct", "predictor", "alpaca"): 77.5,
+        ("covered_pct", "predictor", "alpaca"): 77.5,
+        ("over_pct", "predictor", "alpaca"): 2.62,
+        ("under_pct", "predictor", "alpaca"): 9.30,
         ("ms_per_prediction", "predictor", "alpaca"): 921.0,
     }
     assert predictor.PAPER["accuracy_pct"] == QUANTILE * 100

@@ -13,6 +13,7 @@ from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.ports import Packer
+from headway.recipes.ecoserve import VARIANTS
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts
@@ -150,15 +151,23 @@ def plain(engine: Engine) -> list[list[int]]:
     return run_long(engine)
 
 
-@pytest.mark.parametrize(("copy_seconds", "reserve"), [(1e-6, 0.03), (np.inf, 0.25)])
+@pytest.mark.parametrize(
+    ("copy_seconds", "options"),
+    [
+        (1e-6, Options(reserve=0.03)),
+        (np.inf, Options(reserve=0.25)),
+        (1e-6, VARIANTS["ecoserve-paper"][0]),
+        (np.inf, VARIANTS["ecoserve-paper"][0]),
+    ],
+)
 def test_reserved_and_lent_kv_changes_no_token(
-    plain: list[list[int]], reserving: Engine, copy_seconds: float, reserve: float
+    plain: list[list[int]], reserving: Engine, copy_seconds: float, options: Options
 ) -> None:
     scheduler = reserving.scheduler
     before = reserving.counters()
     assert 0 < scheduler.spec.copy_seconds < 1e-3, "the host pool says what a copy costs"
     spec = replace(scheduler.spec, max_running=8, copy_seconds=copy_seconds)
-    scheduler.packer = EcoServe(spec, Options(reserve=reserve))
+    scheduler.packer = EcoServe(spec, options)
     assert run_long(reserving) == plain
     after, counts = reserving.counters(), scheduler.packer.counts
     seen = {name: after[name] - before.get(name, 0) for name in after}

@@ -105,8 +105,9 @@ def test_stock_priority_is_vllms_own(case: Case) -> None:
     assert tally.difference is None
 
 
+@pytest.mark.parametrize("recipe", ["ecoserve", "ecoserve-paper"])
 @pytest.mark.parametrize("copy_seconds", [1e-5, math.inf])
-def test_loans_and_their_emergencies_are_licensed(copy_seconds: float) -> None:
+def test_loans_and_their_emergencies_are_licensed(recipe: str, copy_seconds: float) -> None:
     """Guests are late and leave, answers outgrow their predictions: in memory so scarce that these happen."""
     seen: Counter[str] = Counter()
     for seed in range(3):
@@ -117,7 +118,7 @@ def test_loans_and_their_emergencies_are_licensed(copy_seconds: float) -> None:
             Task(0.0, int(rng.integers(1, 120)), int(output), Slo(), 0, float(left))
             for output, left in zip(outputs, lefts, strict=True)
         )
-        both = conformance.Both(Case(crowd, 16, 256, 40, 512, seed, copy_seconds), "ecoserve", HOOK)
+        both = conformance.Both(Case(crowd, 16, 256, 40, 512, seed, copy_seconds), recipe, HOOK)
         assert not any(both.steps())
         seen.update(both.real.scheduler.control({"op": "state"})["counters"])
         assert both.lean.free == 40

@@ -39,7 +39,7 @@ every = pytest.mark.parametrize("name", NAMES)
 
 def spec(limits: Limits) -> EngineSpec:
     """An engine that can copy KV to a host pool without a stated limit."""
-    return EngineSpec(limits.running, limits.budget, SIZE, copy_seconds=1e-5, host_tokens=None)
+    return EngineSpec(limits.running, limits.budget, SIZE, 2048, copy_seconds=1e-5, host_tokens=None)
 
 
 def packer(name: str, limits: Limits) -> Packer:

@@ -197,7 +197,7 @@ def test_order_is_deadline_range_then_held_kv_then_length(rows: list[tuple[float
         band = 0 if left < 0.5 else math.floor(math.log2(left / 0.5)) + 1
         return band, -(rows[i][1] * SIZE // 128), -rows[i][2], i
 
-    order, keys = queues.by_range(jobs.data, jobs.rows(), lengths, SIZE, 10.0)
+    order, keys = queues.by_range(jobs.data, jobs.rows(), lengths, SIZE, 10.0, fixed=False)
     assert order.tolist() == sorted(range(len(rows)), key=key)
     assert queues.same_range(keys, 0) == sum(key(i)[:2] == key(int(order[0]))[:2] for i in range(len(rows)))
 
@@ -230,9 +230,14 @@ def test_the_longest_that_fits_begins_when_a_group_ends() -> None:
 
 
 def test_no_deadline_is_the_last_range() -> None:
-    assert queues.deadline_range(math.inf, 0.0) == math.inf
-    assert queues.deadline_range(1.0, 5.0) == 0.0
-    assert [queues.deadline_range(due, 0.0) for due in (0.4, 0.6, 1.5, 5.0)] == [0.0, 1.0, 2.0, 4.0]
+    assert queues.deadline_range(math.inf, 0.0, fixed=False) == math.inf
+    assert queues.deadline_range(1.0, 5.0, fixed=False) == 0.0
+    assert [queues.deadline_range(due, 0.0, fixed=False) for due in (0.4, 0.6, 1.5, 5.0)] == [
+        0.0,
+        1.0,
+        2.0,
+        4.0,
+    ]
 
 
 # ---- lending (EcoServe 3.4)
@@ -254,6 +259,55 @@ def test_the_guest_is_the_longest_answer_that_is_gone_in_time() -> None:
     assert not jobs.running[jobs.row_of["late"]] or jobs.loan_blocks[jobs.row_of["late"]] == 0
     engine.until_done()
     assert engine.host.free == 24
+
+
+def test_of_equal_guests_the_one_with_the_loosest_deadline() -> None:
+    for loose, chosen in ((True, "loose"), (False, "tight")):
+        engine = Engine(Options(reserve=0.01, ordered=False, loose=loose), blocks=24)
+        engine.add("host", 16, 320)
+        engine.step()
+        for id, due in (("tight", 5.0), ("loose", 500.0)):
+            engine.add(id, 10, 130, slo=Slo(e2e=due))
+        engine.step()
+        jobs = engine.host.jobs
+        assert jobs.lender[jobs.row_of[chosen]] == jobs.row_of["host"]
+        assert jobs.loan_blocks[jobs.row_of[chosen]] > 0
+        engine.until_done()
+
+
+def test_a_buffer_by_length_keeps_that_share_of_the_answer() -> None:
+    """The host comes after 160 iterations: 130 tokens and 15 % of them are in time, 142 are not."""
+    for output, lent in ((138, True), (142, False)):
+        engine = Engine(Options(reserve=0.01, ordered=False, buffer=0, buffer_share=0.15), blocks=24)
+        engine.add("host", 16, 320)
+        engine.step()
+        engine.add("guest", 10, output)
+        engine.step()
+        assert (engine.packer.counts.lent == 1) == lent
+
+
+def test_no_prompt_borrows_where_only_generations_may() -> None:
+    for prompts in (True, False):
+        engine = Engine(Options(reserve=0.01, ordered=False, lends_to_prompts=prompts), blocks=24)
+        engine.add("host", 16, 320)
+        engine.step()
+        engine.add("guest", 10, 130)
+        engine.step()
+        assert (engine.packer.counts.lent == 1) == prompts
+
+
+def test_a_prompt_alone_takes_the_kv_of_its_prompt() -> None:
+    engine = Engine(Options(ordered=False, lends=False, whole=False))
+    engine.add("a", 20, 100)
+    engine.step()
+    assert engine.host.jobs.blocks[0] == 2
+    engine.step()
+    assert engine.host.jobs.blocks[0] == 8
+
+
+def test_the_papers_deadline_ranges() -> None:
+    dues = (-1.0, 0.1, 0.3, 1.0, 3.0, 99.0, math.inf)
+    assert [queues.deadline_range(due, 0.0, fixed=True) for due in dues] == [0, 0, 1, 2, 3, 3, 3]
 
 
 def test_lending_lets_more_run_at_once() -> None:

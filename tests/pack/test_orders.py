@@ -114,10 +114,14 @@ def test_a_prompt_counts_towards_what_remains() -> None:
 @given(loads(), ample)
 @EXAMPLES
 def test_multires_lets_in_only_what_fits_beside_the_others(asks: list[Ask], limits: Limits) -> None:
-    """Their demands are taken from what is free one by one, so no prompt is cut for another's sake."""
+    """Their demands are taken from what is free one by one, so no prompt is cut for another's sake.
+
+    Unless it does not fit beside a full batch at all.
+    """
     for seen in Driven(MultiRes(limits.running, limits.budget), limits).go(asks):
         for name in set(seen.waiting) & set(seen.tokens):
-            assert seen.tokens[name] == min(asks[int(name[1:])].prompt, limits.budget)
+            prompt = asks[int(name[1:])].prompt
+            assert seen.tokens[name] == prompt or prompt > limits.budget - limits.running
 
 
 @given(loads(), limits)
@@ -156,6 +160,14 @@ def test_multires_swaps_the_last_come_when_answers_outgrow_their_allocation() ->
         new = set(seen.waiting) & set(seen.tokens) - seen.saved
         assert not new or seen.saved <= set(seen.tokens), "who was swapped out comes back first"
     assert copied > 0
+
+
+def test_multires_cuts_a_prompt_that_never_fits_beside_answers() -> None:
+    run = Driven(MultiRes(4, 100), Limits(running=4, budget=100, blocks=100, slots=8))
+    steps = run.go([Ask(20, 30), Ask(300, 5, after=2)])
+    first = [next(steps).tokens for _ in range(4)]
+    assert first[2] == {"r0": 1, "r1": 99}
+    assert first[3] == {"r0": 1, "r1": 99}
 
 
 # ---- round robin

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.bench.papers.ecoserve import DATA, sustained
-from headway.bench.papers.trial import forecasts, instance, trial, workload
+from headway.bench.papers.ecoserve_setup import DATA, instance, workload
+from headway.bench.papers.ecoserve_tables import sustained
+from headway.bench.papers.trial import trial
 from headway.errors import ConfigError
 from headway.forecast.lengths.padding import Padded
-from headway.recipes.ecoserve import ECOSERVE
 from headway.recipes.registry import find
-from headway.sim.forecasts import Noisy, Oracle
+from headway.sim.forecasts import Noisy, Oracle, Provisioned
 from headway.sim.run import Simulation
 from headway.sim.workload.traffic import single
 
@@ -40,13 +40,27 @@ def test_impossible_predictors_are_refused(accuracy: float, padding: float) -> N
         Noisy.of(single(np.zeros(1), 1, 1), accuracy, padding, np.random.default_rng(0))
 
 
+def test_the_errors_have_the_stated_shares() -> None:
+    n = 20_000
+    load = single(np.arange(n, dtype=float), 10, np.full(n, 400))
+    made = Provisioned.of(load, 0.775, 0.0262, 0.0930, np.random.default_rng(0))
+    assert made.shares == pytest.approx((0.775, 0.0262, 0.0930), abs=0.005)
+    assert made.times(1.1).shares[0] > made.shares[0], "more padding, fewer too short"
+    assert made.forecast(load.request(7)).samples.tolist() == [made.lengths[7]]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "over", "under"), [(0.0, 0.1, 0.1), (1.0, 0.1, 0.1), (0.8, 0.4, 0.1), (0.8, 0.1, -0.1)]
+)
+def test_impossible_shares_are_refused(accuracy: float, over: float, under: float) -> None:
+    with pytest.raises(ConfigError, match="No predictor"):
+        Provisioned.of(single(np.zeros(1), 1, 1), accuracy, over, under, np.random.default_rng(0))
+
+
 def test_same_seed_same_outcome_and_every_request_ends() -> None:
     data = DATA[0]
     load = workload(data, 30.0, 10.0, 3)
-    first, again = (
-        trial(ECOSERVE["ecoserve"], data, 30.0, load, forecasts(data, load, 3, oracle=False))
-        for _ in range(2)
-    )
+    first, again = (trial("ecoserve", data, 30.0, load, 3) for _ in range(2))
     assert (first.jct, first.ssr, first.kv, first.counts) == (again.jct, again.ssr, again.kv, again.counts)
     assert first.throughput > 0
     assert 0 < first.kv <= 1
@@ -56,7 +70,7 @@ def test_without_a_gateway_stock_order_gives_the_outcome_of_the_simulation() -> 
     """With a window that holds all of them, the gateway of `sim/run.py` adds nothing but its bookkeeping."""
     data = DATA[0]
     load = workload(data, 5.0, 6.0, 1)
-    alone = trial(find("vllm"), data, 5.0, load, Oracle(load))
+    alone = trial("vllm", data, 5.0, load, 1)
     load = replace(load, models=(instance().instance.model,))
     whole = Simulation(find("vllm"), [instance()], load, fast=False).run()
     assert alone.jct == pytest.approx(float((whole.end - load.arrival).mean()), rel=0.02)

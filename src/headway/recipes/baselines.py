@@ -56,7 +56,7 @@ BASELINES = {
         _baseline(
             "orca",
             "Orca: iteration-level first come, first served with memory reserved for the longest answer",
-            lambda spec: Orca(spec.max_running, spec.token_budget),
+            lambda spec: Orca(spec.max_running, spec.token_budget, spec.max_model_len),
         ),
         _baseline(
             "fastserve",

@@ -24,7 +24,8 @@ class Chunked(Packer):
     Both fill `budget` tokens in the same order: every answer in progress, prompts begun before, then new
     prompts by arrival as far as their KV fits, the last one cut where the budget ends. They differ in
     the budget: FastGen takes what saturates the GPU, Sarathi-Serve what the promised time between tokens
-    allows (512 in most of its evaluation). Where blocks run out the last to arrive yield (`allocation.py`).
+    allows (512 in most of its evaluation). EcoServe (2.1, 4) fills FastGen to the forward size that saturates
+    the GPU. Where blocks run out the last to arrive yield (`allocation.py`).
     """
 
     max_running: int

@@ -50,7 +50,8 @@ class FastServe(Packer):
     coming to the level. Where KV is short, and also while less than `spare` of all blocks is free, the
     requests that are scheduled last are swapped out.
 
-    levels, starve: the operator's choice in the paper; the last level has no end.
+    levels, starve: the operator's choice in the paper; the last level has no end. EcoServe (2.1) compares
+        with 5 levels, a batch of 8 and KV for the longest sequence per request.
     spare: share of all blocks to be kept free.
     ladder: the level of each row.
 

@@ -1,4 +1,4 @@
-"""MultiRes: fill both the compute and the memory of each iteration (EcoServe 2; Tetris, SIGCOMM'14).
+"""MultiRes: fill both the compute and the memory of each iteration (EcoServe 2.1).
 
 Every waiting request asks for tokens of the iteration and for KV; the one whose two demands are nearest to
 what is free of both is admitted, and so on until none fits.
@@ -23,10 +23,11 @@ class MultiRes(Packer):
     """EcoServe's comparator: the nearest demand first, iteration by iteration.
 
     No running request is displaced. Free tokens: the `budget` less what those inside compute; free KV: all
-    blocks less what is allocated. We assume what the paper leaves open: KV is allocated for prompt + forecast
-    answer at once (its exact allocation), each demand counts as a share of the whole resource, the distance
-    is Euclid's, and where an answer outgrows its allocation the last to arrive is swapped to the host
-    (vLLM's rule) and comes back before any new request.
+    blocks less what is allocated. KV is allocated for prompt + forecast answer at once (exact allocation),
+    and the distance is Euclid's (2.1). We assume what the paper leaves open: each demand counts as a share
+    of the whole resource, a prompt that does not fit beside a full batch is cut to the free tokens, and where
+    an answer outgrows its allocation the last to arrive is swapped to the host (vLLM's rule) and comes back
+    before any new request.
     """
 
     max_running: int
@@ -56,8 +57,9 @@ class MultiRes(Packer):
             free = whole
         demand, chosen = self._demand(jobs, kv_budget, waiting), np.zeros(waiting.size, np.bool_)
         order: list[int] = []
-        urgency = jobs.urgency[waiting]
+        urgency, long = jobs.urgency[waiting], missing(jobs, waiting) > self.budget - self.max_running
         for _ in range(free_slots(jobs, kv_budget, old, self.max_running)):
+            demand[long, 0] = np.minimum(demand[long, 0], max(free[0], 1.0))
             fits = ~chosen & (demand <= free).all(1)
             if not fits.any():
                 break

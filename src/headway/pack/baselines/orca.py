@@ -21,7 +21,7 @@ class Orca(Packer):
     its longest answer can be reserved beside all others'; so none is ever preempted. Prompts are whole and
     share iterations with answers.
 
-    longest: tokens of the longest sequence, which bounds prompt + answer.
+    longest: tokens of the longest sequence that the model takes, which bounds prompt + answer.
     max_answer: tokens of an answer where users say so, None = as many as `longest` leaves room for.
 
     Unlike there, an iteration has a token `budget`; a prompt too long for it beside a full batch is computed
@@ -30,7 +30,7 @@ class Orca(Packer):
 
     max_running: int
     budget: int
-    longest: int = 2048
+    longest: int
     max_answer: int | None = None
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:

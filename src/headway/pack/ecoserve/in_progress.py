@@ -66,6 +66,7 @@ def _reach(
 ) -> bool:
     """Resolve a loan that is due: the lender pauses or the borrower leaves, whichever is cheaper.
 
+    Without `by_cost` the borrower leaves, as in the paper.
     True when the lender goes on.
     """
     n = buffer.counts[0]
@@ -79,7 +80,7 @@ def _reach(
         n["generating"],
         params.copy_seconds,
     )
-    if jobs["held"][borrower] or cheapest(costs) == PAUSE:
+    if jobs["held"][borrower] or (params.by_cost and cheapest(costs) == PAUSE):
         return False
     leave(params, jobs, status, borrower, theta, buffer)
     return True

@@ -98,7 +98,7 @@ def _is_due(params: EcoServeParams, progress: Rows, seen: RowView, buffer: StepB
     n = buffer.counts[0]
     if not params.synced or seen.ended or seen.news or progress[0]["again"]:
         return True
-    if params.lends and seen.came and seen.waiting.size <= AHEAD:
+    if params.lends and params.lends_to_prompts and seen.came and seen.waiting.size <= AHEAD:
         return True  # it may fit into another row's tail
     return bool(seen.queued.size and allocatable(n["free"], params.reserve, n["pool"]) >= params.idle)
 
@@ -111,12 +111,14 @@ def _schedule(
     params: EcoServeParams, jobs: Rows, status: Rows, progress: Rows, seen: RowView, goes: Bools, size: int,
     now: float, buffer: StepBuffer,
 ) -> None:  # fmt: skip
-    """Fill the KV with queued generations, borrowers first, and number the groups anew."""
+    """Fill the KV with queued generations, borrowers first (or last), and number the groups anew."""
     n = buffer.counts[0]
     before = n["generating"]
-    if params.lends:
+    if params.lends and not params.hosts_first:
         lend_tails(params, jobs, status, progress, seen, size, now, buffer)
     _own(params, jobs, status, seen.queued, size, now, buffer)
+    if params.lends and params.hosts_first:
+        lend_tails(params, jobs, status, progress, seen, size, now, buffer)
     # A new reservation can be lent from the next iteration on: look again then.
     progress[0]["again"] = params.lends and n["generating"] > before
     progress[0]["groups"] = _number(params, jobs, status, seen)
@@ -161,7 +163,7 @@ def _own(
                 break
         return
     needs = _needs(jobs, status, rows, size)
-    order, keys = by_range(jobs, rows, needs, size, now)
+    order, keys = by_range(jobs, rows, needs, size, now, params.fixed_ranges)
     rows, needs, i = rows[order], needs[order], 0
     while i < rows.size:
         stop = same_range(keys, i)
@@ -250,10 +252,11 @@ def _new_prompts(
     """Admit waiting prompts that find KV, while forward size and slots are left."""
     n = buffer.counts[0]
     room = max(allocatable(n["free"], params.reserve, n["pool"]), params.reserve - n["pool"])
+    room = room if params.whole else n["free"]
     if seen.waiting.size == 0 or n["prompt_tokens"] <= 0 or room <= 0 or n["free_slots"] <= 0:
         return
     before = n["generating"]
-    for row in in_turn(params.ordered, jobs, seen.waiting, size, now):
+    for row in in_turn(params.ordered, params.fixed_ranges, jobs, seen.waiting, size, now):
         if status["state"][row] != WAITING:
             continue
         if n["prompt_tokens"] <= 0 or n["free_slots"] <= 0 or n["order"] >= params.max_running:
@@ -275,15 +278,20 @@ def _new_prompts(
 def _admit(
     params: EcoServeParams, jobs: Rows, status: Rows, row: int, group: int, size: int, buffer: StepBuffer
 ) -> bool:
-    """Admit a prompt: with all the KV that it will need where there is so much, else into the pool."""
+    """Admit a prompt: with all the KV that it will need where there is so much, else into the pool.
+
+    Without `whole` it gets the KV of its prompt alone, of all that is free; its answer then queues.
+    """
     n, whole = buffer.counts[0], jobs["prompt"][row] + jobs["output_tokens"][row]
     status["goal"][row] = max(status["goal"][row], whole + 1)
     need, prompt = blocks_of(status["goal"][row], size), blocks_of(whole, size)
-    if need <= allocatable(n["free"], params.reserve, n["pool"]) and n["generating"] < params.max_running:
+    fits = need <= allocatable(n["free"], params.reserve, n["pool"]) and params.whole
+    room = min(n["free"], params.reserve - n["pool"]) if params.whole else n["free"]
+    if fits and n["generating"] < params.max_running:
         status["state"][row], status["group"][row] = ACTIVE, group
         n["generating"] += 1
         hold = status["goal"][row]
-    elif prompt <= min(n["free"], params.reserve - n["pool"]) and jobs["saved"][row] == 0:
+    elif prompt <= room and jobs["saved"][row] == 0:
         n["pool"] += prompt
         need, hold = prompt, whole
     else:

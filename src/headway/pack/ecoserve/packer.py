@@ -5,15 +5,16 @@ allocations, prompts fill the iteration up to the target forward size. Generatio
 run as a group that ends together (time-synced), and as long as no group ends nothing is scheduled anew; both
 queues are ordered by urgency, deadline range, held KV and length (3.3); reserved tails are lent (3.4).
 
-The paper leaves details open. Assumed: ranges of deadlines double from 0.5 s, of held KV are 128 tokens;
-equal lengths are those that fill as many blocks; the pool serves prompts that wait to generate and answers
-that outgrow their prediction alike; a borrower may still be a prompt.
+The paper leaves details open. Assumed: ranges of held KV are 128 tokens; the pool serves prompts that wait to
+generate and answers that outgrow their prediction alike; an answer that outgrows it gets `extra` tokens. What
+the paper states and `Options` sets otherwise by default has been measured choice by choice, and is not worse
+(`headway bench papers ecoserve`, docs/papers.md).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +38,18 @@ class Options:
     lends: KVC pipelining.
     tfs: target forward size, tokens of an iteration.
     reserve: share of the KV that is the pool.
-    buffer: tokens that a borrower must be predicted to end before its lender comes.
+    buffer: tokens that a borrower must be predicted to end before its lender comes,
+    buffer_share: and this share of the tokens that it is predicted to make.
     extra: tokens an answer gets when it outgrows its prediction.
     idle: share of the KV that lies free before groups are refilled although none has ended.
+    grain: tokens by which predicted lengths are equal, 0 = a block.
+    loose: of borrowers of equal length the one with the latest deadline, else the first in the queue.
+    fixed_ranges: deadlines in 3.3's ranges, of which the last begins at 2 s; else ranges that double.
+    hosts_first: generations get allocations of their own before others may borrow, else after.
+    lends_to_prompts: a borrower may be a prompt that waits.
+    whole: a prompt is admitted with the KV of its answer where that is free, else with its own alone.
+    by_cost: a row that must give way is copied, computed again or waited for, whichever is cheapest; else a
+        borrower always gives way, and its KV is copied where the engine can.
     """
 
     synced: bool = True
@@ -50,11 +60,14 @@ class Options:
     buffer: int = 8
     extra: int = 32
     idle: float = 0.02
-
-    def but(self, *, reserve: float | None = None, buffer: int | None = None) -> Options:
-        """Return the same with another reserve or buffer."""
-        reserve = self.reserve if reserve is None else reserve
-        return replace(self, reserve=reserve, buffer=self.buffer if buffer is None else buffer)
+    buffer_share: float = 0.0
+    grain: int = 0
+    loose: bool = False
+    fixed_ranges: bool = False
+    hosts_first: bool = False
+    lends_to_prompts: bool = True
+    whole: bool = True
+    by_cost: bool = True
 
 
 @dataclass(slots=True)
@@ -117,8 +130,9 @@ class EcoServe(Packer):
         idle = max(int(o.idle * kv_budget.total), 1)
         return EcoServeParams(
             min(o.tfs, spec.token_budget), min(spec.max_running, spec.token_budget),
-            pool_blocks(kv_budget.total, o.reserve), o.buffer, kv_budget.size,
-            o.extra, idle, o.synced, o.ordered, o.lends, spec.copy_seconds,
+            pool_blocks(kv_budget.total, o.reserve), o.buffer, o.buffer_share, o.grain or kv_budget.size,
+            o.extra, idle, o.synced, o.ordered, o.lends, o.loose, o.fixed_ranges, o.hosts_first,
+            o.lends_to_prompts, o.whole, o.by_cost, spec.copy_seconds,
             min(spec.max_model_len, kv_budget.total * kv_budget.size),
         )  # fmt: skip
 

@@ -18,9 +18,18 @@ from headway.memory.reservations import (
     lendable_start,
     tail_of,
 )
-from headway.pack.ecoserve.queues import ACTIVE, RowView, best_fit, by_urgency, in_turn, left_of, need_of
+from headway.pack.ecoserve.queues import (
+    ACTIVE,
+    RowView,
+    best_fit,
+    by_urgency,
+    class_of,
+    in_turn,
+    left_of,
+    need_of,
+)
 from headway.pack.ecoserve.step_buffer import EcoServeParams, StepBuffer, put
-from headway.pack.kernels import missing_of
+from headway.pack.kernels import due_of, missing_of
 from headway.types import Bools, Ints
 
 Rows = NDArray[np.void]
@@ -40,12 +49,13 @@ def lend_tails(
 ) -> None:
     """Find for each tail the longest answer that is gone in time; what is left of it is halved again."""
     n = buffer.counts[0]
-    rows = np.concatenate(
-        (by_urgency(jobs, seen.queued), in_turn(params.ordered, jobs, seen.waiting, size, now)[:AHEAD])
-    )
+    rows = by_urgency(jobs, seen.queued)
+    if params.lends_to_prompts:
+        turn = in_turn(params.ordered, params.fixed_ranges, jobs, seen.waiting, size, now)
+        rows = np.concatenate((rows, turn[:AHEAD]))
     if not _is_short(params, jobs, status, rows, size, buffer):
         return
-    rows, lefts = _longest_first(jobs, status, rows)
+    rows, lefts = _longest_first(params, jobs, status, rows)
     taken = np.zeros(rows.size, np.bool_)
     spent = params.tfs - n["generating"] - seen.queued.size  # tokens that prompts of borrowers may take
     for lender in seen.active:
@@ -68,13 +78,26 @@ def lend_tails(
 
 
 @compiled
-def _longest_first(jobs: Rows, status: Rows, rows: Ints) -> tuple[Ints, Ints]:
-    """Return the rows by the tokens that they have left, most first, and these tokens."""
-    lefts = np.empty(rows.size, np.int64)
+def _longest_first(params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints) -> tuple[Ints, Ints]:
+    """Return the rows by the tokens that they have left, most first, and these tokens.
+
+    With `loose`, tokens are rounded up to whole grains and equals sorted by deadline, the latest first.
+    """
+    lefts, keys = np.empty(rows.size, np.int64), np.zeros((2, rows.size))
     for i in range(rows.size):
         lefts[i] = left_of(jobs, status, rows[i])
-    order = ordered(-lefts.astype(np.float64).reshape(1, -1), np.arange(rows.size))
+        if params.loose:
+            lefts[i] = class_of(jobs, status, rows[i], params.grain) * params.grain
+            keys[1, i] = -due_of(jobs, rows[i])
+        keys[0, i] = -lefts[i]
+    order = ordered(keys, np.arange(rows.size))
     return rows[order], lefts[order]
+
+
+@compiled
+def _time_of(params: EcoServeParams, slot: Tail) -> int:
+    """Return the tokens that a borrower may be predicted to make in a slot."""
+    return int((slot.iterations - params.buffer) / (1.0 + params.buffer_share))
 
 
 @compiled
@@ -104,7 +127,7 @@ def _borrower(
     n = buffer.counts[0]
     if slot.stop <= slot.start or n["generating"] >= params.max_running:
         return -1
-    for i in range(best_fit(lefts, 0, rows.size, slot.iterations - params.buffer), rows.size):
+    for i in range(best_fit(lefts, 0, rows.size, _time_of(params, slot)), rows.size):
         if not taken[i] and _may_borrow(params, jobs, status, rows[i], slot, spent, size, buffer):
             return i
     return -1
@@ -132,7 +155,7 @@ def _may_borrow(
         queued -= jobs["blocks"][row]
     elif jobs["saved"][row] or spent <= 0 or n["free_slots"] <= 0:
         return False
-    elif left_of(jobs, status, row) + missing_of(jobs, row) // params.tfs > slot.iterations - params.buffer:
+    elif left_of(jobs, status, row) + missing_of(jobs, row) // params.tfs > _time_of(params, slot):
         return False  # its prompt takes iterations too
     own = need_of(jobs, status, row, size) - span
     return bool(own <= max(allocatable(n["free"], params.reserve, queued), 0))

@@ -22,6 +22,7 @@ Rows = NDArray[np.void]
 WAITING, QUEUED, ACTIVE, GONE = range(4)  # GONE: it loses its KV in this very step
 ROW_STATUS = np.dtype([("serial", int), ("state", int), ("goal", int), ("group", int)])
 _RANGE = 0.5  # seconds of the first deadline range; each is twice the one before
+_FIXED = np.array([0.2, 0.5, 2.0])  # seconds between the ranges that 3.3 gives as an example
 _HELD = 128  # tokens of a held-KV range
 
 
@@ -115,9 +116,14 @@ def need_of(jobs: Rows, status: Rows, row: int, size: int) -> int:
 
 
 @compiled
-def deadline_range(due: float, now: float) -> float:
-    """Return in which range of time before its deadline a row is: 0 late or nearly, inf without one."""
+def deadline_range(due: float, now: float, fixed: bool) -> float:
+    """Return in which range of time before its deadline a row is: 0 late or nearly, inf without one.
+
+    fixed: the ranges are 0.2 to 0.5, 0.5 to 2 and over 2 s; else each is twice the one before, without end.
+    """
     left = due - now
+    if fixed:
+        return float(np.searchsorted(_FIXED, left, side="right"))
     if np.isinf(left):
         return np.inf
     return 0.0 if left < _RANGE else np.floor(np.log2(left / _RANGE)) + 1.0
@@ -144,15 +150,17 @@ def by_urgency(jobs: Rows, rows: Ints) -> Ints:
 
 
 @compiled
-def by_range(jobs: Rows, rows: Ints, lengths: Ints, size: int, now: float) -> tuple[Ints, Floats]:
+def by_range(
+    jobs: Rows, rows: Ints, lengths: Ints, size: int, now: float, fixed: bool
+) -> tuple[Ints, Floats]:
     """Return the order of rows by urgency, deadline range, held KV (most first) and length (longest first).
 
-    Second, the ordered keys, shape (4, rows).
+    Second, the ordered keys, shape (4, rows). fixed: as in `deadline_range`.
     """
     keys = np.zeros((4, rows.size))
     for i in range(rows.size):
         keys[0, i] = jobs["urgency"][rows[i]]
-        keys[1, i] = deadline_range(due_of(jobs, rows[i]), now)
+        keys[1, i] = deadline_range(due_of(jobs, rows[i]), now, fixed)
         keys[2, i] = -held_range(jobs, rows[i], size)
         keys[3, i] = -lengths[i]
     order = ordered(keys, jobs["serial"][rows])
@@ -207,11 +215,11 @@ def same_range(keys: Floats, start: int) -> int:
 
 
 @compiled
-def in_turn(ranged: bool, jobs: Rows, waiting: Ints, size: int, now: float) -> Ints:
+def in_turn(ranged: bool, fixed: bool, jobs: Rows, waiting: Ints, size: int, now: float) -> Ints:
     """Return waiting rows in the order in which they are tried."""
     if not ranged:
         return by_urgency(jobs, waiting)
     lengths = np.empty(waiting.size, np.int64)
     for i in range(waiting.size):
         lengths[i] = missing_of(jobs, waiting[i])
-    return waiting[by_range(jobs, waiting, lengths, size, now)[0]]
+    return waiting[by_range(jobs, waiting, lengths, size, now, fixed)[0]]

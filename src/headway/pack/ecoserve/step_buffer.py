@@ -35,11 +35,13 @@ class EcoServeParams(NamedTuple):
     tfs: target forward size, tokens of an iteration.
     max_running: rows that compute in an iteration.
     reserve: blocks of the pool.
-    buffer: tokens that a borrower must be predicted to end before its lender comes.
+    buffer: tokens that a borrower must be predicted to end before its lender comes,
+    buffer_share: and this share of what it is predicted to make.
     grain: tokens by which predicted lengths are compared.
     extra: tokens that an answer gets when it outgrows its prediction.
     idle: free blocks that are worth a decision.
-    synced, ordered, lends: as in `packer.Options`.
+    synced, ordered, lends, loose, fixed_ranges, hosts_first, lends_to_prompts, whole, by_cost: as in
+        `packer.Options`.
     copy_seconds: to move one token's KV between device and host; inf = not possible.
     longest: tokens that one request may have.
     """
@@ -48,12 +50,19 @@ class EcoServeParams(NamedTuple):
     max_running: int
     reserve: int
     buffer: int
+    buffer_share: float
     grain: int
     extra: int
     idle: int
     synced: bool
     ordered: bool
     lends: bool
+    loose: bool
+    fixed_ranges: bool
+    hosts_first: bool
+    lends_to_prompts: bool
+    whole: bool
+    by_cost: bool
     copy_seconds: float
     longest: int
 
@@ -92,10 +101,13 @@ def put(buffer: StepBuffer, row: int, tokens: int, hold: int) -> None:
 def leave(
     params: EcoServeParams, jobs: Rows, status: Rows, row: int, theta: Floats, buffer: StepBuffer
 ) -> None:
-    """Take a row's KV, to the host or for good, whichever is cheaper; it waits again."""
+    """Take a row's KV, to the host or for good, whichever is cheaper; it waits again.
+
+    Without `by_cost` to the host wherever the engine can copy.
+    """
     n = buffer.counts[0]
     costs = preemption_costs(theta, jobs["computed"][row], np.inf, n["generating"], params.copy_seconds)
-    if cheapest(costs) == SWAP:
+    if cheapest(costs) == SWAP or (not params.by_cost and params.copy_seconds < np.inf):
         buffer.save[n["saves"]], n["saves"] = row, n["saves"] + 1
     else:
         buffer.evict[n["evicts"]], n["evicts"] = row, n["evicts"] + 1

@@ -1,0 +1,240 @@
+"""EcoServe's evaluation set-up: data sets (Table 2, 2.2, 2.3, 4), engine (2.1), systems and settings.
+
+Also a bound on the requests per second that any schedule can serve on that engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headway.core.engine_spec import EngineSpec
+from headway.forecast.latency import profiles
+from headway.pack.baselines.chunked import Chunked
+from headway.pack.baselines.fastserve import FastServe
+from headway.pack.baselines.multires import MultiRes
+from headway.pack.baselines.orca import Orca
+from headway.pack.baselines.srtf import Srtf
+from headway.pack.ecoserve.packer import EcoServe, Options
+from headway.ports import Packer
+from headway.recipes.ecoserve import VARIANTS
+from headway.recipes.recipe import Recipe
+from headway.recipes.registry import find
+from headway.sim.instance import InstanceSpec
+from headway.sim.workload.arrivals import poisson
+from headway.sim.workload.lengths import SOURCES, Quantiles, tied
+from headway.sim.workload.traffic import Workload, single
+from headway.types import Batch, Floats, Instance, Ints
+
+PROFILE = "opt-13b-a100"
+KV_BYTES, BLOCK = 12e9, 32
+MAX_RUNNING, SLOTS, BUDGET, TFS = 256, 512, 2048, 512
+LONGEST = 3200  # tokens of a request: BookCorpus chunks with their answers
+ORCA_BATCH, LEVELS = 8, 5  # 2.1
+SLO_SCALE = 2.0
+PAPER_TEXT = "ecoserve-paper"
+MAX_ALLOCATION = ("orca", "srtf", "fastserve")
+TRUE_LENGTHS = ("srtf", "multires")  # 2.1: their answers' lengths are known in advance
+_GRID = (np.arange(20_000) + 0.5) / 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One side of a line of Table 2: mean, shortest and longest length in tokens."""
+
+    mean: float
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """A data set of the evaluation.
+
+    name: of its length distribution, whose shape is kept
+    rate: Table 2's rate, req/s
+    rates: of the sweep, around this engine's saturation, req/s
+    low: the same for systems with max-allocation, req/s
+    swept: of the sweeps of options, req/s
+    seconds: of arrivals
+    prompt, output: Table 2's lengths; BookCorpus prompts are cut into chunks of 2048
+    padding: sweet spot of 2.3, a share of the prediction
+    accuracy: share of outputs within it (2.3)
+    over, under: unused and missing tokens, as shares of the allocated ones (figure 5a)
+    pool: share of the KV in reserve (2.2)
+    buffer: share of the predicted length (4)
+    """
+
+    name: str
+    rate: float
+    rates: tuple[float, ...]
+    low: tuple[float, ...]
+    swept: float
+    seconds: float
+    prompt: Tokens
+    output: Tokens
+    padding: float
+    accuracy: float
+    over: float
+    under: float
+    pool: float
+    buffer: float
+
+
+DATA = (
+    Data(
+        "alpaca", 36.0, (24.0, 36.0, 48.0, 60.0, 72.0, 84.0, 96.0), (1.0, 2.0, 3.0, 4.0), 60.0, 60.0,
+        Tokens(19.31, 9, 2470), Tokens(58.41, 13, 292), 0.10, 0.775, 0.0262, 0.0930, 0.012, 0.15,
+    ),
+    Data(
+        "sharegpt", 28.0, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (0.2, 0.35, 0.5, 0.7), 4.0, 150.0,
+        Tokens(161.31, 16, 3200), Tokens(337.99, 19, 991), 0.15, 0.732, 0.0562, 0.1342, 0.03, 0.15,
+    ),
+    Data(
+        "bookcorpus", 1.2, (0.1, 0.2, 0.25, 0.3, 0.4, 0.5), (0.1, 0.15, 0.2, 0.3), 0.3, 450.0,
+        Tokens(1952.11, 18, 2048), Tokens(681.2, 32, 1041), 0.20, 0.698, 0.0512, 0.2192, 0.05, 0.10,
+    ),
+)  # fmt: skip
+
+
+# ---- requests
+
+
+def table(source: Quantiles, side: Tokens) -> Quantiles:
+    """Return a source's lengths times the factor that gives `side.mean` within `side`'s limits."""
+    low, high = 0.01, 100.0
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        below = float(_times(source, middle, side).at(_GRID).mean()) < side.mean
+        low, high = (middle, high) if below else (low, middle)
+    return _times(source, high, side)
+
+
+def _times(source: Quantiles, factor: float, side: Tokens) -> Quantiles:
+    tokens = np.clip(np.rint(np.array(source.tokens) * factor), side.least, side.most)
+    return Quantiles(tuple(int(one) for one in tokens), source.shares)
+
+
+def chunks(side: Tokens) -> Quantiles:
+    """Return chunks of the longest length, and as many last chunks, log-uniform, as the mean requires."""
+    last = (side.most - side.least) / math.log(side.most / side.least)
+    share = (side.most - side.mean) / (side.most - last)
+    return Quantiles((side.least, side.most, side.most), (0.0, share, 1.0))
+
+
+def tables(data: Data) -> tuple[Quantiles, Quantiles]:
+    """Return the distributions of prompts and outputs."""
+    source = SOURCES[data.name]
+    assert isinstance(source.prompt, Quantiles)
+    assert isinstance(source.output, Quantiles)
+    # All but 2 % of a book's chunks are whole: a factor would make them shorter than a chunk.
+    prompt = chunks(data.prompt) if data.name == "bookcorpus" else table(source.prompt, data.prompt)
+    return prompt, table(source.output, data.output)
+
+
+def workload(data: Data, rate: float, seconds: float, seed: int) -> Workload:
+    """Return Poisson arrivals with Table 2's lengths and an SLO of `SLO_SCALE`; none exceeds `LONGEST`."""
+    rng = np.random.default_rng(seed)
+    at = poisson(rate, seconds, rng)
+    shares, (prompts, outputs) = tied(SOURCES[data.name].rho, at.size, rng), tables(data)
+    prompt, output = _whole(prompts.at(shares[0])), _whole(outputs.at(shares[1]))
+    kept = np.flatnonzero(prompt + output <= LONGEST)
+    return with_slo(single(at, prompt, output).take(kept), instance(), SLO_SCALE)
+
+
+def _whole(tokens: Floats) -> Ints:
+    return np.asarray(np.maximum(np.rint(tokens), 1), np.int64)
+
+
+def with_slo(workload: Workload, spec: InstanceSpec, scale: float) -> Workload:
+    """Return the workload with an e2e SLO of `scale` x the seconds on an idle engine (section 4).
+
+    t_p and t_g come from the latency profile: a prefill alone, and one decode per token with the context of
+    the middle of the output.
+    """
+    alone = [
+        spec.latency.seconds(Batch(0, 0, p, p * p // 2)) + o * spec.latency.seconds(Batch(1, p + o // 2, 0))
+        for p, o in zip(workload.prompt.tolist(), workload.output.tolist(), strict=True)
+    ]
+    never = np.full(len(workload), np.inf)
+    return replace(workload, ttft=never, tpot=never, e2e=scale * np.array(alone))
+
+
+# ---- engine and systems
+
+
+def instance(copies: float = 1.0) -> InstanceSpec:
+    """Return the engine of 2.1: OPT-13B on an A100 with 12 GB of KV in blocks of 32 tokens.
+
+    copies: factor of the seconds that copies to the host take
+    """
+    profile = profiles.load(PROFILE)
+    blocks = int(KV_BYTES // (profile.kv_bytes_per_token * BLOCK))
+    shape = Instance("e0", "default", MAX_RUNNING, blocks, BLOCK, LONGEST)
+    return InstanceSpec(shape, profile.latency(), SLOTS, BUDGET, profile.copy_seconds() * copies)
+
+
+def _allocations() -> int:
+    """Return how many requests have KV for the longest sequence at once (max-allocation, 2.1)."""
+    shape = instance().instance
+    return shape.blocks_total // math.ceil(LONGEST / BLOCK)
+
+
+_SETTINGS: dict[str, Callable[[EngineSpec], Packer]] = {
+    "orca": lambda spec: Orca(ORCA_BATCH, spec.token_budget, spec.max_model_len),
+    "srtf": lambda spec: Srtf(_allocations(), spec.token_budget, spec.latency),
+    "fastserve": lambda spec: FastServe(
+        min(ORCA_BATCH, _allocations()), spec.token_budget, spec.latency, levels=LEVELS
+    ),
+    "fastgen": lambda spec: Chunked(spec.max_running, TFS),
+    "multires": lambda spec: MultiRes(spec.max_running, TFS),
+}
+
+
+def options_of(name: str, data: Data) -> Options | None:
+    """Return the options of an EcoServe variant with a data set's numbers; None for other systems."""
+    base = name.removesuffix("-oracle")
+    if base not in VARIANTS:
+        return None
+    chosen = replace(VARIANTS[base][0], reserve=data.pool)
+    return replace(chosen, buffer_share=data.buffer) if chosen.buffer_share else chosen
+
+
+def system(name: str, data: Data, options: Options | None = None) -> Recipe:
+    """Return a recipe with the paper's settings; `options` replace those of an EcoServe variant."""
+    recipe, chosen = find(name), options or options_of(name, data)
+    if chosen is not None:
+        return replace(recipe, packer=lambda spec: EcoServe(spec, chosen))
+    return replace(recipe, packer=_SETTINGS.get(name, recipe.packer))
+
+
+# ---- what no schedule can exceed
+
+
+def bound(load: Workload, *, exact: bool) -> float:
+    """Return the requests per second that no schedule of this workload exceeds, whatever it knows.
+
+    Over a long time the iterations must hold KV x iterations of every request (its answer takes one
+    iteration per token), so there are at least sum(KV x iterations) / KV of the engine, and sum(iterations) /
+    `MAX_RUNNING`, each with the cost of an iteration; the requests' own costs come on top. Copies, padding
+    and waiting cost nothing here.
+
+    exact: a request holds prompt + answer from its first iteration on; else only what it has written, which
+        is what lending to the last token or allocation in blocks could reach at best.
+    """
+    spec = instance()
+    one, two = spec.latency.seconds(Batch(1, 0, 0)), spec.latency.seconds(Batch(2, 0, 0))
+    token, base = two - one, 2 * one - two
+    context = (spec.latency.seconds(Batch(1, 1000, 0)) - one) / 1000
+    prompt_token = spec.latency.seconds(Batch(1, 0, 1)) - one
+    pair = (spec.latency.seconds(Batch(1, 0, 1, 1000)) - one - prompt_token) / 1000
+    p, o = load.prompt.astype(float), load.output.astype(float)
+    read = o * p + o * o / 2
+    held = o * (p + o) if exact else read
+    own = token * o + context * read + prompt_token * p + pair * p * p / 2
+    kv = spec.instance.blocks_total * spec.instance.block_size
+    iterations = max(float(held.mean()) / kv, float(o.mean()) / MAX_RUNNING)
+    return 1.0 / (base * iterations + float(own.mean()))
