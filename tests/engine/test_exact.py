@@ -13,7 +13,6 @@ from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.ports import Packer
-from headway.recipes.ecoserve import VARIANTS
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts
@@ -156,8 +155,6 @@ def plain(engine: Engine) -> list[list[int]]:
     [
         (1e-6, Options(reserve=0.03)),
         (np.inf, Options(reserve=0.25)),
-        (1e-6, VARIANTS["ecoserve-paper"][0]),
-        (np.inf, VARIANTS["ecoserve-paper"][0]),
     ],
 )
 def test_reserved_and_lent_kv_changes_no_token(

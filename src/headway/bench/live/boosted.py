@@ -59,4 +59,4 @@ def _quantile(seen: Floats, target: Floats, asked: Floats, share: float) -> Floa
         loss="quantile", quantile=share, max_iter=120, learning_rate=0.05, max_leaf_nodes=8,
         min_samples_leaf=min(30, len(target) // 4), l2_regularization=1.0, random_state=0,
     )  # fmt: skip
-    return np.exp(np.asarray(model.fit(seen, target).predict(asked), float))
+    return np.asarray(np.exp(model.fit(seen, target).predict(asked)), float)
