@@ -76,8 +76,12 @@ class Prewarmed(WaitingQueue):
     """EPWQ, and what a demand graph expects is loaded before the request comes (Hermes 3.4)."""
 
     def level(self, item: Item, awaited: bool, now: float) -> int:
-        """Return AWAITED for what a waiting request needs, EXPECTED for what one may soon."""
-        return AWAITED if awaited else EXPECTED if item.until >= now else FREE
+        """Return AWAITED for what a waiting request needs, or a run in progress is expected to.
+
+        What is expected is displaced by no load ahead: a run's next request is often served before those
+        that wait, as its rank is that of a run that has begun.
+        """
+        return AWAITED if awaited or item.until >= now else FREE
 
 
 class Cache:
