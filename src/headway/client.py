@@ -4,6 +4,7 @@
         client.chat.completions.create(..., extra_headers=run.unit("verify"))
         with run.outside("search", backend="web-search"):
             ...
+        done = run.execute("python", {"code": code})  # on a backend of the gateway
 
 A report that does not reach the gateway is logged as a warning and the application goes on: what the gateway
 is told improves its order of work, and is not needed for an answer. Needs nothing but httpx.
@@ -14,15 +15,17 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
 
 _TIMEOUT_S = 5.0  # of a report
+_EXECUTION_S = 600.0  # of a unit on a backend, its wait among them
 _LONGEST = 128  # characters of a name, as the gateway allows
 log = logging.getLogger("headway.client")
 
@@ -53,6 +56,7 @@ class Run:
 
     def __init__(self, app: str, id: str, url: str, key: str | None, deadline: float | None) -> None:
         self.app, self.id, self.deadline = app, id, deadline
+        self._base = url
         self._url = f"{url}/runs/{quote(id, safe='')}"
         self._auth = {} if key is None else {"authorization": f"Bearer {key}"}
 
@@ -74,6 +78,41 @@ class Run:
         backend: what serves it, by a name that runs share: a tool, a sandbox's image, a model.
         """
         return Outside(self, _named("unit", unit), _named("backend", backend))
+
+    def execute(
+        self, backend: str, input: Any, *, unit: str | None = None, timeout_s: float = _EXECUTION_S
+    ) -> Executed:
+        """Execute a unit on a backend of the gateway (`[backends.NAME]`), and wait for its output.
+
+        input: what the backend takes, as JSON. unit: None = named like the backend.
+
+        The gateway reports the unit's start and end itself. HeadwayError with the gateway's message and
+        status when it refuses, and with status 502 when it cannot be reached in time: unlike a report, the
+        application needs the answer.
+        """
+        url, headers = self._backend(backend, unit)
+        try:
+            answer = httpx.post(url, json={"input": input}, headers=headers, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise _unreached(url, error) from error
+        return _executed(answer)
+
+    async def execute_async(
+        self, backend: str, input: Any, *, unit: str | None = None, timeout_s: float = _EXECUTION_S
+    ) -> Executed:
+        """Do as `execute` without blocking the event loop."""
+        url, headers = self._backend(backend, unit)
+        try:
+            async with httpx.AsyncClient(timeout=timeout_s) as client:
+                answer = await client.post(url, json={"input": input}, headers=headers)
+        except httpx.HTTPError as error:
+            raise _unreached(url, error) from error
+        return _executed(answer)
+
+    def _backend(self, backend: str, unit: str | None) -> tuple[str, dict[str, str]]:
+        """Return the address of a backend, and the headers of a unit on it."""
+        headers = self.unit(backend if unit is None else unit) | self._auth
+        return f"{self._base}/backends/{quote(_named('backend', backend), safe='')}", headers
 
     def __enter__(self) -> Run:
         return self
@@ -121,6 +160,19 @@ class Run:
         log.warning("run %s of %s: %s/%s was not taken: %s", self.id, self.app, self._url, what, reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """What a backend of the gateway answered.
+
+    output: of the unit. warm: the backend was ready. waited_s: before it began. seconds: in the gateway.
+    """
+
+    output: Any
+    warm: bool
+    waited_s: float
+    seconds: float
+
+
 class Outside:
     """A unit outside the LLM; its start and its end are reported, also when the block raises."""
 
@@ -143,6 +195,24 @@ class Outside:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._run.report_async("units", self._body | {"state": "ended"})
+
+
+def _executed(answer: httpx.Response) -> Executed:
+    """Return what the gateway answered; HeadwayError for an error."""
+    if answer.is_error:
+        raise HeadwayError(
+            f"The gateway answered {answer.status_code}: {answer.text[:500]}",
+            "Its message says what to change.", status=answer.status_code,
+        )  # fmt: skip
+    body = answer.json()
+    return Executed(body["output"], body["warm"], body["waited_s"], body["seconds"])
+
+
+def _unreached(url: str, error: httpx.HTTPError) -> HeadwayError:
+    return HeadwayError(
+        f"{url} gave no answer: {type(error).__name__} {error}",
+        "Check the gateway's address, or give the unit a longer timeout.", status=502,
+    )  # fmt: skip
 
 
 def _named(what: str, name: str) -> str:

@@ -66,6 +66,10 @@ class Planner(Protocol):
         """What it plans to warm ahead; a host sets how readily."""
         return None
 
+    def rank(self, id: str) -> float:
+        """Return the rank of a request that has not ended: lower is served first, equal ones as they came."""
+        return 0.0
+
     def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
         """Return the expected seconds of service that an application's live run still needs, if known."""
         return None

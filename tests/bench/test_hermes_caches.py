@@ -44,6 +44,6 @@ def test_every_case_runs_with_every_policy_and_the_first_one_without(monkeypatch
     monkeypatch.setattr(hermes_caches, "_serve", serve)
     some = cases(quick=True)
     results = hermes_caches.run(some, range(2), lambda: ended.append(None))
-    assert len(served) == len(ended) == count(some, 2) == 14
-    assert [one.requests for one in results] == [200] * 7
+    assert len(served) == len(ended) == count(some, 2) == 20
+    assert [one.requests for one in results] == [200] * 10
     assert {(system, name) for system, name, _ in served} >= {("no-cache", "KV 8 GiB"), ("hermes", "LoRA")}

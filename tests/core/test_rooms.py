@@ -24,6 +24,7 @@ GROUND = {
     "errors",
     "config",
     "compiled",
+    "plugins",
     "forecast",
     "memory",
 }

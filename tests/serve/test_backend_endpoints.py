@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ from sklearn.datasets import load_digits
 import headway
 from headway.apps.prewarming import Prewarming
 from headway.config import Backend, Key
+from headway.errors import HeadwayError
 from headway.events import Prewarmed
 from headway.stages import Resource
 from tests.serve.conftest import Serve
@@ -60,6 +62,29 @@ def test_a_unit_is_executed_and_is_part_of_its_run(hermes: Gateway) -> None:
     assert ask(hermes, "echo", {"input": 1, "final": True}, headers=RUN).status_code == 200
     assert hermes.get("/v1/runs/r1?app=agent").json()["status"] == "ended"
     assert hermes.metric('headway_backend_units_total{backend="python",start="cold"}') == 1
+
+
+async def test_the_client_helper_executes_units(hermes: Gateway) -> None:
+    async with headway.run("helped", base_url=f"{hermes.url}/v1") as run:
+        done = await run.execute_async("python", PRINT["input"], unit="execute")
+        again = await asyncio.to_thread(run.execute, "echo", 1)
+        told = hermes.get(f"/v1/runs/{run.id}?app=helped").json()
+    assert done.output["stdout"] == "42\n"
+    assert 0 < done.waited_s <= done.seconds
+    assert again.output[1:] == ["default", 1]
+    assert [(unit["unit"], unit["backend"]) for unit in told["units"]] == [
+        ("execute", "python"), ("echo", "echo")
+    ]  # fmt: skip
+
+
+def test_the_client_helper_raises_what_the_gateway_refuses(hermes: Gateway) -> None:
+    run = headway.run("helped", base_url=f"{hermes.url}/v1")
+    with pytest.raises(HeadwayError, match="no backend 'pyton'") as caught:
+        run.execute("pyton", 1)
+    assert caught.value.status == 404
+    with pytest.raises(HeadwayError, match="gave no answer") as caught:
+        headway.run("helped", base_url="http://127.0.0.1:9/v1").execute("python", 1)
+    assert caught.value.status == 502
 
 
 def test_a_unit_without_a_run_is_executed(hermes: Gateway) -> None:

@@ -104,15 +104,19 @@ def test_only_prewarming_keeps_what_is_expected_until_it_is_not() -> None:
     assert "a" not in cache.items
 
 
-def test_what_waits_displaces_what_is_expected_and_not_the_other_way_round() -> None:
+def test_what_waits_and_what_is_expected_do_not_displace_each_other_ahead() -> None:
     cache = stored(Prewarmed(), 1.0, 0.0)
     cache.warm("a", 0.0, 10.0)
     cache.follow("b", 1.0)
-    assert set(cache.items) == {"b"}
-    cache.warm("a", 2.0, 10.0)
-    assert set(cache.items) == {"b"}
-    cache.follow("", 3.0)
     assert set(cache.items) == {"a"}
+    cache.follow("b", 11.0)
+    assert set(cache.items) == {"b"}
+    cache.warm("a", 12.0, 20.0)
+    assert set(cache.items) == {"b"}
+    cache.follow("", 13.0)
+    assert set(cache.items) == {"a"}
+    assert cache.load("b", 14.0) == 0
+    assert set(cache.items) == {"b"}, "what starts displaces what is expected"
 
 
 def test_a_load_that_is_overtaken_by_the_computation_is_wasted() -> None:

@@ -7,7 +7,6 @@ goes to the standard error, so that it cannot be taken for an answer.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import signal
@@ -15,13 +14,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from headway.plugins import attribute
+
 _PR_SET_PDEATHSIG = 1
-
-
-def attribute(path: str) -> Any:
-    """Return what `module:attribute` names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def answer(call: Callable[[Any], Any], line: bytes, most: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -13,6 +12,7 @@ from headway.backends.port import Backend
 from headway.backends.sandbox import Sandboxes, check_namespaces
 from headway.config import Backend as Settings
 from headway.errors import ConfigError
+from headway.plugins import attribute
 
 
 def make(name: str, settings: Settings) -> Backend:
@@ -29,10 +29,9 @@ def make(name: str, settings: Settings) -> Backend:
 
 
 def _plugin(name: str, settings: Settings) -> Backend:
-    module, _, attribute = settings.kind.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        made = attribute(settings.kind)
+    except ImportError as error:
         raise ConfigError(
             f"backends.{name}.kind is {settings.kind!r}, which is not there: {error}.",
             'Use "sandbox", "model", or "module:Class" of a module on PYTHONPATH.',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,6 +48,7 @@ from headway.bench.options import (
 )
 from headway.bench.output.results import About, Pictures, deliver
 from headway.errors import ConfigError
+from headway.plugins import attribute
 
 bench_app = typer.Typer(help="Benchmarks: SLO attainment, latency, overhead and cost.", no_args_is_help=True)
 
@@ -342,13 +342,10 @@ def papers(
 
     if name not in PAPERS:
         raise ConfigError(f"There are no tables of {name!r}.", f"Use one of {', '.join(PAPERS)}.")
-    module, _, function = PAPERS[name].partition(":")
     more: dict[str, Any] = {"only": _names(only)} if only else {}
     if more and name not in PARTED:
         raise ConfigError(f"The tables of {name} have no parts.", "Leave --only out.")
-    getattr(importlib.import_module(module), function)(
-        quick=quick, as_json=as_json, seed=seed, out=out, **more
-    )
+    attribute(PAPERS[name])(quick=quick, as_json=as_json, seed=seed, out=out, **more)
 
 
 _ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}

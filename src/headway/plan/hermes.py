@@ -58,6 +58,10 @@ class Hermes(Planner):
         """The applications' graphs."""
         return self.runs.knowledge
 
+    def rank(self, id: str) -> float:
+        """Return the rank of the request's run."""
+        return float(self.runs.rank[self.runs.run_of(id).slot])
+
     def run_rest(self, tenant: str, app: str, run: str, now: float) -> float | None:
         """Return the expected seconds of service that a live run still needs."""
         return self.runs.rest((tenant, app, run), now)

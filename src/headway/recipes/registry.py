@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import importlib
 from difflib import get_close_matches
 
 from headway.errors import ConfigError
+from headway.plugins import attribute
 from headway.recipes.anneal import ANNEAL
 from headway.recipes.baselines import BASELINES, ROUTERS
 from headway.recipes.bros import BROS
@@ -42,10 +42,9 @@ def find(name: str) -> Recipe:
 
 
 def _outside(name: str) -> Recipe:
-    module, _, attribute = name.partition(":")
     try:
-        recipe = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        recipe = attribute(name)
+    except ImportError as error:
         raise ConfigError(
             f"The recipe {name!r} cannot be loaded: {error}.",
             "Check that the module is on PYTHONPATH of this process and that it has that attribute.",

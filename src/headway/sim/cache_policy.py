@@ -33,7 +33,7 @@ class Item:
     fetched: bool = False
 
 
-FREE, EXPECTED, AWAITED, LOADING = range(4)  # how strongly an item is kept
+FREE, NEEDED, LOADING = range(3)  # how strongly an item is kept
 
 
 class Policy(Protocol):
@@ -45,7 +45,7 @@ class Policy(Protocol):
         ...
 
     def level(self, item: Item, awaited: bool, now: float) -> int:
-        """Return FREE, EXPECTED or AWAITED: what is loaded ahead displaces lower levels than its own.
+        """Return FREE or NEEDED: what is loaded ahead displaces only what is FREE.
 
         awaited: it is among what the next waiting requests need.
         """
@@ -68,16 +68,20 @@ class WaitingQueue:
     queue = True
 
     def level(self, item: Item, awaited: bool, now: float) -> int:
-        """Return AWAITED for what a waiting request needs."""
-        return AWAITED if awaited else FREE
+        """Return NEEDED for what a waiting request needs."""
+        return NEEDED if awaited else FREE
 
 
 class Prewarmed(WaitingQueue):
     """EPWQ, and what a demand graph expects is loaded before the request comes (Hermes 3.4)."""
 
     def level(self, item: Item, awaited: bool, now: float) -> int:
-        """Return AWAITED for what a waiting request needs, EXPECTED for what one may soon."""
-        return AWAITED if awaited else EXPECTED if item.until >= now else FREE
+        """Return NEEDED for what a waiting request needs, or a run in progress is expected to.
+
+        What is expected is displaced by no load ahead: a run's next request is often served before those
+        that wait, as its rank is that of a run that has begun.
+        """
+        return NEEDED if awaited or item.until >= now else FREE
 
 
 class Cache:
@@ -205,8 +209,8 @@ class Cache:
             if name in self.items:
                 self._expected.pop(name, None)
                 continue
-            size, level = self.stored[name], AWAITED if name in self._awaited else EXPECTED
-            if not self._make_room(size, now, name, level):
+            size = self.stored[name]
+            if not self._make_room(size, now, name, NEEDED):
                 return
             self._idle_at = now + size * self.rate
             self._add(name, size, self._idle_at)

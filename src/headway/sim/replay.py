@@ -21,7 +21,6 @@ from headway.engines.simulated.engine import Ran
 from headway.errors import ConfigError
 from headway.events import Prewarmed, RunEnded, Started, UnitBegan, UnitEnded
 from headway.forecast.lengths.task import TaskLengths
-from headway.plan.hermes import Hermes
 from headway.recipes.recipe import Recipe
 from headway.sim.fleet import check_fleet
 from headway.sim.instance import InstanceSpec, SimulatedInstance, check
@@ -196,9 +195,8 @@ def replay(
     controller = Controller(planner, TaskLengths(), max_queued=1 << 40)
     pool = WarmPool(cold_s or {})
     warm = None if cache is None else _install(fleet, cache)
-    if warm is not None and isinstance(planner, Hermes):
-        runs = planner.runs
-        warm.rank = lambda id: float(runs.rank[runs.run_of(id).slot])
+    if warm is not None:
+        warm.rank = planner.rank
     loop = ReplayLoop(apps, controller, fleet, pause=pause, pool=pool, observer=observer, warm=warm)
     outcome = loop.run(progress, until)
     pool.close()

@@ -7,6 +7,7 @@ prewarmed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,19 +66,19 @@ class _Entry:
     found: int = 0
 
 
-class WarmEngine(SimulatedEngine):
+class WarmEngine(SimulatedEngine, ABC):
     """A simulated engine with a cache.
 
     cache: what it holds. admitted: requests so far. hits: those of them that found all that they needed.
     prompt_tokens, hit_tokens: of their prompts, and those whose KV was found.
-    rank: of a request in the planner, lower is served first; None = they are served as they came.
+    rank: of a request that is in the planner (`Planner.rank`).
     """
 
     cache: Cache
-    rank: Callable[[str], float] | None = None
 
     def __init__(self, packer: Packer, **limits: Any) -> None:
         super().__init__(packer, **limits)
+        self.rank: Callable[[str], float] = lambda id: 0.0
         self.admitted = self.hits = self.prompt_tokens = self.hit_tokens = 0
         self._entries: dict[str, _Entry] = {}
         self._at: dict[int, _Entry] = {}
@@ -90,13 +91,12 @@ class WarmEngine(SimulatedEngine):
         """Tell the cache what waiting requests need: first those inside, then those in the planner."""
         if not self.cache.policy.queue:
             return
-        jobs, rank = self.jobs, self.rank
+        jobs = self.jobs
         rows = jobs.rows()
         rows = rows[~jobs.running[rows]]
         inside = rows[np.lexsort((jobs.serial[rows], jobs.urgency[rows]))].tolist()
         outside = [one for id, one in self._entries.items() if id not in jobs.row_of]
-        if rank is not None:
-            outside.sort(key=lambda one: rank(one.request.id))
+        outside.sort(key=lambda one: self.rank(one.request.id))
         waiting = [*(self._at[row] for row in inside), *outside]
         self.cache.follow((name for one in waiting for name in one.needs), now)
 
@@ -159,24 +159,24 @@ class WarmEngine(SimulatedEngine):
         self.prompt_tokens += entry.request.prompt_tokens
         self.hit_tokens += entry.found
 
+    @abstractmethod
     def _needs(self, request: Request) -> tuple[str, ...]:
         """Return the names that a request needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _names(self, resource: Resource, run: str) -> Sequence[str]:
         """Return the names that a resource of a run stands for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hit(self, entry: _Entry, now: float) -> bool:
         """Tell whether a request that is admitted now finds all that it needs."""
-        raise NotImplementedError
 
     def _look_up(self, now: float) -> None:
         """Prepare waiting rows."""
 
+    @abstractmethod
     def _admit(self, entries: Sequence[_Entry], now: float) -> None:
         """Let requests hold what they need."""
-        raise NotImplementedError
 
     def _keep(self, entry: _Entry, now: float) -> None:
         """Keep what a request that has ended leaves behind."""

@@ -31,7 +31,7 @@ from headway.bench.papers.hermes_workloads import (
     serve,
     source,
 )
-from headway.bench.papers.parts import parts
+from headway.bench.papers.parts import Experiment, choose
 
 SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, DEFAULT, ORACLE)
 _ABLATION = (HERMES, "hermes-no-refine", "hermes-mean", ORACLE)
@@ -45,15 +45,6 @@ _INFLATED = {"hermes-no-refine": 15.3, "hermes-mean": 47.5}  # mean, over that o
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
-    """Settings, and the systems that serve each of them with every seed."""
-
-    name: str
-    settings: tuple[Setting, ...]
-    systems: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What is run.
 
@@ -61,7 +52,7 @@ class Plan:
     ks: how aggressively backends are prewarmed, () = that is not run.
     """
 
-    experiments: tuple[Experiment, ...]
+    experiments: tuple[Experiment[Setting], ...]
     seeds: int
     live: tuple[int, ...]
     ks: tuple[float, ...]
@@ -124,11 +115,9 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Seque
 
 def part(plan: Plan, only: Sequence[str]) -> Plan:
     """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
-    if not only:
-        return plan
-    chosen = parts(only, [*(one.name for one in plan.experiments), *_MEASURED])
+    experiments, chosen = choose(plan.experiments, _MEASURED, only)
     return Plan(
-        tuple(one for one in plan.experiments if one.name in chosen), plan.seeds,
+        experiments, plan.seeds,
         plan.live if "policy" in chosen else (), plan.ks if "prewarm" in chosen else (),
     )  # fmt: skip
 

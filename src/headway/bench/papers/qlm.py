@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from headway.bench.output.results import SIMULATED, About, Report, deliver, row_grid
-from headway.bench.papers.parts import parts
+from headway.bench.papers.parts import Experiment, choose
 from headway.bench.papers.qlm_estimates import ESTIMATED, estimates, planning
 from headway.bench.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
 from headway.bench.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
@@ -34,15 +34,6 @@ _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
-    """Settings that differ in one thing, and the systems that run in each of them."""
-
-    name: str
-    settings: tuple[Setting, ...]
-    systems: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What is run.
 
@@ -52,7 +43,7 @@ class Plan:
     delta_setting: the workload they are compared on.
     """
 
-    experiments: tuple[Experiment, ...]
+    experiments: tuple[Experiment[Setting], ...]
     queues: tuple[int, ...]
     estimated: int
     deltas: tuple[int, ...]
@@ -140,11 +131,9 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Seque
 
 def part(plan: Plan, only: Sequence[str]) -> Plan:
     """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
-    if not only:
-        return plan
-    chosen = parts(only, [*(one.name for one in plan.experiments), *_MEASURED])
+    experiments, chosen = choose(plan.experiments, _MEASURED, only)
     return Plan(
-        tuple(one for one in plan.experiments if one.name in chosen),
+        experiments,
         plan.queues if "planning" in chosen else (),
         plan.estimated if "estimator" in chosen else 0,
         plan.deltas if "delta" in chosen else (), plan.delta_setting,
