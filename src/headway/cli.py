@@ -25,7 +25,8 @@ app.add_typer(apps_app, name="apps")
 # A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (
     "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-recompute, "
-    "bros-no-parts, bros-paper, bros-no-replacement, bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
+    "bros-no-parts, bros-paper, bros-no-replacement, bros-no-sizing, bros-lost-last; "
+    "EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
     "ecoserve, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, ecoserve-sdo-oracle, "
     "ecoserve-oracle; SLO-aware scheduling anneal, anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
     "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; Hermes and its ablation "

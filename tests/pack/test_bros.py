@@ -34,6 +34,7 @@ def spec(places: int, *, copy: float = 0.0, pool: bool = True) -> EngineSpec:
 
 
 def packer(places: int = 4, *, copy: float = 0.0, pool: bool = True, **options: Any) -> Bros:
+    options.setdefault("parts_below", -1.0)  # whole prompts, unless a test is about parts
     made = Bros(spec(places, copy=copy, pool=pool), batch_size=BatchSize(base=places), **options)
     assert made.batch_size.size == places
     return made
@@ -305,8 +306,8 @@ def test_no_prompt_in_parts_beside_real_time_requests_that_nearly_fill_the_memor
     jobs = Jobs()
     answering(jobs, "rt", 5.0, prompt=800)
     batch_job(jobs, "long", prompt=300, inside=False)
-    assert order(jobs, packer().pack(jobs, account(jobs, 54), NOW)) == ["rt"]
-    assert order(jobs, packer().pack(jobs, account(jobs, 100), NOW)) == ["rt", "long"]
+    assert order(jobs, packer(parts_below=0.9).pack(jobs, account(jobs, 54), NOW)) == ["rt"]
+    assert order(jobs, packer(parts_below=0.9).pack(jobs, account(jobs, 100), NOW)) == ["rt", "long"]
 
 
 def test_by_the_text_time_counts_from_the_last_token() -> None:

@@ -216,13 +216,13 @@ def _tighten(
 ) -> None:
     """Let the time that a row has left bound the iteration, if it can be kept at all.
 
-    Where the bound is fixed, it is what the most urgent row has left, come what may.
+    Where the bound is fixed, it is what the most urgent row has left that can be in time.
     """
+    alone = with_row(jobs, batch, row, want, 0, theta, t.copy)
     if t.fixed_bound:
-        if batch.room[0]["chosen"] == 0:
+        if batch.sums[0]["bound"] == np.inf and left >= alone:
             batch.sums[0]["bound"] = left
         return
-    alone = with_row(jobs, batch, row, want, 0, theta, t.copy)
     bound = left
     if jobs["output_tokens"][row] > 0:  # one that is late catches up when iterations keep its tpot
         bound = jobs["tpot"][row] if left < alone else min(left, jobs["tpot"][row])
@@ -269,6 +269,7 @@ def _part(t: StepLimits, jobs: Rows, batch: Batch, row: int, copies: int, theta:
         return want
     if want > 0 and with_row(jobs, batch, row, want, copies, theta, t.copy) <= bound:
         return want
+    bound *= t.parts_fill
     if with_row(jobs, batch, row, _LEAST_PART, copies, theta, t.copy) > bound:
         return want
     least = _LEAST_PART

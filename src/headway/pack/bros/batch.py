@@ -54,6 +54,7 @@ class StepLimits(NamedTuple):
     lost_last: bool
     crowded: float
     parts_below: float
+    parts_fill: float
     fixed_bound: bool
     returns_early: bool
     replaces_long: bool

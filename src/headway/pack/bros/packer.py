@@ -116,8 +116,10 @@ class Bros(Packer):
     lost_last: not in the paper; first tokens that are late already go behind those that can be in time.
     parts_below: best-effort prompts come in parts while real-time requests hold at most this share of the
         KV; below 0 = never.
+    parts_fill: share of the time bound that such a part may fill; answers gain time by the rest.
     from_last: the time left counts from the last token (Table 1), so tokens made early do not.
-    fixed_bound: what the most urgent request has left bounds the iteration, also when it is late (line 4).
+    fixed_bound: what the most urgent request that can be in time has left bounds the iteration (line 4).
+        Taken to the letter, a late one would let nothing run beside it.
     returns_early: the first real-time request that is not in time ends the batch (lines 11-12).
     replaces_long: replacing also where only time is short, and whoever waits (lines 24-33).
     batch_size: the adaptive B; its `most` is the engine's `max_running`.
@@ -133,6 +135,7 @@ class Bros(Packer):
     lost_last: bool = False
     crowded: float = 0.5
     parts_below: float = 0.9
+    parts_fill: float = 1.0
     from_last: bool = False
     fixed_bound: bool = False
     returns_early: bool = False
@@ -178,6 +181,6 @@ class Bros(Packer):
         limits = StepLimits(
             batch_limit, spec.token_budget, kv_budget.total, kv_budget.free, kv_budget.size, kv_budget.slots,
             copy, use.two_ended, self.replaces, self.spare, self.watermark, self.lost_last, self.crowded,
-            self.parts_below, self.fixed_bound, self.returns_early, self.replaces_long,
+            self.parts_below, self.parts_fill, self.fixed_bound, self.returns_early, self.replaces_long,
         )  # fmt: skip
         return limits, moves
