@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from functools import partial
 
 from headway.core.controller import Controller
 from headway.recipes.recipe import Recipe
@@ -35,11 +34,17 @@ class ClosedLoop(Loop):
         self._arrivals = self._arrivals[:open]
         self._rest = deque(range(open, len(workload)))
         self._open, self._batch, self._stop, self._left = open, batch, stop, 0
-        if self._rest:
+        self._due = bool(self._rest)  # a batch is to come at this instant
+        if self._due:
             self._future.at(0.0, self._next_batch)
+
+    @property
+    def _more(self) -> bool:
+        return self._due
 
     def _next_batch(self, now: float) -> None:
         assert self._rest, "the workload has fewer batches than were served"
+        self._due = False
         for _ in range(min(self._batch, len(self._rest))):
             self._left += 1
             self._arrive(replace(self.workload.request(self._rest.popleft()), arrival=now), now)
@@ -50,7 +55,8 @@ class ClosedLoop(Loop):
             return
         self._left -= 1
         if not self._left and now < self._stop:
-            self._future.at(now, partial(self._next_batch))
+            self._due = True
+            self._future.at(now, self._next_batch)
 
 
 def run(

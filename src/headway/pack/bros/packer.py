@@ -105,7 +105,7 @@ class _LastTokens:
 class Bros(Packer):
     """Algorithm 1 with its adaptive batch size.
 
-    The defaults are what is better in the measurements of docs/papers.md; `bros-paper` is the paper's text.
+    Defaults are what gave more best effort at little loss (docs/papers.md); `bros-paper` is the paper's text.
 
     two_ended: use two-ended blocks where the engine has them.
     saves: False recomputes what finds no blocks (7.4.1's ablation), True copies it to the host.
@@ -134,8 +134,8 @@ class Bros(Packer):
     watermark: float = 0.01
     lost_last: bool = False
     crowded: float = 0.5
-    parts_below: float = 0.9
-    parts_fill: float = 1.0
+    parts_below: float = 0.5
+    parts_fill: float = 0.8
     from_last: bool = False
     fixed_bound: bool = False
     returns_early: bool = False
