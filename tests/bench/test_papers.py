@@ -93,7 +93,7 @@ def test_a_best_effort_batch_comes_when_the_one_before_has_ended() -> None:
     chat = single(np.array([0.5]), 10, 5, slo=bros.SLO, tier="rt")
     work = concat(chat, single(np.zeros(4), 600, 20, priority=10, tier="be"))
     ended = closed_loop.run(
-        inside(find("vllm-v0"), []), bros.instance(case), work, open=1, batch=2, stop=60.0, until=60.0,
+        inside(find("vllm-v0"), []), bros.instance(case), work, open=1, batch=2, stop=1.0, until=60.0,
         observer=Observer(),
     )  # fmt: skip
     assert ended.end[0] > 0.5
