@@ -24,8 +24,9 @@ app.add_typer(apps_app, name="apps")
 
 # A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (
-    "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-no-replacement, "
-    "bros-no-sizing, bros-lost-last; EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
+    "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-recompute, "
+    "bros-no-parts, bros-paper, bros-no-replacement, bros-no-sizing, bros-lost-last; "
+    "EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
     "ecoserve, to the letter ecoserve-paper, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, "
     "ecoserve-sdo-oracle, ecoserve-oracle, ecoserve-paper-oracle; SLO-aware scheduling anneal, "
     "anneal-queue; QLM and its ablation qlm, qlm-no-evict, "

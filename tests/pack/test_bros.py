@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ def spec(places: int, *, copy: float = 0.0, pool: bool = True) -> EngineSpec:
     return EngineSpec(places, 2048, SIZE, 2048, copy, host, two_ended=pool, latency=steady())
 
 
-def packer(places: int = 4, *, copy: float = 0.0, pool: bool = True, **options: bool) -> Bros:
+def packer(places: int = 4, *, copy: float = 0.0, pool: bool = True, **options: Any) -> Bros:
+    options.setdefault("parts_below", -1.0)  # whole prompts, unless a test is about parts
     made = Bros(spec(places, copy=copy, pool=pool), batch_size=BatchSize(base=places), **options)
     assert made.batch_size.size == places
     return made
@@ -92,7 +94,7 @@ def test_real_time_goes_by_time_left_whatever_its_phase() -> None:
 def test_time_left_of_an_answer_counts_all_its_tokens() -> None:
     jobs = Jobs()
     answering(jobs, "a", 0.7, output_tokens=3)
-    rows, left = algorithm_1.polled(jobs.data, jobs.rows(), NOW, 4, False)
+    rows, left = algorithm_1.polled(jobs.data, jobs.rows(), np.empty(0), NOW, 4, False)
     assert left == pytest.approx(0.7) == due_of(jobs.data, rows[0]) - NOW
 
 
@@ -287,3 +289,51 @@ def test_without_batch_size_the_batch_stays_at_the_base() -> None:
     output_tokens = find("bros-no-sizing").packer(EngineSpec(256, 2048))
     assert isinstance(output_tokens, Bros)
     assert not output_tokens.batch_size.adapts
+
+
+def test_a_best_effort_prompt_comes_in_parts_within_the_time_bound() -> None:
+    jobs = Jobs()
+    answering(jobs, "rt", 5.0)
+    batch_job(jobs, "long", prompt=900, inside=False)
+    step = packer(parts_below=0.9).pack(jobs, account(jobs), NOW)
+    assert order(jobs, step) == ["rt", "long"]
+    assert step.tokens is not None
+    assert step.tokens.tolist() == [1, 149], "10 ms, and 1 ms each: 160 of 200 ms in all"
+    assert order(jobs, packer(parts_below=-1.0).pack(jobs, account(jobs), NOW)) == ["rt"]
+
+
+def test_no_prompt_in_parts_beside_real_time_requests_that_nearly_fill_the_memory() -> None:
+    jobs = Jobs()
+    answering(jobs, "rt", 5.0, prompt=800)
+    batch_job(jobs, "long", prompt=300, inside=False)
+    assert order(jobs, packer(parts_below=0.9).pack(jobs, account(jobs, 54), NOW)) == ["rt"]
+    assert order(jobs, packer(parts_below=0.9).pack(jobs, account(jobs, 100), NOW)) == ["rt", "long"]
+
+
+def test_by_the_text_time_counts_from_the_last_token() -> None:
+    jobs = Jobs()
+    answering(jobs, "rt", 5.0)
+    batch_job(jobs, "long", prompt=150, inside=False)
+    tried = packer(from_last=True, fixed_bound=True, parts_below=-1.0)
+    assert order(jobs, tried.pack(jobs, account(jobs), NOW)) == ["rt", "long"], "200 ms are left"
+    assert order(jobs, tried.pack(jobs, account(jobs), NOW + 0.1)) == ["rt"], "100 ms are left"
+    ahead = packer(parts_below=-1.0).pack(jobs, account(jobs), NOW + 0.1)
+    assert order(jobs, ahead) == ["rt", "long"], "it is 4.9 s ahead"
+
+
+def test_by_the_text_the_first_that_is_not_in_time_ends_the_batch() -> None:
+    jobs = Jobs()
+    asking(jobs, "urgent", 0.10, prompt=40)
+    asking(jobs, "long", 0.30, prompt=60)
+    asking(jobs, "short", 0.35, prompt=10)
+    batch_job(jobs, "be")
+    assert order(jobs, packer(returns_early=True).pack(jobs, account(jobs), NOW)) == ["urgent"]
+    assert order(jobs, packer().pack(jobs, account(jobs), NOW)) == ["urgent", "short", "be"]
+
+
+def test_by_the_text_the_batch_doubles_until_the_time_check_fires() -> None:
+    size = BatchSize(2, 8, by_check=True)
+    size.learn(full=False, near=True)
+    assert size.size == 4
+    size.learn(full=True, near=False, late=True)
+    assert size.size == 2

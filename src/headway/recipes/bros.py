@@ -16,6 +16,13 @@ def _without_batch_size(spec: EngineSpec) -> Bros:
     return Bros(spec, batch_size=BatchSize(adapts=False))
 
 
+def _by_the_text(spec: EngineSpec) -> Bros:
+    return Bros(
+        spec, spare=0.0, crowded=1.0, watermark=0.0, parts_below=-1.0, from_last=True, fixed_bound=True,
+        returns_early=True, replaces_long=True, batch_size=BatchSize(by_check=True),
+    )  # fmt: skip
+
+
 # Recipes: what each is, and its packer.
 VARIANTS: dict[str, tuple[str, Callable[[EngineSpec], Bros]]] = {
     "bros": ("BROS: real-time by time left, best effort by swap cost, blocks shared from both ends", Bros),
@@ -23,6 +30,15 @@ VARIANTS: dict[str, tuple[str, Callable[[EngineSpec], Bros]]] = {
         "BROS without two-ended blocks: whole requests are swapped to the host",
         partial(Bros, two_ended=False),
     ),
+    "bros-recompute": (
+        "BROS without two-ended blocks: what finds no blocks is computed again (the paper's ablation)",
+        partial(Bros, two_ended=False, saves=False),
+    ),
+    "bros-no-parts": (
+        "BROS with whole best-effort prompts only",
+        partial(Bros, parts_below=-1.0),
+    ),
+    "bros-paper": ("Algorithm 1 of BROS by its text, on our two-ended blocks", _by_the_text),
     "bros-no-replacement": (
         "BROS without putting best effort in the place of real-time requests that can wait",
         partial(Bros, replaces=False),

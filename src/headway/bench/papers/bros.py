@@ -1,8 +1,9 @@
-"""`headway bench papers bros`: the evaluation of BROS (arXiv 2504.09590, section 6), SIMULATED.
+"""`headway bench papers bros`: the evaluation of BROS (arXiv 2504.09590, section 7), SIMULATED.
 
-OPT-13B on an A100: real-time requests with the lengths of ShareGPT or LMSYS (TTFT 0.4 s, TPOT 0.2 s) beside
-best-effort requests (512-1024 in, 32-128 out), at rates beyond the engine's capacity. Every system is a
-packer that sees the whole queue, as in the paper; those that copy KV have the same host memory and bandwidth.
+Real-time requests with the mean lengths of Table 2 (TTFT 0.4 s, TPOT 0.2 s) beside a closed loop of
+best-effort batches (512-1024 in, 32-128 out): a batch comes when the one before has ended (7.1). Engines are
+OPT-13B on an A100, and the same with iterations 1.6 times as long. Claims are averages over the rates, as in
+the paper. Every system is a packer that sees the whole queue; those that copy KV have the same host memory.
 """
 
 from __future__ import annotations
@@ -17,50 +18,82 @@ from rich.progress import Progress
 
 from headway.bench.output.plots import line_legend, png, sheet
 from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.bench.papers import closed_loop
 from headway.bench.papers.observers import TokenDeadlines, inside
 from headway.forecast.latency import profiles
 from headway.recipes.registry import find
-from headway.sim.forecasts import Oracle
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
-from headway.types import Floats, Instance, Slo
+from headway.sim.workload.lengths import draw
+from headway.sim.workload.traffic import Workload, concat, poisson, single
+from headway.types import Batch, Floats, Instance, Ints, Slo
 
 PROFILE = "opt-13b-a100"
 SLO = Slo(ttft=0.4, tpot=0.2)
-BEST_EFFORT_SHARE = 0.5  # best-effort requests per real-time one
 RUNNING, SLOTS, BUDGET, LONGEST = 256, 1024, 2048, 2048
+BATCH = 256  # best-effort requests of a batch; the paper does not say
+_MOST = 8.0  # best-effort requests per second that no system reaches
 HOST_TOKENS = 200_000  # 164 GB: 819,200 bytes a token
-RATES: Mapping[str, tuple[float, ...]] = {
-    "sharegpt": (3.0, 4.0, 4.25, 5.0, 6.0),
-    "lmsys": (6.0, 7.0, 8.0, 10.0, 13.0),
-}
-QUICK: Mapping[str, tuple[float, ...]] = {"sharegpt": (5.0, 6.0)}
+TABLE_2 = {"sharegpt": (222.76, 234.51), "lmsys": (90.50, 237.04)}  # mean prompt and answer
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, a data set and the rates that a claim averages over.
+
+    slower: factor of the profile's iteration times; hybrid: best-effort batches beside.
+    """
+
+    profile: str
+    slower: float
+    lengths: str
+    rates: tuple[float, ...]
+    hybrid: bool = True
+
+    @property
+    def setting(self) -> str:
+        what = "" if self.hybrid else ", real-time only"
+        return f"{self.profile} x{self.slower:g}, {self.lengths}{what}"
+
+
+FULL = (
+    Case(PROFILE, 1.0, "sharegpt", (2.0, 3.0, 4.0, 5.0, 6.0)),
+    Case(PROFILE, 1.0, "lmsys", (3.0, 4.0, 5.0, 6.0, 7.0)),
+    Case(PROFILE, 1.6, "sharegpt", (2.0, 3.0, 4.0)),
+    Case(PROFILE, 1.0, "sharegpt", (4.0, 5.0, 6.0, 7.0), hybrid=False),
+)
+QUICK = (
+    Case(PROFILE, 1.0, "sharegpt", (3.0,)),
+    Case(PROFILE, 1.6, "sharegpt", (3.0,)),
+)
 SYSTEMS = (
-    "bros", "bros-plain-blocks", "bros-no-replacement", "bros-no-sizing", "bros-lost-last", "vllm-v0",
-    "vllm-v0-swap", "rr", "vllm", "vllm-priority", "priority", "edf", "slack",
+    "bros", "bros-paper", "bros-no-parts", "bros-recompute", "bros-plain-blocks", "bros-no-replacement",
+    "bros-no-sizing", "bros-lost-last", "vllm-v0", "vllm-v0-swap", "rr", "vllm-priority", "slack",
 )  # fmt: skip
+QUICK_SYSTEMS = ("bros", "bros-paper", "bros-no-parts", "bros-recompute", "vllm-v0", "rr")
 _UNITS = {
     "rt.normalized_latency": "s/token", "rt.ttft_attainment": "%", "rt.tpot_attainment": "%",
-    "rt.token_attainment": "%", "rt.token_due_attainment": "%", "be.req_per_s": "req/s",
+    "rt.token_attainment": "%", "rt.token_due_attainment": "%", "rt.req_per_s": "req/s",
+    "be.req_per_s": "req/s",
     "sched.share_pct": "%",
 }  # fmt: skip
 _OVERHEAD = 9.0  # scheduling share of an iteration in the paper, %
-# The paper's claims on BROS against another system: figure, other system, comparison, the paper's best.
-# None: not in the paper; tokens judged one by one, beside the mean that the paper reports.
-_LATENCY = -74.2
-CLAIMS: tuple[tuple[str, str, str, float | None], ...] = (
-    ("rt.normalized_latency", "vllm-v0", "change", _LATENCY),
-    ("rt.ttft_attainment", "vllm-v0", "times", 36.38),
-    ("rt.tpot_attainment", "vllm-v0", "times", 1.73),
-    ("be.req_per_s", "vllm-v0", "change", -11.3),
-    ("rt.ttft_attainment", "bros-plain-blocks", "times", 1.23),
-    ("rt.tpot_attainment", "bros-plain-blocks", "times", 1.63),
-    ("rt.token_attainment", "vllm-v0", "times", None),
-    ("rt.token_due_attainment", "vllm-v0", "times", None),
-    ("rt.token_attainment", "bros-plain-blocks", "times", None),
-)
+# The paper's claims on BROS: figure, other system, comparison, {(data set, hybrid): the paper's}.
+Papers = Mapping[tuple[str, bool], float]
+CLAIMS: tuple[tuple[str, str, str, Papers], ...] = (
+    ("rt.normalized_latency", "vllm-v0", "change",
+     {("sharegpt", True): -74.20, ("lmsys", True): -69.61, ("sharegpt", False): -29.36}),
+    ("rt.ttft_attainment", "vllm-v0", "times", {("sharegpt", True): 36.38, ("lmsys", True): 21.42}),
+    ("rt.tpot_attainment", "vllm-v0", "times", {("sharegpt", True): 1.73, ("lmsys", True): 2.62}),
+    ("be.req_per_s", "vllm-v0", "change", {("sharegpt", True): -11.29, ("lmsys", True): -17.67}),
+    ("rt.req_per_s", "vllm-v0", "times", {("sharegpt", False): 1.08}),
+    ("rt.normalized_latency", "rr", "change", {("sharegpt", True): -54.31, ("lmsys", True): -25.77}),
+    ("rt.ttft_attainment", "rr", "times", {("sharegpt", True): 11.75, ("lmsys", True): 14.23}),
+    ("rt.tpot_attainment", "rr", "times", {("sharegpt", True): 1.47, ("lmsys", True): 2.28}),
+    ("be.req_per_s", "rr", "change", {("sharegpt", True): -8.80, ("lmsys", True): -15.18}),
+    ("rt.ttft_attainment", "bros-recompute", "times", {("sharegpt", True): 1.23}),
+    ("rt.tpot_attainment", "bros-recompute", "times", {("sharegpt", True): 1.63}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,86 +104,112 @@ class Point:
     """
 
     system: str
-    lengths: str
+    case: Case
     rate: float
+    seed: int
     figures: dict[str, float | None]
 
     @property
     def setting(self) -> str:
-        return f"{PROFILE}, {self.lengths}, {self.rate:g} req/s"
+        return f"{self.case.setting}, {self.rate:g} req/s, seed {self.seed}"
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Simulate every system at every rate; `quick`: ShareGPT only, two rates, 3 minutes of arrivals."""
+    """Simulate every system at every rate; `quick`: few systems, one rate, 30 seconds, one seed."""
     began = time.perf_counter()
-    duration = 180.0 if quick else 600.0
-    points = sweep(QUICK if quick else RATES, duration, seed, bar=not as_json)
+    duration, seeds = (30.0, (seed,)) if quick else (600.0, (seed, seed + 1, seed + 2))
+    points = sweep(
+        QUICK if quick else FULL, duration, seeds, bar=not as_json,
+        systems=QUICK_SYSTEMS if quick else SYSTEMS,
+    )  # fmt: skip
     workload = (
-        f"{SIMULATED}: {PROFILE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s of "
-        "Poisson arrivals; rate = real-time requests/s (TTFT 0.4 s, TPOT 0.2 s), beside half as many "
-        "best-effort ones (512-1024 in, 32-128 out); best-effort throughput counts requests that end "
-        "within that time."
+        f"{SIMULATED}: {PROFILE}, batch limit {RUNNING}, {BUDGET} tokens an iteration, {duration:g} s; rate "
+        f"= real-time requests/s, Poisson (TTFT 0.4 s, TPOT 0.2 s), beside a closed loop of {BATCH} "
+        "best-effort ones (512-1024 in, 32-128 out); throughput counts requests that end within that time."
     )
     figures = [*rows(points), *claims(points)]
     report = Report(
         "papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})", figures,
         time.perf_counter() - began, About(workload, seed), row_grid(figures),
-        notes=("A row with a paper's figure has the best of all rates ('up to'): docs/papers.md.",),
+        notes=("Claims are averages over the rates and seeds; .least and .most are those of one seed.",),
     )  # fmt: skip
     deliver(report, as_json=as_json, out=out, pictures=lambda: plots(points))
 
 
 def sweep(
-    rates: Mapping[str, tuple[float, ...]], duration: float, seed: int, *, bar: bool,
-    systems: Sequence[str] | None = None,
+    cases: Sequence[Case], duration: float, seeds: Sequence[int], *, bar: bool, systems: Sequence[str],
 ) -> list[Point]:  # fmt: skip
-    """Run `systems` (default: all) at every rate, after one short run of each that compiles its code."""
-    points, systems = [], systems or SYSTEMS
-    jobs = [(lengths, rate) for lengths, some in rates.items() for rate in some]
+    """Run `systems` in every case, at every rate, with every seed."""
+    points = []
+    jobs = [(case, rate, seed) for case in cases for rate in case.rates for seed in seeds]
     with Progress(disable=not bar) as progress:
-        task = progress.add_task("simulating", total=len(systems) * (len(jobs) + 1))
-        for system in systems:
-            measure(system, "sharegpt", traffic("sharegpt", 8.0, 20.0, seed), 8.0, 20.0)
-            progress.advance(task)
-        for lengths, rate in jobs:
-            workload = traffic(lengths, rate, duration, seed)
+        task = progress.add_task("simulating", total=len(systems) * len(jobs))
+        for case, rate, seed in jobs:
+            workload = traffic(case.lengths, rate, duration, seed, BATCH if case.hybrid else 0)
             for system in systems:
-                points.append(measure(system, lengths, workload, rate, duration))
+                points.append(measure(system, case, workload, rate, duration, seed))
                 progress.advance(task)
     return points
 
 
-def traffic(lengths: str, rate: float, duration: float, seed: int) -> Workload:
-    """Return real-time requests at `rate` and best-effort ones beside them, without too long ones."""
+def traffic(lengths: str, rate: float, duration: float, seed: int, batch: int) -> Workload:
+    """Return real-time requests at `rate`, then the best-effort ones of batches, without too long ones."""
     rng = np.random.default_rng(seed)
-    classes = (
-        TrafficClass("rt", 1.0, SLO, 0, lengths),
-        TrafficClass("be", BEST_EFFORT_SHARE, Slo(), 10, "bros-best-effort"),
-    )
-    workload = make(classes, poisson(rate * (1 + BEST_EFFORT_SHARE), duration, rng), rng)
-    return workload.take(np.flatnonzero(workload.prompt + workload.output <= LONGEST))
+    at = poisson(rate, duration, rng)
+    prompt, output = table_2(lengths, at.size, rng)
+    real_time = single(at, prompt, output, slo=SLO, tier="rt")
+    real_time = real_time.take(np.flatnonzero(prompt + output <= LONGEST))
+    if not batch:
+        return real_time
+    size = batch * (int(_MOST * duration) // batch + 2)
+    prompt, output = draw("bros-best-effort", size, rng)
+    return concat(real_time, single(np.zeros(size), prompt, output, priority=10, tier="be"))
 
 
-def measure(system: str, lengths: str, workload: Workload, rate: float, duration: float) -> Point:
+def table_2(lengths: str, size: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Return lengths of a data set, scaled so that their means are those of Table 2."""
+    plain = draw(lengths, 100_000, np.random.default_rng(0))
+    scaled = [
+        np.maximum(np.rint(drawn * mean / all_.mean()), 1).astype(np.int64)
+        for drawn, all_, mean in zip(draw(lengths, size, rng), plain, TABLE_2[lengths], strict=True)
+    ]
+    return scaled[0], scaled[1]
+
+
+def measure(system: str, case: Case, workload: Workload, rate: float, duration: float, seed: int) -> Point:
     """Run one system on the workload, for at most three times the seconds of arrivals."""
     clock, tokens = list[float](), TokenDeadlines(workload)
-    simulation = Simulation(
-        inside(find(system), clock), [instance()], workload, Oracle(workload), until=3 * duration
-    )
-    outcome = simulation.run(observer=tokens)
-    return Point(system, lengths, rate, judge(workload, outcome, tokens, duration, clock[1:]))
+    outcome = closed_loop.run(
+        inside(find(system), clock), instance(case), workload,
+        open=int(np.count_nonzero(np.isfinite(workload.ttft))), batch=BATCH, stop=duration,
+        until=3 * duration, observer=tokens,
+    )  # fmt: skip
+    return Point(system, case, rate, seed, judge(workload, outcome, tokens, duration, clock[1:]))
 
 
-def instance() -> InstanceSpec:
-    """Return the paper's engine, with host memory for the systems that copy KV."""
-    profile = profiles.load(PROFILE)
+class _Slower(profiles.FixedLatency):
+    """A latency profile whose iterations take `factor` times as long. Not for compiled loops."""
+
+    def __init__(self, profile: profiles.LatencyProfile, factor: float) -> None:
+        super().__init__(profile.law)
+        self._factor = factor
+
+    def seconds(self, batch: Batch) -> float:
+        return self._factor * super().seconds(batch)
+
+    def prefill_seconds(self, tokens: Floats) -> Floats:
+        return self._factor * super().prefill_seconds(tokens)
+
+
+def instance(case: Case) -> InstanceSpec:
+    """Return the case's engine, with host memory for the systems that copy KV."""
+    profile = profiles.load(case.profile)
     assert profile.kv_tokens is not None
     shape = Instance(
         "e0", "default", RUNNING, profile.kv_tokens // profile.block_size, profile.block_size, LONGEST
     )
-    return InstanceSpec(
-        shape, profile.latency(), SLOTS, BUDGET, profile.copy_seconds(), host_tokens=HOST_TOKENS
-    )
+    latency = _Slower(profile, case.slower)
+    return InstanceSpec(shape, latency, SLOTS, BUDGET, profile.copy_seconds(), host_tokens=HOST_TOKENS)
 
 
 def judge(
@@ -170,7 +229,7 @@ def judge(
     latency = ((outcome.end - workload.arrival) / workload.output)[real_time & ended]
     first_met = outcome.first - workload.arrival <= workload.ttft
     tpot_met = (tpot <= workload.tpot) & ended
-    best_effort = int(np.count_nonzero(~real_time & ended & (outcome.end <= duration)))
+    within = ended & (outcome.end <= duration)
     later = max(int(rest_tokens[real_time].sum()), 1)
     share = 100 * float(np.median(deciding)) * outcome.iterations / outcome.busy
     return {
@@ -179,7 +238,8 @@ def judge(
         "rt.tpot_attainment": 100 * float(tpot_met[real_time].mean()),
         "rt.token_attainment": 100 * int(tokens.steady[real_time].sum()) / later,
         "rt.token_due_attainment": 100 * int(tokens.ahead[real_time].sum()) / later,
-        "be.req_per_s": best_effort / duration,
+        "rt.req_per_s": int(np.count_nonzero(real_time & within)) / duration,
+        "be.req_per_s": int(np.count_nonzero(~real_time & within)) / duration,
         "sched.share_pct": share,
     }
 
@@ -201,73 +261,74 @@ def _paper(system: str, name: str) -> float | None:
 
 
 def claims(points: Sequence[Point]) -> list[Row]:
-    """Return the paper's claims beside ours: BROS against another system, at the best rate for each claim.
+    """Return the paper's claims beside ours: BROS against another system, averages over rates, by case.
 
-    change: in %. Latency: the largest drop. Throughput: the best among the rates whose latency drops at least
-        as much as in the paper, else where it drops most.
-    times: the largest ratio
+    change: the mean over the rates of the changes in %; times: the ratio of the means over the rates. Ours is
+    the mean over the seeds; rows with `.least` and `.most` have the extremes where there are several.
     """
     found = []
-    for name, other, how, paper in CLAIMS:
-        pairs = _pairs(points, "bros", other)
-        compared = [(pair, value) for pair in pairs if (value := _compared(pair, name, how)) is not None]
-        if not compared:
-            continue
-        best = _strongest(compared, name, how)
-        unit = "%" if how == "change" else "x"
-        system = f"bros vs {other}"
-        found.append(Row(f"{name}.{how}", system, best[0][0].setting, best[1], unit, paper))
+    for case in dict.fromkeys(point.case for point in points):
+        for name, other, how, papers in CLAIMS:
+            paper = papers.get((case.lengths, case.hybrid))
+            mine = [point for point in points if point.case == case]
+            values = [
+                value
+                for seed in dict.fromkeys(point.seed for point in mine)
+                if (value := _compared([p for p in mine if p.seed == seed], name, other, how)) is not None
+            ]
+            if paper is None or not values:
+                continue
+            unit, system = "%" if how == "change" else "x", f"bros vs {other}"
+            of = {"": float(np.mean(values))}
+            if len(values) > 1:
+                of |= {".least": min(values), ".most": max(values)}
+            found += [
+                Row(f"{name}.{how}{end}", system, case.setting, value, unit, None if end else paper)
+                for end, value in of.items()
+            ]
     return found
 
 
-Pair = tuple[Point, Point]
-
-
-def _strongest(compared: list[tuple[Pair, float]], name: str, how: str) -> tuple[Pair, float]:
-    if name == "rt.normalized_latency":
-        return min(compared, key=lambda item: item[1])
+def _compared(points: Sequence[Point], name: str, other: str, how: str) -> float | None:
+    """Return BROS's figure against another system's over the rates; None where one has none, or only 0."""
+    ours, theirs = (
+        {p.rate: p.figures[name] for p in points if p.system == system} for system in ("bros", other)
+    )
+    pairs = [(mine, theirs[rate]) for rate, mine in ours.items() if theirs.get(rate) is not None]
+    both = np.array([pair for pair in pairs if pair[0] is not None], float).reshape(-1, 2)
     if how == "times":
-        return max(compared, key=lambda item: item[1])
-    falls = [_compared(pair, "rt.normalized_latency", "change") or 0.0 for pair, _ in compared]
-    enough = [item for item, fall in zip(compared, falls, strict=True) if fall <= _LATENCY]
-    return max(enough, key=lambda item: item[1]) if enough else compared[int(np.argmin(falls))]
-
-
-def _pairs(points: Sequence[Point], system: str, other: str) -> list[Pair]:
-    """Return the points of two systems in the same settings."""
-    there = {point.setting: point for point in points if point.system == other}
-    mine = [point for point in points if point.system == system]
-    return [(point, there[point.setting]) for point in mine if point.setting in there]
-
-
-def _compared(pair: Pair, name: str, how: str) -> float | None:
-    ours, theirs = pair[0].figures[name], pair[1].figures[name]
-    if ours is None or not theirs:
-        return None
-    return 100 * (ours / theirs - 1) if how == "change" else ours / theirs
+        return float(both[:, 0].sum() / both[:, 1].sum()) if both[:, 1].any() else None
+    both = both[both[:, 1] > 0]
+    return float(np.mean(100 * (both[:, 0] / both[:, 1] - 1))) if both.size else None
 
 
 _STYLE: dict[str, tuple[str, str]] = {
-    "bros": ("#D55E00", "-"), "bros-plain-blocks": ("#D55E00", ":"), "bros-no-replacement": ("#E69F00", "--"),
-    "bros-no-sizing": ("#E69F00", ":"), "bros-lost-last": ("#D55E00", "--"), "vllm-v0": ("#0072B2", "-"),
-    "vllm-v0-swap": ("#0072B2", ":"), "rr": ("#999999", "-"), "vllm": ("#56B4E9", "-"),
-    "vllm-priority": ("#56B4E9", "--"), "priority": ("#56B4E9", ":"), "edf": ("#CC79A7", "-"),
-    "slack": ("#009E73", "-"),
+    "bros": ("#D55E00", "-"), "bros-paper": ("#D55E00", "-."), "bros-no-parts": ("#009E73", "--"),
+    "bros-recompute": ("#009E73", ":"), "bros-plain-blocks": ("#D55E00", ":"),
+    "bros-no-replacement": ("#E69F00", "--"), "bros-no-sizing": ("#E69F00", ":"),
+    "bros-lost-last": ("#D55E00", "--"), "vllm-v0": ("#0072B2", "-"), "vllm-v0-swap": ("#0072B2", ":"),
+    "rr": ("#999999", "-"), "vllm-priority": ("#56B4E9", "--"), "slack": ("#009E73", "-"),
 }  # fmt: skip
 _DRAWN = ("rt.normalized_latency", "rt.ttft_attainment", "rt.tpot_attainment", "be.req_per_s")
 
 
 def plots(points: Sequence[Point]) -> dict[str, bytes]:
-    """Return {name: PNG} per data set: four figures against the rate."""
-    return {f"bros-{name}": _plot(points, name) for name in dict.fromkeys(p.lengths for p in points)}
+    """Return {name: PNG} per case: four figures against the rate, of the first seed."""
+    return {_name(case): _plot(points, case) for case in dict.fromkeys(point.case for point in points)}
 
 
-def _plot(points: Sequence[Point], lengths: str) -> bytes:
+def _name(case: Case) -> str:
+    slower = "" if case.slower == 1 else f"-x{case.slower:g}"
+    return f"bros-{case.lengths}{slower}" + ("" if case.hybrid else "-real-time")
+
+
+def _plot(points: Sequence[Point], case: Case) -> bytes:
     figure, panels = sheet(2, 2, 11, 7)
-    figure.suptitle(f"{SIMULATED}: OPT-13B on an A100, real-time {lengths} beside best effort", fontsize=10)
+    figure.suptitle(f"{SIMULATED}: {case.setting}", fontsize=10)
+    seed = points[0].seed
     for axes, name in zip(panels, _DRAWN, strict=True):
         for system, (colour, line) in _STYLE.items():
-            mine = [p for p in points if (p.system, p.lengths) == (system, lengths)]
+            mine = [p for p in points if (p.system, p.case, p.seed) == (system, case, seed)]
             values: Floats = np.array([p.figures[name] for p in mine], float)
             axes.plot([p.rate for p in mine], values, line, color=colour, marker="o", ms=3, label=system)
         axes.set(xlabel="real-time requests/s", ylabel=_UNITS[name], title=name)

@@ -1,4 +1,4 @@
-"""Round robin between real-time and best-effort requests (BROS 6.1, baseline)."""
+"""Round robin between real-time and best-effort requests (BROS 2.2; the baseline of 7.1)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,38 @@ import numpy as np
 from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.ports import Packer
-from headway.types import Ints, Jobs, Step
+from headway.types import Bools, Ints, Jobs, Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundRobin(Packer):
-    """Round robin over two queues, the simple way to share one engine.
+    """Round robin over two queues by iterations, the simple way to share one engine.
 
     Requests with a promise and those without stand in queues of their own, each first come, first served.
-    Slots of the batch, blocks and tokens go to the two in turn, a promised one first; where one queue is
-    empty the other takes the rest. The paper does not say what takes turns: we assume slots.
+    The two have every other iteration; one that has nothing to run leaves its turn to the other. Requests
+    that pause keep their KV; the paper does not say what becomes of it.
+
+    promised_next: whose turn is next.
     """
 
     max_running: int
     budget: int
+    promised_next: bool = True
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
-        """Return the step that gives slots to both queues in turn."""
+        """Return the iteration of the queue whose turn it is, or of the other one."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         rows = rows[np.lexsort((jobs.serial[rows], jobs.urgency[rows]))]
-        return allocate(jobs, rows[_turns(jobs, rows)], kv_budget, self.max_running, self.budget)
+        promised = _promised(jobs, rows)
+        for turn in (self.promised_next, not self.promised_next):
+            mine = rows[promised == turn]
+            step = allocate(jobs, mine, kv_budget, self.max_running, self.budget)
+            if step.order.size:
+                self.promised_next = not turn
+                return step
+        return step
 
 
-def _turns(jobs: Jobs, rows: Ints) -> Ints:
-    """Return the order of rows, given by urgency and arrival: by urgency and place in their own queue."""
-    promised = np.isfinite(np.minimum(np.minimum(jobs.ttft[rows], jobs.tpot[rows]), jobs.e2e[rows]))
-    place = np.where(promised, np.cumsum(promised), np.cumsum(~promised))
-    return np.asarray(np.lexsort((~promised, place, jobs.urgency[rows])), np.int64)
+def _promised(jobs: Jobs, rows: Ints) -> Bools:
+    return np.asarray(np.isfinite(np.minimum(np.minimum(jobs.ttft[rows], jobs.tpot[rows]), jobs.e2e[rows])))

@@ -28,34 +28,45 @@ from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
 _LOST = 1e9  # seconds
+_LEAST_PART = 32  # tokens; a shorter part of a prompt is not worth its place in the batch
 
 
 # ---- the algorithm
 
 
 @compiled
-def algorithm_1(t: StepLimits, jobs: Rows, rows: Ints, moves: Ints, now: float, theta: Floats) -> Batch:
-    """Return the batch of the next iteration. rows: all that may run; moves: `TwoEndedBudget`'s, or empty."""
+def algorithm_1(
+    t: StepLimits, jobs: Rows, rows: Ints, moves: Ints, last: Floats, now: float, theta: Floats
+) -> Batch:
+    """Return the batch of the next iteration.
+
+    rows: all that may run; moves: `TwoEndedBudget`'s, or empty; last: instants of the last tokens by row,
+    where time left counts from them, else empty.
+    """
     slo = np.zeros(rows.size, np.bool_)
     for i in range(rows.size):
         slo[i] = promised(jobs, rows[i])
     real, other = rows[slo], rows[~slo]
-    urgent, left = polled(jobs, real, now, 2 * t.batch_limit, t.lost_last)
+    urgent, left = polled(jobs, real, last, now, 2 * t.batch_limit, t.lost_last)
     batch = _empty(t, jobs, rows, other)
     _pack_real_time(t, jobs, batch, urgent, left, theta)
     if t.shared:  # what is missing now comes from blocks that are shared
         batch.room[0]["empty"] = max(batch.room[0]["empty"], 0)
+    if t.returns_early and batch.room[0]["late"]:
+        other = other[:0]
     cheap = by_swap_cost(jobs, other, 2 * t.batch_limit)
     _pack_best_effort(t, jobs, batch, cheap, moves, theta)
     if batch.room[0]["chosen"] == 0:  # new prompts that find no blocks must not hide those that have some
         inside = other[jobs["running"][other]]
         _pack_best_effort(t, jobs, batch, by_swap_cost(jobs, inside, inside.size), moves, theta)
-    make_room(jobs, batch, other)
+    make_room(jobs, batch, rows[~slo])
     return batch
 
 
 @compiled
-def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tuple[Ints, Floats]:
+def polled(
+    jobs: Rows, rows: Ints, last: Floats, now: float, most: int, lost_last: bool
+) -> tuple[Ints, Floats]:
     """Return real-time rows by urgency and the seconds they have left, and these seconds.
 
     Two queues, those that hold KV and those that wait, are polled in turn; of each only the `most` least are
@@ -64,7 +75,7 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tu
     """
     left = np.empty(rows.size)
     for i in range(rows.size):
-        left[i] = due_of(jobs, rows[i]) - now
+        left[i] = _owed(jobs, rows[i], last) - now
         if lost_last and left[i] < 0 and jobs["output_tokens"][rows[i]] == 0:
             left[i] += _LOST
     inside = jobs["running"][rows]
@@ -81,6 +92,14 @@ def polled(jobs: Rows, rows: Ints, now: float, most: int, lost_last: bool) -> tu
         if seconds[k] > _LOST / 2:
             seconds[k] -= _LOST
     return out, seconds
+
+
+@compiled
+def _owed(jobs: Rows, row: int, last: Floats) -> float:
+    """Return the instant at which a row owes its next token: from its last one, or by all since its first."""
+    if last.size and jobs["output_tokens"][row] > 0:
+        return float(min(last[row] + jobs["tpot"][row], jobs["arrival"][row] + jobs["e2e"][row]))
+    return due_of(jobs, row)
 
 
 @compiled
@@ -114,6 +133,7 @@ def _empty(t: StepLimits, jobs: Rows, rows: Ints, other: Ints) -> Batch:
         if jobs["live"][row] and promised(jobs, row):
             held += exclusive_of(jobs, row)
     room["crowded"] = held > t.crowded * t.total
+    room["full"] = held > t.parts_below * t.total
     room["available"] = (
         t.total - held if t.shared else t.free + (jobs["blocks"] - jobs["shared"])[other].sum()
     )
@@ -142,9 +162,13 @@ def _pack_real_time(
             last -= 1  # its own kind is all there is: the least urgent makes room
             save(jobs, batch, urgent[last])
         short = need > room["available"] - (0 if inside or room["chosen"] == 0 else spare)
-        out = not inside and room["free_slots"] <= 0
-        if want <= 0 or short or out or not _in_time(t, jobs, batch, row, want, left[i], theta):
+        if want <= 0 or short or (not inside and room["free_slots"] <= 0):
             room["refused"] += not inside
+            continue
+        if not _in_time(t, jobs, batch, row, want, theta):
+            room["refused"], room["late"] = room["refused"] + (not inside), 1
+            if t.returns_early:
+                break
             continue
         _tighten(jobs, batch, row, left[i], t, want, theta)
         take(jobs, batch, row, want, left[i], need, _copies(t, jobs, batch, row, need))
@@ -177,9 +201,7 @@ def _copies(t: StepLimits, jobs: Rows, batch: Batch, row: int, need: int) -> int
 
 
 @compiled
-def _in_time(
-    t: StepLimits, jobs: Rows, batch: Batch, row: int, want: int, left: float, theta: Floats
-) -> bool:
+def _in_time(t: StepLimits, jobs: Rows, batch: Batch, row: int, want: int, theta: Floats) -> bool:
     """Tell whether the iteration with this row still keeps the bound; the most urgent row always may run."""
     if batch.room[0]["chosen"] == 0:
         return True
@@ -192,8 +214,15 @@ def _in_time(
 def _tighten(
     jobs: Rows, batch: Batch, row: int, left: float, t: StepLimits, want: int, theta: Floats
 ) -> None:
-    """Let the time that a row has left bound the iteration, if it can be kept at all."""
+    """Let the time that a row has left bound the iteration, if it can be kept at all.
+
+    Where the bound is fixed, it is what the most urgent row has left that can be in time.
+    """
     alone = with_row(jobs, batch, row, want, 0, theta, t.copy)
+    if t.fixed_bound:
+        if batch.sums[0]["bound"] == np.inf and left >= alone:
+            batch.sums[0]["bound"] = left
+        return
     bound = left
     if jobs["output_tokens"][row] > 0:  # one that is late catches up when iterations keep its tpot
         bound = jobs["tpot"][row] if left < alone else min(left, jobs["tpot"][row])
@@ -209,24 +238,52 @@ def _pack_best_effort(
     t: StepLimits, jobs: Rows, batch: Batch, cheap: Ints, moves: Ints, theta: Floats
 ) -> None:
     """Add best-effort rows by swap cost, then put them in place of the least urgent real-time ones."""
-    victim = batch.room[0]["chosen"] - 1
+    room, victim = batch.room[0], batch.room[0]["chosen"] - 1
     for row in cheap:
-        want = _want(t, jobs, batch, row)
-        need, claim = _claims(t, jobs, row, want, moves)
-        out = not jobs["running"][row] and (need > batch.room[0]["empty"] or batch.room[0]["free_slots"] <= 0)
-        if want <= 0 or claim > batch.room[0]["available"] or out:
-            continue
         copies = int(jobs["saved"][row])
-        if batch.room[0]["chosen"] < t.batch_limit:
-            if with_row(jobs, batch, row, want, copies, theta, t.copy) <= batch.sums[0]["bound"]:
-                take(jobs, batch, row, want, np.inf, need, copies)
-                batch.room[0]["available"] -= claim - need
-        elif t.replaces and victim >= 0 and batch.room[0]["refused"] == 0 and not batch.room[0]["crowded"]:
+        want = _part(t, jobs, batch, row, copies, theta)
+        need, claim = _claims(t, jobs, row, moves)
+        out = not jobs["running"][row] and (need > room["empty"] or room["free_slots"] <= 0)
+        if want <= 0 or claim > room["available"] or out:
+            continue
+        full = room["chosen"] >= t.batch_limit
+        if not full and with_row(jobs, batch, row, want, copies, theta, t.copy) <= batch.sums[0]["bound"]:
+            take(jobs, batch, row, want, np.inf, need, copies)
+            room["available"] -= claim - need
+        elif t.replaces and victim >= 0 and (t.replaces_long or (full and _spared(batch))):
             victim = _replace(t, jobs, batch, victim, row, want, need, claim, copies, theta)
 
 
 @compiled
-def _claims(t: StepLimits, jobs: Rows, row: int, want: int, moves: Ints) -> tuple[int, int]:
+def _spared(batch: Batch) -> bool:
+    """Tell whether a real-time row may be replaced: none is kept out, and they hold little of the KV."""
+    return bool(batch.room[0]["refused"] == 0 and not batch.room[0]["crowded"])
+
+
+@compiled
+def _part(t: StepLimits, jobs: Rows, batch: Batch, row: int, copies: int, theta: Floats) -> int:
+    """Return the tokens a best-effort row gets: all it misses, or the part of its prompt that is in time."""
+    want, room, bound = _want(t, jobs, batch, row), batch.room[0], batch.sums[0]["bound"]
+    most = int(min(missing_of(jobs, row), batch.sums[0]["budget"]))
+    if room["full"] or room["chosen"] >= t.batch_limit or most < _LEAST_PART:
+        return want
+    if want > 0 and with_row(jobs, batch, row, want, copies, theta, t.copy) <= bound:
+        return want
+    bound *= t.parts_fill
+    if with_row(jobs, batch, row, _LEAST_PART, copies, theta, t.copy) > bound:
+        return want
+    least = _LEAST_PART
+    while least < most:
+        middle = (least + most + 1) // 2
+        if with_row(jobs, batch, row, middle, copies, theta, t.copy) <= bound:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+@compiled
+def _claims(t: StepLimits, jobs: Rows, row: int, moves: Ints) -> tuple[int, int]:
     """Return the empty blocks a best-effort row needs, and the blocks that no other row can have then."""
     need = _need(t, jobs, row)
     if moves.size:

@@ -20,10 +20,11 @@ SUMS = np.dtype(
     )]
 )  # fmt: skip
 # Blocks that can be had, blocks that are empty (below 0: to be emptied), slots for rows that come in, rows
-# chosen, rows to save, real-time rows kept out, and whether real-time rows hold much of the KV.
+# chosen, rows to save, real-time rows kept out, whether real-time rows hold much of the KV or nearly all, and
+# whether the time check kept a real-time row out.
 ROOM = np.dtype(
     [(name, int) for name in (
-        "available", "empty", "free_slots", "chosen", "saved", "refused", "crowded",
+        "available", "empty", "free_slots", "chosen", "saved", "refused", "crowded", "full", "late",
     )]
 )  # fmt: skip
 
@@ -36,7 +37,7 @@ class StepLimits(NamedTuple):
     total, free, size: KV blocks, those that are free, tokens of a block.
     slots: rows that may hold KV.
     copy: seconds to move one token's KV; shared: blocks have two ends.
-    replaces, spare, watermark, lost_last, crowded: as in `packer.Bros`.
+    The others: as in `packer.Bros`.
     """
 
     batch_limit: int
@@ -52,6 +53,11 @@ class StepLimits(NamedTuple):
     watermark: float
     lost_last: bool
     crowded: float
+    parts_below: float
+    parts_fill: float
+    fixed_bound: bool
+    returns_early: bool
+    replaces_long: bool
 
 
 class Batch(NamedTuple):

@@ -15,7 +15,10 @@ Assumed where the paper is silent:
   longer and keeps its KV, and without that bound answers at just the promised pace fill the memory.
 - The partial sort ranks twice the batch size. New best-effort prompts cost nothing to swap, so a crowd
   may fill the ranking and find no blocks: where no row was chosen, all best-effort rows with KV are ranked.
-- Prompts are whole (no chunked prefill), unless one alone exceeds the token budget.
+- Real-time prompts are whole (no chunked prefill), unless one alone exceeds the token budget. A best-effort
+  one comes in parts where it does not fit within the time bound as a whole, as long as real-time requests
+  hold less than `parts_below` of the KV: without that, engines too slow for a whole prompt within the bound
+  never begin one.
 - On plain blocks memory comes from swapping whole best-effort requests out, the last come first; with
   two-ended ones it is there already (`memory/two_ended/allocation.py`). When real-time requests alone do
   not fit, the least urgent goes to the host. On an engine without a host pool both are evicted and computed
@@ -34,9 +37,10 @@ from headway.memory.two_ended.allocation import TwoEndedBudget
 from headway.pack.bros.algorithm_1 import algorithm_1, near_limit
 from headway.pack.bros.batch import StepLimits, forecast
 from headway.ports import Packer
-from headway.types import Ints, Jobs, Step
+from headway.types import Floats, Ints, Jobs, Step
 
 _NONE = np.empty(0, np.int64)
+_NEVER = np.empty(0)
 
 
 @dataclass(slots=True)
@@ -45,76 +49,124 @@ class BatchSize:
 
     A larger batch does more at once and makes every token slower. As TCP finds its window: begin with a base,
     double while every real-time request is well within its promise, fall back to the base when one is not.
-    The paper does not say when to double; we do after an iteration that filled the batch.
+    We double after an iteration that filled the batch; the paper after every one whose time check
+    kept no real-time request out, and it falls back when it did (`by_check`).
 
     base: B_base, 128 in the paper.
     most: rows that the engine lets run.
     adapts: False keeps it at the base.
+    by_check: as the paper has it.
     size: the current B, base <= size <= most.
     """
 
     base: int = 128
     most: int = 256
     adapts: bool = True
+    by_check: bool = False
     size: int = 0
 
     def __post_init__(self) -> None:
         self.base = min(self.base, self.most)
         self.size = self.base
 
-    def learn(self, *, full: bool, near: bool) -> None:
-        """Take note of an iteration: it filled the batch; a real-time request was near its limit."""
+    def learn(self, *, full: bool, near: bool, late: bool = False) -> None:
+        """Take note of an iteration.
+
+        full: it filled the batch; near: a real-time request was near its limit; late: the time check kept
+        one out.
+        """
         if not self.adapts:
             return
-        if near:
+        if late if self.by_check else near:
             self.size = self.base
-        elif full:
+        elif full or self.by_check:
             self.size = min(2 * self.size, self.most)
+
+
+@dataclass(slots=True)
+class _LastTokens:
+    """The instants at which a packer first saw the rows' last tokens: the end of their iterations."""
+
+    instants: Floats = field(default_factory=lambda: np.empty(0))
+    seen: Ints = field(default_factory=lambda: np.empty((2, 0), np.int64))
+
+    def at(self, jobs: Jobs, now: float) -> Floats:
+        """Return the instant of each row's last token; of a row with none, that it came."""
+        data = np.stack([jobs.data["serial"], jobs.data["output_tokens"]])
+        instants = np.full(data.shape[1], now)
+        size = min(self.seen.shape[1], data.shape[1])
+        same = (self.seen[:, :size] == data[:, :size]).all(axis=0)
+        instants[:size][same] = self.instants[:size][same]
+        self.instants, self.seen = instants, data
+        return instants
 
 
 @dataclass(slots=True)
 class Bros(Packer):
     """Algorithm 1 with its adaptive batch size.
 
+    Defaults are what gave more best effort at little loss (docs/papers.md); `bros-paper` is the paper's text.
+
     two_ended: use two-ended blocks where the engine has them.
+    saves: False recomputes what finds no blocks (7.4.1's ablation), True copies it to the host.
     replaces: best-effort requests may take the place of real-time ones.
     spare, crowded: see above.
     near: a request is near its limit when less than this share of its promise is left after the iteration.
     watermark: share of blocks that newcomers leave free of real-time KV.
     lost_last: not in the paper; first tokens that are late already go behind those that can be in time.
+    parts_below: best-effort prompts come in parts while real-time requests hold at most this share of the
+        KV; below 0 = never.
+    parts_fill: share of the time bound that such a part may fill; answers gain time by the rest.
+    from_last: the time left counts from the last token (Table 1), so tokens made early do not.
+    fixed_bound: what the most urgent request that can be in time has left bounds the iteration (line 4).
+        Taken to the letter, a late one would let nothing run beside it.
+    returns_early: the first real-time request that is not in time ends the batch (lines 11-12).
+    replaces_long: replacing also where only time is short, and whoever waits (lines 24-33).
     batch_size: the adaptive B; its `most` is the engine's `max_running`.
     """
 
     spec: EngineSpec
     two_ended: bool = True
+    saves: bool = True
     replaces: bool = True
     spare: float = 2.0
     near: float = 0.25
     watermark: float = 0.01
     lost_last: bool = False
     crowded: float = 0.5
+    parts_below: float = 0.5
+    parts_fill: float = 0.8
+    from_last: bool = False
+    fixed_bound: bool = False
+    returns_early: bool = False
+    replaces_long: bool = False
     batch_size: BatchSize = field(default_factory=BatchSize)
+    _seen: _LastTokens = field(default_factory=lambda: _LastTokens())
 
     def __post_init__(self) -> None:
-        self.batch_size = BatchSize(self.batch_size.base, self.spec.max_running, self.batch_size.adapts)
+        size = self.batch_size
+        self.batch_size = BatchSize(size.base, self.spec.max_running, size.adapts, size.by_check)
 
     @property
     def kv(self) -> KvUse:
         """It saves where the engine has a pool of stated size, or two-ended blocks, which include one."""
-        shared = self.two_ended and self.spec.two_ended
-        return KvUse(shared or bool(self.spec.host_tokens), two_ended=shared, overlaps_copies=True)
+        shared = self.two_ended and self.saves and self.spec.two_ended
+        return KvUse(
+            shared or (self.saves and bool(self.spec.host_tokens)), two_ended=shared, overlaps_copies=True
+        )
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
         rows = jobs.rows()
         rows = rows[~jobs.held[rows]]
         limits, moves = self._limits(kv_budget)
-        step = algorithm_1(limits, jobs.data, rows, moves, now, self.spec.latency.theta)
+        last = self._seen.at(jobs, now) if self.from_last else _NEVER
+        step = algorithm_1(limits, jobs.data, rows, moves, last, now, self.spec.latency.theta)
         taken = int(step.room["chosen"][0])
         order, save = step.rows[:taken], step.save[: int(step.room["saved"][0])]
         seconds = forecast(step.sums, self.spec.latency.theta, limits.copy)
         near = near_limit(jobs.data, rows, now, now + seconds, self.near)
-        self.batch_size.learn(full=taken >= limits.batch_limit, near=near)
+        self.batch_size.learn(full=taken >= limits.batch_limit, near=near, late=bool(step.room["late"][0]))
         tokens = step.tokens[:taken]
         evict, save = (_NONE, save) if self.kv.saves else (save, _NONE)
         return Step(
@@ -129,5 +181,6 @@ class Bros(Packer):
         limits = StepLimits(
             batch_limit, spec.token_budget, kv_budget.total, kv_budget.free, kv_budget.size, kv_budget.slots,
             copy, use.two_ended, self.replaces, self.spare, self.watermark, self.lost_last, self.crowded,
+            self.parts_below, self.parts_fill, self.fixed_bound, self.returns_early, self.replaces_long,
         )  # fmt: skip
         return limits, moves

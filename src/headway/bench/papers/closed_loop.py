@@ -1,0 +1,73 @@
+"""Real-time requests as they come, beside best-effort batches in a closed loop (BROS 7.1), SIMULATED."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from headway.core.controller import Controller
+from headway.recipes.recipe import Recipe
+from headway.sim.forecasts import Oracle
+from headway.sim.instance import InstanceSpec, SimulatedInstance, check
+from headway.sim.loop import Loop
+from headway.sim.observer import Observer
+from headway.sim.outcome import Outcome
+from headway.sim.run import no_time
+from headway.sim.workload.traffic import Workload
+
+_QUEUED = 1_000_000
+
+
+class ClosedLoop(Loop):
+    """The loop over a workload whose last rows come in batches: each when the one before has ended.
+
+    open: rows that come at their arrival; the others, in this order, are the batches.
+    batch: requests of a batch.
+    stop: instant after which no batch begins.
+    """
+
+    def __init__(
+        self, workload: Workload, controller: Controller, instances: list[SimulatedInstance], *,
+        open: int, batch: int, stop: float, observer: Observer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer)
+        self._arrivals = self._arrivals[:open]
+        self._rest = deque(range(open, len(workload)))
+        self._open, self._batch, self._stop, self._left = open, batch, stop, 0
+        self._due = bool(self._rest)  # a batch is to come at this instant
+        if self._due:
+            self._future.at(0.0, self._next_batch)
+
+    @property
+    def _more(self) -> bool:
+        return self._due
+
+    def _next_batch(self, now: float) -> None:
+        assert self._rest, "the workload has fewer batches than were served"
+        self._due = False
+        for _ in range(min(self._batch, len(self._rest))):
+            self._left += 1
+            self._arrive(replace(self.workload.request(self._rest.popleft()), arrival=now), now)
+
+    def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
+        super()._end_request(id, first, evictions, overhead, now)
+        if self.workload.row_of(id) < self._open:
+            return
+        self._left -= 1
+        if not self._left and now < self._stop:
+            self._due = True
+            self._future.at(now, self._next_batch)
+
+
+def run(
+    recipe: Recipe, spec: InstanceSpec, workload: Workload, *, open: int, batch: int, stop: float,
+    until: float, observer: Observer,
+) -> Outcome:  # fmt: skip
+    """Run a recipe, which knows all lengths, on one engine, at most to the instant `until`."""
+    check([spec])
+    controller = Controller(recipe.planner(), Oracle(workload), _QUEUED)
+    loop = ClosedLoop(
+        workload, controller, [SimulatedInstance(spec, recipe)], open=open, batch=batch, stop=stop,
+        observer=observer,
+    )  # fmt: skip
+    return loop.run(None, until)
