@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from headway.bench.papers.trial import with_slo
+from headway.bench.papers.ecoserve_setup import with_slo
 from headway.forecast.latency import profiles
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths

@@ -18,7 +18,8 @@ class RoundRobin(Packer):
 
     Requests with a promise and those without stand in queues of their own, each first come, first served.
     The two have every other iteration; one that has nothing to run leaves its turn to the other. Requests
-    that pause keep their KV; the paper does not say what becomes of it.
+    that pause keep their KV until neither queue has room to go on: then the last of the other queue lose it.
+    The paper does not say what becomes of it.
 
     promised_next: whose turn is next.
     """
@@ -34,12 +35,12 @@ class RoundRobin(Packer):
         rows = rows[np.lexsort((jobs.serial[rows], jobs.urgency[rows]))]
         promised = _promised(jobs, rows)
         for turn in (self.promised_next, not self.promised_next):
-            mine = rows[promised == turn]
-            step = allocate(jobs, mine, kv_budget, self.max_running, self.budget)
+            step = allocate(jobs, rows[promised == turn], kv_budget, self.max_running, self.budget)
             if step.order.size:
                 self.promised_next = not turn
                 return step
-        return step
+        first = rows[np.argsort(promised != self.promised_next, kind="stable")]
+        return allocate(jobs, first, kv_budget, self.max_running, self.budget)
 
 
 def _promised(jobs: Jobs, rows: Ints) -> Bools:
