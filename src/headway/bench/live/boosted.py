@@ -34,10 +34,9 @@ def boosted(
     ridge[cut:] = _ridge(features, output_tokens, np.arange(cut), rest)
     columns = [features[:, :PLAIN], np.array([_parts(text) for text in texts]), ridge[:, None]]
     if features.shape[1] > PLAIN:
-        components = PCA(min(_COMPONENTS, cut, features.shape[1] - PLAIN), random_state=0).fit(
-            features[:cut, PLAIN:]
-        )
-        columns.append(components.transform(features[:, PLAIN:]))
+        meaning = features[:, PLAIN:]
+        components = PCA(min(_COMPONENTS, *meaning[:cut].shape), random_state=0).fit(meaning[:cut])
+        columns.append(components.transform(meaning))
     seen = np.concatenate(columns, axis=1)
     median, served = (_quantile(seen[:cut], target, seen[cut:], share) for share in (0.5, QUANTILE))
     return median, np.ceil(served)
