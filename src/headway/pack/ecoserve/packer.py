@@ -7,8 +7,8 @@ queues are ordered by urgency, deadline range, held KV and length (3.3); reserve
 
 The paper leaves details open. Assumed: ranges of held KV are 128 tokens; the pool serves prompts that wait to
 generate and answers that outgrow their prediction alike; an answer that outgrows it gets `extra` tokens. What
-the paper states and `Options` sets otherwise by default is an option, measured one at a time by `headway bench
-papers ecoserve` (docs/papers.md).
+the paper states and `Options` sets otherwise by default can be chosen, one at a time: `headway bench papers
+ecoserve` measures them (docs/papers.md).
 """
 
 from __future__ import annotations
