@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +205,45 @@ async def unharmed(path: Path, printed: dict[str, str]) -> None:
         assert job.owner == "living"
         assert state in (job.state, "open")
     await broker.close()
+
+
+# It commits without a pause, and holds SQLite's lock nearly all the time.
+GREEDY = """
+import sqlite3, sys, time
+from headway.broker.sqlite_file import Turns
+
+db, turns = sqlite3.connect(sys.argv[1], isolation_level=None), Turns(sys.argv[1])
+while True:
+    turns.begin(db)
+    print("begun", flush=True)
+    time.sleep(0.01)
+    db.execute("COMMIT")
+"""
+
+
+def test_a_writer_without_a_pause_lets_others_write(path: str) -> None:
+    """Each put waits for one or two of the other's transactions, where it would wait for dozens."""
+    asyncio.run(SqliteBroker(path, "A").close())
+    with subprocess.Popen([sys.executable, "-c", GREEDY, path], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == b"begun\n"
+            os.set_blocking(other.stdout.fileno(), False)
+            begun = asyncio.run(puts_beside(path, lambda: (other.stdout.read() or b"").count(b"begun")))
+        finally:
+            other.kill()
+    assert sorted(begun)[len(begun) // 2] <= 3, begun
+
+
+async def puts_beside(path: str, begun: Callable[[], int]) -> list[int]:
+    """Return how many transactions another writer began during each of some puts."""
+    broker, counts = await connect(path), []
+    begun()
+    for i in range(20):
+        await broker.put(job(str(i)))
+        counts.append(begun())
+    await broker.close()
+    return counts
 
 
 # ---- restarts, full disks, damage, callers that give up

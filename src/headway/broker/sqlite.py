@@ -19,7 +19,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from headway.broker.port import Job, known_id, no_lease, unknown_id
-from headway.broker.sqlite_file import open_file
+from headway.broker.sqlite_file import Turns, open_file
 from headway.errors import HeadwayError
 
 T = TypeVar("T")
@@ -90,6 +90,7 @@ class SqliteBroker:
             writing, reading = open_file(self.path, synchronous)
             self._db = held.enter_context(closing(writing))
             self._view = held.enter_context(closing(reading))
+            self._turns = held.enter_context(closing(Turns(self.path)))
             self._held = held.pop_all()
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._closed = False
@@ -185,7 +186,9 @@ class SqliteBroker:
             while group := self._next_group():
                 _deliver(group, self._commit(group))
             with suppress(sqlite3.Error):  # a lease that cannot be ended runs out
+                self._turns.begin(self._db)
                 self._db.execute(LEAVE, [self.owner])
+                self._db.execute("COMMIT")
             self._readers.shutdown()  # reads that were asked for before close() are answered
 
     def _next_group(self) -> list[_Call]:
@@ -204,7 +207,7 @@ class SqliteBroker:
     def _commit(self, group: list[_Call]) -> list[Any]:
         """Apply the group in one transaction; return each call's value, or its error."""
         try:
-            self._db.execute("BEGIN IMMEDIATE")
+            self._turns.begin(self._db)
             outcomes = [self._apply(call) for call in group]
             self._db.execute("COMMIT")
         except Exception as error:  # whatever it is, the callers are told and the thread goes on

@@ -79,18 +79,23 @@ def _locked(path: str) -> Iterator[None]:
     A gateway of version 1 keeps this lock while it runs. The kernel drops a flock when its process dies, so
     no stale lock is ever left. The lock's file stays: deleting it would let two gateways lock two files.
     """
-    try:
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, "it is a directory")
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        fix = "Name a file in a directory that exists and that this user may write to."
-        raise ConfigError(f"The broker cannot use {path}: {error.strerror}.", fix, param=PARAM) from error
+    lock = _lock_file(path, ".lock")
     try:
         _acquire(lock, path)
         yield
     finally:
         os.close(lock)
+
+
+def _lock_file(path: str, suffix: str) -> int:
+    """Open the file beside the broker's that carries a lock; return its descriptor."""
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        return os.open(path + suffix, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        fix = "Name a file in a directory that exists and that this user may write to."
+        raise ConfigError(f"The broker cannot use {path}: {error.strerror}.", fix, param=PARAM) from error
 
 
 def _acquire(lock: int, path: str) -> None:
@@ -103,6 +108,39 @@ def _acquire(lock: int, path: str) -> None:
             fix = "Stop that gateway (one of an older Headway shares no file), or give this one its own."
             raise ConfigError(f"{path} is locked by another gateway.", fix, param=PARAM)
         time.sleep(0.02)
+
+
+class Turns:
+    """Lets the gateways that share a file write in turn, however fast one of them writes.
+
+    SQLite does not queue for its write lock: a waiting process looks again every few milliseconds, so one
+    that commits without a pause can shut the others out until their patience ends. A gateway therefore
+    waits for the write lock with this flock held. The last writer cannot begin again before it is passed on.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._lock = _lock_file(path, ".turn")
+
+    def begin(self, db: sqlite3.Connection) -> None:
+        """Begin a transaction that writes. Raises sqlite3.OperationalError after `PATIENCE` seconds."""
+        self._wait()
+        try:
+            db.execute("BEGIN IMMEDIATE")
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _wait(self) -> None:
+        # Not longer than this: a stopped process may hold the turn, and it is for fairness alone.
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Release the file."""
+        os.close(self._lock)
 
 
 def _connect(path: str) -> sqlite3.Connection:
