@@ -31,6 +31,8 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
+# `make test` has two workers: one runs these folders, whose engines fill a core each, the other all else.
+ENGINES = ("e2e", "engine")
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
@@ -44,9 +46,12 @@ settings.load_profile("headway")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the markers and the time limit of its file and folder."""
+    """Give every test the markers, the worker and the time limit of its file and folder; engines first."""
+    items.sort(key=lambda item: item.path.relative_to(ROOT).parts[0] not in ENGINES)
     for item in items:
         path = item.path.relative_to(ROOT)
+        group = "engines" if path.parts[0] in ENGINES else path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
         for key in (path.parts[0], path.as_posix()):
             for name in MARKERS.get(key, ()):
                 item.add_marker(name)

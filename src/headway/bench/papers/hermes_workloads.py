@@ -57,8 +57,9 @@ _OPTIONS = {
     "hermes-mean": RankOptions("mean", refine=False),
     "srtf-mean": RankOptions("mean"),
 }
-# What the graphs know: the other half of the runs; nothing until runs end; another application's runs.
-GRAPHS = ("the other half", "the same half", "nothing at first", "of another application")
+# What the graphs know: the other half of the runs, or those that are served; nothing until runs end; the
+# other half with units that have one another's names; another application's runs.
+GRAPHS = ("the other half", "the same half", "nothing at first", "shuffled units", "of another application")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,12 @@ def knowledge(graphs: str) -> Knowledge:
     """Return what a planner knows at the start; it learns more only if it knows nothing."""
     served, taught = pool()
     known = Knowledge(learns=graphs == GRAPHS[2])
-    runs = {GRAPHS[0]: taught, GRAPHS[1]: served, GRAPHS[2]: {}, GRAPHS[3]: taught}[graphs]
+    runs = {GRAPHS[1]: served, GRAPHS[2]: {}}.get(graphs, taught)
     learned = graphs_of([run for some in runs.values() for run in some])
     if graphs == GRAPHS[3]:
         learned = _shuffled(learned)
+    elif graphs == GRAPHS[4]:
+        learned = _swapped(learned)
     for graph in learned.values():
         known.put(SHARED, graph)
     return known
@@ -185,6 +188,17 @@ def alone_seconds(run: AppRun, engine: InstanceSpec) -> float:
 
 
 def _shuffled(graphs: Mapping[str, Graph]) -> dict[str, Graph]:
+    """Return the graphs with the names of each one's units permuted: edges and demands are of other units."""
+    rng = np.random.default_rng(0)
+    shuffled = {}
+    for name, graph in graphs.items():
+        units = list(graph.units)
+        names = [units[i] for i in rng.permutation(len(units))]
+        shuffled[name] = graph.renamed(name, dict(zip(units, names, strict=True)))
+    return shuffled
+
+
+def _swapped(graphs: Mapping[str, Graph]) -> dict[str, Graph]:
     """Return the graphs under one another's names; a unit is taken for the one at the same place."""
     names = list(graphs)
     swapped = {}
