@@ -14,7 +14,9 @@ from rich.markup import escape
 from headway import __version__
 from headway.errors import ConfigError, HeadwayError
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_NAMES = {"help_option_names": ["-h", "--help"]}  # commands and groups below inherit them
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, context_settings=_NAMES, pretty_exceptions_enable=False)
 model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
 config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
@@ -59,6 +61,21 @@ def main() -> None:
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Headway: SLO-aware LLM serving in front of and inside vLLM."""
 
 
 Model = Annotated[str | None, typer.Option(help="Model name, directory or hub id.")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from headway import clock
 from headway.bench.live import profile as live
 from headway.bench.live import profile_report
 from headway.bench.live.profile import Target
@@ -54,7 +54,7 @@ class Engine:
 
     async def loop(self) -> None:
         while True:
-            now = time.time()
+            now = clock.now()
             self.diary.decide(now)
             while self.waiting and len(self.running) < RUNNING:
                 self.running.append(self.waiting.pop(0))
@@ -70,14 +70,14 @@ class Engine:
         batch = Batch(len(old), sum(r.prompt + r.output_tokens for r in old), prefill, prefill * prefill // 2)
         row = self.diary.begin(now, batch)
         await asyncio.sleep(float(LAW.seconds(Shapes.of([batch]))[0]))
-        row[1] = time.time() - now
+        row[1] = clock.now() - now
         for one in self.running:
             one.output_tokens += 1
-            one.first = one.first or time.time()
+            one.first = one.first or clock.now()
             one.tokens.put_nowait(one.output_tokens == one.output)
         for one in [r for r in self.running if r.output_tokens == r.output]:
             self.running.remove(one)
-            self.diary.leave(one.id, one.id, one.first, time.time())
+            self.diary.leave(one.id, one.id, one.first, clock.now())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -85,7 +85,7 @@ class Engine:
             return web.Response(status=500, text="no")
         words = len(body["messages"][0]["content"].split())
         asked = Asked(body["vllm_xargs"]["headway_id"], words, body["max_tokens"])
-        self.diary.enter(asked.id, time.time())
+        self.diary.enter(asked.id, clock.now())
         self.waiting.append(asked)
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await out.prepare(request)

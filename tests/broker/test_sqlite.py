@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from headway.broker import open_broker, sqlite_file
 from headway.broker.memory import MemoryBroker
 from headway.broker.sqlite import FREE, SqliteBroker
 from headway.config import Broker, Sqlite
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
 
 # What Headway made before there were leases, with one job of each state.
 VERSION_1 = """
@@ -202,3 +203,41 @@ async def test_every_start_of_a_gateway_has_a_name_of_its_own(path: str) -> None
     await last.renew(1.0)
     assert await take_ids(last) == ["0", "1", "2"]
     await last.close()
+
+
+# ---- a file that goes away while it is used
+
+
+@pytest.mark.parametrize("gone", ["", "-wal"])
+async def test_a_deleted_file_is_told_before_anything_is_accepted(path: str, gone: str) -> None:
+    broker = SqliteBroker(path, "A")
+    await broker.renew(FAR)
+    assert broker.problem() is None
+    os.rename(path + gone, path + ".aside")
+    assert "deleted, moved or replaced" in str(broker.problem())
+    for call in (broker.put(job("b")), broker.renew(FAR)):
+        with pytest.raises(HeadwayError, match="deleted, moved or replaced") as error:
+            await call
+        assert error.value.status == 503
+        assert path not in str(error.value), "it goes to clients"
+    os.rename(path + ".aside", path + gone)
+    assert broker.problem() is None
+    await broker.put(job("c"))
+    await broker.close()
+
+
+async def test_a_replaced_file_is_left_alone(path: str) -> None:
+    broker = SqliteBroker(path, "A")
+    await broker.renew(FAR)
+    os.rename(path, path + ".aside")
+    other = SqliteBroker(path, "B")
+    with pytest.raises(HeadwayError, match="deleted, moved or replaced"):
+        await broker.put(job("a"))
+    await other.renew(FAR)
+    await other.put(job("b"))
+    await broker.close()
+    assert other.problem() is None
+    assert await other.get("a") is None
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT id FROM jobs").fetchall() == [("b",)]
+    await other.close()

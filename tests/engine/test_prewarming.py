@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from headway import clock
 from headway.config import Engine
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.request_metadata import write_metadata
@@ -90,7 +90,7 @@ async def computed(engine: VllmEngine, run: str, unit: str) -> int:
 
 
 def asked(run: str, unit: str) -> Request:
-    return Request(f"{run}-{unit}", "smollm2", 1, 2, time.time(), stage=Stage("app", run, unit))
+    return Request(f"{run}-{unit}", "smollm2", 1, 2, clock.now(), stage=Stage("app", run, unit))
 
 
 async def prefixes_are_held(running: VllmEngine) -> None:
@@ -106,7 +106,7 @@ async def prefixes_are_held(running: VllmEngine) -> None:
     assert (running.prefix_caching, running.block_size) == (True, BLOCK)
     free = (await state(running))["blocks_free"]
     warmer = PrefixWarmer({"e0": running}, book)
-    command = Prewarm("default", Resource("prefix", "app/act"), time.time() + 600)
+    command = Prewarm("default", Resource("prefix", "app/act"), clock.now() + 600)
     held = await warmer.warm(command)
     assert held is not None
     assert held.fresh
@@ -128,7 +128,7 @@ async def adapters_are_loaded(running: VllmEngine) -> None:
     warmer = AdapterWarmer({"e0": running})
     fresh = []
     for name in ("terse", "kind", "kind", "terse"):
-        held = await warmer.warm(Prewarm("default", Resource("adapter", name), time.time() + 600))
+        held = await warmer.warm(Prewarm("default", Resource("adapter", name), clock.now() + 600))
         assert held is not None
         fresh.append(held.fresh)
         body = json.dumps(chat("r4", "act") | {"model": name}).encode()

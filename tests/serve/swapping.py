@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from headway import clock
 from headway.config import Engine
 from headway.core.cluster import Cluster
 from headway.engines.vllm.process import children, client
@@ -134,7 +134,7 @@ class Swapping(Gateway):
         """Have the engine load a model, whatever its planner thinks."""
 
         async def swap() -> None:
-            commands = self.controller.apply(Plan(swap={"e0": model}), time.time())
+            commands = self.controller.apply(Plan(swap={"e0": model}), clock.now())
             self.inner.dispatcher.execute(commands)
 
         self.do(swap())

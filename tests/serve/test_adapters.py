@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from headway import clock
 from headway.config import Engine
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.launch import command
@@ -39,7 +39,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def warm(gateway: Gateway, name: str) -> None:
     async def execute() -> None:
-        command = Prewarm("default", Resource("adapter", name), time.time() + 600)
+        command = Prewarm("default", Resource("adapter", name), clock.now() + 600)
         gateway.inner.dispatcher.execute([command])
 
     gateway.do(execute())

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from headway import __version__
 from headway.cli import app
 from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
@@ -253,3 +254,11 @@ def test_the_gateway_may_open_as_many_files_as_the_system_grants() -> None:
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version_and_help_have_their_usual_options(tmp_path: Path) -> None:
+    for option, expected in (("--version", __version__), ("-h", "Usage")):
+        said, _ = headway(option, folder=tmp_path).communicate()
+        assert expected in said
+    said, _ = headway("simulate", "-h", folder=tmp_path).communicate()
+    assert "--recipes" in said

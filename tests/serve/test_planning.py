@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
+from headway import clock
 from headway.bench.live.planning_overhead import Deliberate
 from headway.core.cluster import Cluster
 from headway.core.controller import Controller
@@ -215,7 +215,7 @@ async def test_a_short_capacity_is_logged_and_measured(caplog: pytest.LogCapture
     async with tasks.running(loop.run):
         loop.note(InstanceUp(instance("a")))
         for i in range(40):
-            loop.note(Arrived(replace(request(f"r{i}"), arrival=time.time(), slo=Slo(e2e=0.5))))
+            loop.note(Arrived(replace(request(f"r{i}"), arrival=clock.now(), slo=Slo(e2e=0.5))))
         await asyncio.to_thread(until, lambda: "capacity is short" in caplog.text)
         assert planner.gauges["short_requests"] > 30
         for i in range(40):

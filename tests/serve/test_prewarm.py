@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from headway import clock
 from headway.backends.port import BackendError, Held
 from headway.config import Tier
 from headway.core.cluster import Cluster
@@ -107,7 +107,7 @@ async def test_what_is_warmed_is_told_and_kept_until_it_is_used() -> None:
 async def test_what_nothing_uses_is_let_go_of_when_its_time_is_over() -> None:
     world = World()
     world.warmer.go.set()
-    world.put(until=time.time() - 1)
+    world.put(until=clock.now() - 1)
     await settle()
     assert world.warmer.released == ["box"]
     assert [world.count(outcome) for outcome in ("warmed", "used", "wasted")] == [1, 0, 1]
@@ -115,7 +115,7 @@ async def test_what_nothing_uses_is_let_go_of_when_its_time_is_over() -> None:
 
 async def test_a_second_command_prolongs_the_first() -> None:
     world = World()
-    world.put(until=time.time() - 1)
+    world.put(until=clock.now() - 1)
     world.put()
     world.warmer.go.set()
     await settle()

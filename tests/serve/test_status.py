@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -100,6 +101,9 @@ def test_models(serve: Serve, fake: Fake) -> None:
         assert gateway.post(gateway.chat(model="smollm2")).status_code == 404
         with gateway.client() as client:
             assert [model.id for model in client.models.list()] == ["tiny"]
+            assert client.models.retrieve("tiny").model_dump() == model
+            with pytest.raises(openai.NotFoundError, match="Use one of tiny"):
+                client.models.retrieve("large/model")
 
 
 def test_control_reaches_the_engine(gateway: Gateway) -> None:

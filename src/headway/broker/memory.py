@@ -39,6 +39,10 @@ class MemoryBroker:
         self._store = store or MemoryStore()
         self._jobs = self._store.jobs
 
+    def problem(self) -> str | None:
+        """Return None: memory is there as long as the process."""
+        return None
+
     async def renew(self, until: float) -> bool:
         """Extend the lease; False when it begins with this call."""
         lease = self._store.leases.get(self.owner)

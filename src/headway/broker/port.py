@@ -67,6 +67,9 @@ class Broker(Protocol):
     def on_disk(self) -> bool:
         """Whether jobs take no memory while they wait."""
 
+    def problem(self) -> str | None:
+        """Return why nothing that is put now would be kept, None = it would. Cheap enough for every look."""
+
     async def renew(self, until: float) -> bool:
         """Extend the lease to that instant; the first call begins it.
 

@@ -19,7 +19,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from headway.broker.port import Job, known_id, no_lease, unknown_id
-from headway.broker.sqlite_file import Turns, open_file
+from headway.broker.sqlite_file import Identity, Turns, leave_open, open_file
 from headway.errors import HeadwayError
 
 T = TypeVar("T")
@@ -77,9 +77,10 @@ class SqliteBroker:
     synchronous: "full" survives loss of power; "normal" survives the death of the process, but the last
     moments before a loss of power may be missing. Raises ConfigError when the file cannot be used.
 
-    Every method raises HeadwayError (503) when the file cannot be written or read (a full disk) or after
-    `close`; the broker lives on and the next call may succeed. Such a call, or one that is cancelled, may
-    or may not have been carried out. Calls of one broker take effect in the order in which they were made.
+    Every method raises HeadwayError (503) when the file cannot be written or read (a full disk), when it was
+    deleted or replaced, or after `close`; the broker lives on and the next call may succeed. Such a call, or
+    one that is cancelled, may or may not have been carried out. Calls of one broker take effect in the order
+    in which they were made.
     """
 
     on_disk = True
@@ -92,6 +93,7 @@ class SqliteBroker:
             self._view = held.enter_context(closing(reading))
             self._turns = held.enter_context(closing(Turns(self.path)))
             self._held = held.pop_all()
+        self._file = Identity(self.path)
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._closed = False
         self._readers = ThreadPoolExecutor(1, "broker-read")
@@ -149,6 +151,12 @@ class SqliteBroker:
             total += deleted
         return total
 
+    def problem(self) -> str | None:
+        """Return why nothing that is put now would be kept: the file was deleted or replaced."""
+        if self._closed or self._file.intact():
+            return None
+        return "its file was deleted, moved or replaced, so start the gateway anew unless it comes back"
+
     async def close(self) -> None:
         """Carry out the calls made so far, end the lease, then release the threads and the file."""
         self._closed = True
@@ -185,11 +193,18 @@ class SqliteBroker:
         with self._held:
             while group := self._next_group():
                 _deliver(group, self._commit(group))
-            with suppress(sqlite3.Error):  # a lease that cannot be ended runs out
-                self._turns.begin(self._db)
-                self._db.execute(LEAVE, [self.owner])
-                self._db.execute("COMMIT")
+            if self._file.intact():
+                self._leave()
+            else:
+                leave_open(self._db, self._view)
+                self._held.pop_all()
             self._readers.shutdown()  # reads that were asked for before close() are answered
+
+    def _leave(self) -> None:
+        with suppress(sqlite3.Error):  # a lease that cannot be ended runs out
+            self._turns.begin(self._db)
+            self._db.execute(LEAVE, [self.owner])
+            self._db.execute("COMMIT")
 
     def _next_group(self) -> list[_Call]:
         """Wait for a call and return it with all that wait behind it; nothing when the broker is closed."""
@@ -208,6 +223,7 @@ class SqliteBroker:
         """Apply the group in one transaction; return each call's value, or its error."""
         try:
             self._turns.begin(self._db)
+            self._check_file()
             outcomes = [self._apply(call) for call in group]
             self._db.execute("COMMIT")
         except Exception as error:  # whatever it is, the callers are told and the thread goes on
@@ -215,6 +231,11 @@ class SqliteBroker:
                 self._db.rollback()
             return [self._down(str(error)) for _ in group]
         return outcomes
+
+    def _check_file(self) -> None:
+        """Refuse to write what no gateway would find again; a transaction has begun, so the log exists."""
+        if (problem := self.problem()) is not None:
+            raise OSError(problem)
 
     def _apply(self, call: _Call) -> Any:
         try:

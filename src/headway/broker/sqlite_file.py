@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -108,6 +109,46 @@ def _acquire(lock: int, path: str) -> None:
             fix = "Stop that gateway (one of an older Headway shares no file), or give this one its own."
             raise ConfigError(f"{path} is locked by another gateway.", fix, param=PARAM)
         time.sleep(0.02)
+
+
+class Identity:
+    """Tells whether a path still names the files that were opened.
+
+    SQLite goes on writing a file that was deleted or replaced: every write succeeds, and the next gateway
+    finds nothing of it. The write-ahead log holds the latest writes, so it has to be the one that was opened,
+    too.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._paths = (path, path + "-wal")
+        self._opened = self._found()
+
+    def intact(self) -> bool:
+        """Tell whether both files are still there."""
+        found = self._found()
+        if self._opened[1] is None and found[0] == self._opened[0]:
+            self._opened = found  # the log is made when the file is first used
+        return found == self._opened
+
+    def _found(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(_identity(path) for path in self._paths)
+
+
+def leave_open(*connections: sqlite3.Connection) -> None:
+    """Keep connections to a file that was replaced until the process ends.
+
+    To close the last one would delete the write-ahead log by its name, which is the new file's by now.
+    """
+    for connection in connections:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 class Turns:

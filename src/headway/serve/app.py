@@ -189,17 +189,14 @@ def _status(app: FastAPI, state: AppState) -> None:
     async def models(request: Request) -> Response:
         """List the models served here."""
         state.tenant(request)
-        data = [
-            {"id": name, "object": "model", "created": state.started, "owned_by": "headway",
-             "max_model_len": engine.max_model_len}
-            for name, engine in state.models.items()
-        ]  # fmt: skip
-        data += [
-            {"id": name, "object": "model", "created": state.started, "owned_by": "headway", "parent": base,
-             "max_model_len": state.models[base].max_model_len}
-            for name, base in state.adapters.items()
-        ]  # fmt: skip
+        data = [state.describe(name) for name in (*state.models, *state.adapters)]
         return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{id:path}", responses=error_docs(401, 404))
+    async def model(request: Request, id: str) -> Response:
+        """Describe a model served here."""
+        state.tenant(request)
+        return JSONResponse(state.describe(id))
 
     @app.get("/health")
     async def health() -> Response:
@@ -215,9 +212,10 @@ def _status(app: FastAPI, state: AppState) -> None:
         state.check_status(request)
         up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
         waiting = len(state.gateway.path.closings)
-        good = up >= set(state.models) and not waiting
+        problem = state.gateway.broker.problem()
+        good = up >= set(state.models) and not waiting and problem is None
         described = {id: _engine(engine, state.is_operator(request)) for id, engine in engines.items()}
-        told = {"ready": good, "ends_not_stored": waiting, "engines": described}
+        told = {"ready": good, "ends_not_stored": waiting, "broker": problem, "engines": described}
         return JSONResponse(told, 200 if good else 503)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from fastapi import Request
 
+from headway import clock
+from headway.config import Engine
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
 from headway.serve.budget import Held
@@ -116,12 +118,30 @@ class AppState:
 
     async def parse(self, kind: Kind, request: Request, held: Held) -> ParsedRequest:
         """Parse an HTTP request, or refuse it before anything is stored."""
-        arrival, tenant = time.time(), self.tenant(request)
+        arrival, tenant = clock.now(), self.tenant(request)
         data = await self.read(request, held)
         if len(data) <= INLINE:
             return await self._parse(kind, request, data, tenant, arrival)
         async with self._large:
             return await self._parse(kind, request, data, tenant, arrival)
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return what OpenAI's API says of a model or an adapter. RequestError (404) if it is not served."""
+        longest = self._engine_of(name).max_model_len
+        base = {"parent": self.adapters[name]} if name in self.adapters else {}
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "headway",
+                "max_model_len": longest} | base  # fmt: skip
+
+    def _engine_of(self, name: str) -> Engine:
+        """Return the engine of a model or an adapter. RequestError (404) when it is not served."""
+        engine = self.models.get(self.adapters.get(name, name))
+        if engine is None:
+            raise RequestError(
+                f"The model {name[:100]!r} does not exist here.",
+                f"Use one of {', '.join(sorted([*self.models, *self.adapters]))}.",
+                status=404, code="model_not_found", param="model",
+            )  # fmt: skip
+        return engine
 
     async def _parse(
         self, kind: Kind, request: Request, data: bytes, tenant: str, arrival: float
@@ -129,13 +149,7 @@ class AppState:
         raw, body = await offload(len(data), partial(self._validated, kind, data))
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)
-        engine = self.models.get(model)
-        if engine is None:
-            raise RequestError(
-                f"The model {body.model[:100]!r} does not exist here.",
-                f"Use one of {', '.join(sorted([*self.models, *self.adapters]))}.",
-                status=404, code="model_not_found", param="model",
-            )  # fmt: skip
+        engine = self._engine_of(body.model)
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
         parsed = await offload(len(data), partial(
             interpret, kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from headway import clock
 from headway.apps.account import EndedRun, RunAccount
 from headway.apps.run import within
 from headway.core.controller import Controller
@@ -87,7 +88,7 @@ class Dispatcher:
 
     def dispatch(self, event: Event) -> None:
         """Tell the controller an event; its commands are executed now, or when a slow planner has planned."""
-        ended = self.runs.note(event, time.time())
+        ended = self.runs.note(event, clock.now())
         if not isinstance(event, RunEnded):  # the account says when a run ends
             self._planning.note(event)
         self._end_runs(ended)
@@ -136,7 +137,7 @@ class Dispatcher:
         """Let silent runs end, and planners run that wait for nothing but time."""
         while True:
             await asyncio.sleep(_TICK)
-            self._end_runs(self.runs.expire(time.time()))
+            self._end_runs(self.runs.expire(clock.now()))
             if self.controller.queued:
                 self.dispatch(Tick())
 

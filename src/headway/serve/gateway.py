@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headway import clock
 from headway.apps.account import RunAccount
 from headway.apps.prewarming import PrewarmOptions
 from headway.backends.port import Backend
@@ -130,7 +130,7 @@ async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
     """Open the broker and begin its lease, which ends when it closes: others can take open jobs at once."""
     broker = open_broker(settings)
     try:
-        await broker.renew(time.time() + settings.lease_seconds)
+        await broker.renew(clock.now() + settings.lease_seconds)
         yield broker
     finally:
         await broker.close()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from headway import clock
 from headway.core.controller import Controller
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
@@ -42,7 +42,7 @@ class OverdueWatch:
         if self._timer is not None:
             self._timer.cancel()
         self._armed_for = check
-        seconds = max(check - time.time(), 0.0)
+        seconds = max(check - clock.now(), 0.0)
         self._timer = asyncio.get_running_loop().call_later(seconds, self._due.set)
 
     def loops(self) -> list[Loop]:
@@ -71,18 +71,18 @@ class OverdueWatch:
             await self._due.wait()
             self._due.clear()
             self._armed_for, self._timer = math.inf, None
-            overdue = self._controller.overdue(time.time())
+            overdue = self._controller.overdue(clock.now())
             self._execute(overdue.rejects)
             for id, requests in overdue.inside.items():
                 self._inquiries[id].put(requests)
-            self._execute(self._controller.decide(time.time()))
+            self._execute(self._controller.decide(clock.now()))
             self.arm()
 
     async def _ask(self, inquiry: _Inquiry) -> None:
         """Ask one engine, one message at a time; what it does not answer comes up again in a second."""
         while True:
             ids = await inquiry.take()
-            asked = time.time()
+            asked = clock.now()
             try:
                 progress = await inquiry.engine.progress(ids)
             except EngineError as error:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Thread
 
+from headway import clock
 from headway.core.controller import Controller
 from headway.events import Event
 from headway.types import Command
@@ -33,7 +33,7 @@ class Planning:
 
     def note(self, event: Event) -> None:
         """Tell the controller an event and execute the commands that follow."""
-        self._execute(self._controller.on(event, time.time()))
+        self._execute(self._controller.on(event, clock.now()))
         if self._controller.planner.thinks:
             self._changed.set()
 
@@ -52,10 +52,10 @@ class Planning:
                 log.exception("the planner failed; it is asked again at the next event")
 
     async def _deliberate(self) -> None:
-        work = self._controller.deliberate(time.time())
+        work = self._controller.deliberate(clock.now())
         if work is not None:
             result = await _in_thread(work)
-            self._execute(self._controller.conclude(result, time.time()))
+            self._execute(self._controller.conclude(result, clock.now()))
             self._changed.set()
         self._warn()
 

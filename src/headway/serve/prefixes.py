@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import math
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,6 +20,7 @@ from functools import partial
 
 import numpy as np
 
+from headway import clock
 from headway.apps.run import place_of
 from headway.backends.port import Held
 from headway.engines.vllm.process.client import VllmEngine
@@ -118,7 +118,7 @@ class PrefixWarmer(Warmer):
         model, tokens = self._book.model(*key), self._book.common(*key)
         if model is None:
             return None
-        chain, seconds = f"prewarm {key[0]}/{key[1]}", max(command.until - time.time(), _LEAST_S)
+        chain, seconds = f"prewarm {key[0]}/{key[1]}", max(command.until - clock.now(), _LEAST_S)
         pins = [
             _Pin(engine, chain, model, tokens[: tokens.size - tokens.size % engine.block_size].tolist())
             for engine in self._able(model)
@@ -171,7 +171,7 @@ class _Pin:
     async def _compute(self) -> None:
         """Let the engine compute the prefix, as a best-effort request that ranks behind all others."""
         request = Request(
-            f"prewarm-{uuid.uuid4().hex[:20]}", self.model, len(self.tokens), 1, time.time(), priority=_LAST
+            f"prewarm-{uuid.uuid4().hex[:20]}", self.model, len(self.tokens), 1, clock.now(), priority=_LAST
         )
         body = {
             "model": self.model, "prompt": self.tokens, "max_tokens": 1, "temperature": 0, "priority": _LAST,

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from headway import clock
 from headway.backends.port import Backend, Held
 from headway.errors import HeadwayError
 from headway.events import Prewarmed
@@ -146,7 +147,7 @@ class Warmups:
             if held.fresh:
                 self._metrics.took(kind, took)
                 self._report(Prewarmed(command.resource, took))
-            while not held.used.is_set() and (left := self._until[key] - time.time()) > 0:
+            while not held.used.is_set() and (left := self._until[key] - clock.now()) > 0:
                 try:
                     await asyncio.wait_for(held.used.wait(), left)
                 except TimeoutError:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Container
 
+from headway import clock
 from headway.broker.port import Broker, Job
 from headway.errors import HeadwayError
 from headway.serve.background import BackgroundWork
@@ -48,9 +48,9 @@ class Recovery:
 
     async def renew(self) -> None:
         """Renew the lease, then take over what is free."""
-        if not await self._broker.renew(time.time() + self._lease_seconds):
+        if not await self._broker.renew(clock.now() + self._lease_seconds):
             await self._drop_lost()
-        while jobs := await self._broker.take(time.time(), _PAGE):
+        while jobs := await self._broker.take(clock.now(), _PAGE):
             for job in jobs:
                 await self._recover(job)
 
@@ -76,14 +76,14 @@ class Recovery:
                     self._background.run(in_flight)
                     return
                 reason = f"engine_gone: {in_flight.request.model} is not served any more"
-        await self._closings.fail(job.id, reason, time.time())
+        await self._closings.fail(job.id, reason, clock.now())
 
 
 async def forget_old_jobs(broker: Broker, keep_seconds: float) -> None:
     """Delete jobs that ended longer ago than this, until cancelled."""
     while True:
         try:
-            await broker.forget(time.time() - keep_seconds)
+            await broker.forget(clock.now() - keep_seconds)
         except HeadwayError as error:
             log.error("old jobs are not deleted: %s", error)
         await asyncio.sleep(_SWEEP)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 
+from headway import clock
 from headway.broker.port import Broker
 from headway.config import Server
 from headway.engines.vllm.process.client import VllmEngine
@@ -53,7 +53,7 @@ class RequestPath:
         unavailable = self._dispatcher.swaps.unavailable(request.model)
         if unavailable is not None:
             raise unavailable
-        reject = self._dispatcher.controller.admit(request, time.time(), self._storing)
+        reject = self._dispatcher.controller.admit(request, clock.now(), self._storing)
         if reject is None:
             return
         self._metrics.dropped(reject.reason)
@@ -93,7 +93,7 @@ class RequestPath:
             await asyncio.wait([put])
             if put.exception() is None:
                 await self.closings.fail(
-                    in_flight.id, "client_gone: disconnected while it was stored", time.time()
+                    in_flight.id, "client_gone: disconnected while it was stored", clock.now()
                 )
             raise
 
@@ -124,7 +124,7 @@ class RequestPath:
                     raise
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
-                in_flight.first_token = time.time()
+                in_flight.first_token = clock.now()
                 in_flight.drop_body()
                 self._dispatcher.dispatch(Started(in_flight.id))
                 return response
@@ -187,7 +187,7 @@ class RequestPath:
             return False
         in_flight.closed = True
         in_flight.drop_body()
-        now, request = time.time(), in_flight.request
+        now, request = clock.now(), in_flight.request
         self._lengths.answered(request, output_tokens)
         self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
         self._lengths.ended(request.id)
@@ -204,7 +204,7 @@ class RequestPath:
             return
         self.abandon(in_flight, reason)
         self._metrics.failed(in_flight.request, outcome)
-        await self.closings.fail(in_flight.id, reason, time.time())
+        await self.closings.fail(in_flight.id, reason, clock.now())
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
         """Close a request here without an end in the broker."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway import clock
 from headway.apps.account import MOST_OUTSIDE, EndedRun
 from headway.apps.graph import LLM
 from headway.apps.knowledge import SHARED
@@ -169,7 +169,7 @@ def _check_ended(run: Run | EndedRun, body: UnitBody) -> None:
 
 
 def _described(state: AppState, key: Key) -> dict[str, Any]:
-    dispatcher, now = state.gateway.dispatcher, time.time()
+    dispatcher, now = state.gateway.dispatcher, clock.now()
     run, ended = dispatcher.runs.live(key), dispatcher.runs.ended(key)
     told: dict[str, Any] = {"id": key[2], "object": "headway.run", "app": key[1]}
     if run is None:

@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from headway import clock
 from headway.bench.load.generator import Shot, Tally, listen
 from headway.bench.load.prompts import WORDS
 from headway.bench.load.records import Call
@@ -224,7 +225,7 @@ async def measure(
         scenes = design(limits, rng, quick=quick, passes=passes)
         stage = _Stage(session, target, rng)
         await stage.play(Scene(((64, 12),) * (limits.max_running - 1), (256, 64)))  # warm-up
-        start = time.time()
+        start = clock.now()
         stage.shown.clear()
         stage.sent.clear()
         with (
@@ -308,7 +309,7 @@ class _Stage:
         text = " ".join(self.rng.choice(WORDS, max(tokens - _TEMPLATE, 1)))
         call = Call(0.0, "probe", text, output, ignore_eos=True)
         shot = Shot(call, self._body(call), Tally(), id=f"probe-{self.count}", begun=begun)
-        shot.begin(time.time())
+        shot.begin(clock.now())
         self.sent.append(shot.sent or 0.0)
         url, headers = f"{self.target.url}/v1/chat/completions", {"content-type": "application/json"}
         async with self.session.post(url, data=shot.body, headers=headers) as answer:
@@ -317,9 +318,9 @@ class _Stage:
                     f"The engine refused a probe: {(await answer.text())[:300]}", "See its log."
                 )
             shot.id = answer.headers.get("x-request-id", shot.id)
-            await listen(answer, shot, time.time, 0.0)
+            await listen(answer, shot, clock.now, 0.0)
         begun()  # a response need not have visible text
-        shot.end(time.time())
+        shot.end(clock.now())
         if shot.error is not None:
             raise EngineError(f"The engine did not complete a probe: {shot.error}.", "See its log.")
         return shot

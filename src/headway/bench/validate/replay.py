@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from headway import clock
 from headway.bench.live.compare import BURST, steady
 from headway.bench.live.profile import Measured, Rows, Target, device, engine_state, measure
 from headway.bench.live.systems import STOCK, running
@@ -170,7 +170,7 @@ async def _one(name: str, target: Target, setup: Setup, capacity: float | None) 
 
 
 async def _replay(system: str, setting: str, rate: float, calls: list[Call], target: Target) -> Replay:
-    started = time.time()
+    started = clock.now()
     records = await generator.run(target.url, target.name, calls)
     if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
         raise KeyboardInterrupt  # part of a replay is no result

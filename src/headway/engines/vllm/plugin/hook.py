@@ -20,6 +20,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from headway.clock import now
 from headway.core.engine_spec import check
 from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
 from headway.engines.vllm.plugin.columns import RunningRows, cut
@@ -52,7 +53,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
     kv_cache_manager: Any
     stats: SchedulerStats
     # Instants as clients count them, and durations; both are virtual in oracle.py.
-    clock: Callable[[], float] = staticmethod(time.time)
+    clock: Callable[[], float] = staticmethod(now)
     timer: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

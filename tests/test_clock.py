@@ -1,0 +1,79 @@
+"""The clock of gateways and engines: it goes on evenly, and all processes of a boot agree on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headway import clock
+from headway.errors import ConfigError
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for temporary files, in which no process has noted an origin."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    clock._origin.cache_clear()
+    yield tmp_path
+    clock._origin.cache_clear()
+
+
+def set_by(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the machine's clock, as far as this process sees it."""
+    was = time.time
+    monkeypatch.setattr(time, "time", lambda: was() + seconds)
+
+
+def test_it_shows_the_time(folder: Path) -> None:
+    assert clock.now() == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.parametrize("seconds", [-30 * DAY, -1.0, 5.0, 30 * DAY])
+def test_a_set_clock_does_not_change_it(
+    folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = clock.now()
+    set_by(seconds, monkeypatch)
+    assert 0 <= clock.now() - before < 60
+    clock._origin.cache_clear()  # a process that starts now
+    assert 0 <= clock.now() - before < 60
+
+
+def test_another_process_agrees_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_by(-3 * DAY, monkeypatch)
+    code = (
+        "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from headway import clock; print(clock.now())"
+    )
+    before = clock.now()
+    said = subprocess.check_output([sys.executable, "-c", code, str(folder)])
+    assert before <= float(said) <= clock.now()
+    assert len(list(folder.iterdir())) == 1, "no drafts are left"
+
+
+@pytest.mark.parametrize("text", ["", "nan", "soon"])
+def test_a_damaged_file_is_told(folder: Path, text: str) -> None:
+    clock.now()
+    (noted,) = folder.iterdir()
+    noted.write_text(text)
+    clock._origin.cache_clear()
+    with pytest.raises(ConfigError, match="origin of Headway's clock") as error:
+        clock.now()
+    assert "Delete it" in error.value.hint
+
+
+def test_a_link_is_not_followed(folder: Path) -> None:
+    clock.now()
+    (noted,) = folder.iterdir()
+    noted.rename(folder / "elsewhere")
+    noted.symlink_to(folder / "elsewhere")
+    clock._origin.cache_clear()
+    with pytest.raises(ConfigError, match="own file"):
+        clock.now()
