@@ -82,6 +82,8 @@ def test_the_spread_of_a_forecast_is_told_once_there_are_answers(serve: Serve, f
          {"ttft": 9, "tpot": 3}),
         ({}, {"service_tier": "default"}, {}),
         ({}, {"service_tier": "auto"}, {}),
+        ({}, {"service_tier": "priority"}, {"ttft": 1500, "tpot": 150}),
+        ({}, {"service_tier": "flex"}, {}),
     ],
 )  # fmt: skip
 def test_headers_before_body_before_class(ask: Any, headers: Any, fields: Any, expected: Any) -> None:
@@ -95,6 +97,7 @@ def test_headers_before_body_before_class(ask: Any, headers: Any, fields: Any, e
         ({}, {"priority": -3}, -3),
         ({"x-vllm-priority": "4"}, {"priority": -3}, 4),
         ({}, {"service_tier": "batch"}, 10),
+        ({}, {"service_tier": "flex"}, 10),
         ({}, {"service_tier": "batch", "priority": 2}, 2),
         ({"x-vllm-priority": "-1"}, {"service_tier": "batch", "priority": 2}, -1),
     ],

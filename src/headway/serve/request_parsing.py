@@ -45,6 +45,7 @@ HEADERS: dict[str, str] = {
     **dict.fromkeys(("x-llm-d-inference-objective", "x-headway-task"), "string"),
     **run_identity.HEADERS,
 }
+_OPENAI_TIERS = {"priority": "chat", "flex": "batch"}  # OpenAI's names, unless a class has them
 _OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier", "headway")
 
 
@@ -306,6 +307,8 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
     name = headers.get("x-llm-d-inference-objective") or body.service_tier
     if name is None or name in ("auto", "default"):
         return "default", config.classes.get("default", Tier())
+    if name not in config.classes:
+        name = _OPENAI_TIERS.get(name, name)
     if name not in config.classes:
         raise RequestError(
             f"There is no class {name[:64]!r}.",
