@@ -33,6 +33,8 @@ class Server:
 
     operator_key: for /headway/control, which is off without. operator_only: for /metrics and /ready, too.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
+    max_answer_mib: of an engine's answer that is not streamed; all large ones together may take four times
+    it.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +43,7 @@ class Server:
     max_header_kib: Count = 32
     max_queued: Count = 1000
     max_queued_mib: Count = 256
+    max_answer_mib: Count = 16
     operator_key: Annotated[str, Field(min_length=8)] | None = None
     operator_only: bool = False
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
@@ -75,6 +78,9 @@ class Engine:
     slots: requests that may hold KV, running or paused.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
+    health_timeout_s: an API server that does not answer /health for so long has hung.
+    silence_timeout_s: so has an engine core, with Headway's scheduler, in which no iteration ends for so long.
+    request_timeout_s: what is longer inside the engine, waiting there included, is ended with 504.
     """
 
     model: str = "smollm2"
@@ -99,6 +105,9 @@ class Engine:
     async_scheduling: bool | None = None  # None: wherever vLLM does
     args: tuple[str, ...] = ()
     start_timeout_s: Positive = 300.0
+    health_timeout_s: Positive = 30.0
+    silence_timeout_s: Positive = 300.0
+    request_timeout_s: Positive = 21600.0
 
     @property
     def name(self) -> str:
