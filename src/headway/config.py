@@ -79,7 +79,8 @@ class Engine:
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
     health_timeout_s: an API server that does not answer /health for so long has hung.
-    silence_timeout_s: so has an engine core, with Headway's scheduler, in which no iteration ends for so long.
+    silence_timeout_s: so has an engine core in which no iteration ends for so long, if Headway's scheduler is
+    in it.
     request_timeout_s: what is longer inside the engine, waiting there included, is ended with 504.
     """
 

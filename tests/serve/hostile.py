@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-GOOD = b'{ "choices" : [{"index": 0, "message": {"content": "\\u00e9 \\/"}, "p": 1.50}],\n"usage": {"completion_tokens": 3}}'
+# An answer, spelt as no serializer does.
+GOOD = (
+    b'{ "choices" : [{"index": 0, "message": {"content": "\\u00e9 \\/"}, "p": 1.50}],\n'
+    b'"usage": {"completion_tokens": 3}}'
+)
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"fake "}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 MIB = 2**20

@@ -42,7 +42,7 @@ def asks(name: str) -> dict[str, Any]:
 
 
 def ended(gateway: Gateway, reason: str = "invalid_answer") -> None:
-    """Check that the newest request was closed as failed, that nothing is left of it, and that others go on."""
+    """Check that the newest request is closed as failed, nothing is left of it, and others go on."""
     state, why = gateway.newest()
     assert (state, str(why).split(":")[0]) == ("failed", reason)
     assert gateway.controller.requests == {}
@@ -125,8 +125,8 @@ def test_a_stored_answer_is_returned_byte_for_byte(gateway: Gateway) -> None:
 def test_any_bytes_are_an_answer_or_none(data: bytes, more: bytes) -> None:
     try:
         answer = read_answer(data + more)
-    except ValueError as error:
-        assert str(error)
+    except ValueError:
+        pass
     else:
         assert answer.failed or answer.output_tokens is None or answer.output_tokens >= 0
 
@@ -139,8 +139,8 @@ def test_any_stream_is_events_or_none(parts: list[bytes]) -> None:
     try:
         for part in parts:
             passed += reader.feed(part)
-    except ValueError as error:
-        assert str(error)
+    except ValueError:
+        pass
     assert b"".join(parts).startswith(passed)
 
 
@@ -168,7 +168,6 @@ def test_large_answers_share_a_limit() -> None:
     small, last = budget.of("e0"), large[4]
     small.hold(10_000)
     with pytest.raises(EngineError, match="no memory for another") as full:
-        last.hold(MOST)
         last.hold(MOST)
     assert full.value.status == 503
     with pytest.raises(MalformedAnswer):
