@@ -121,7 +121,7 @@ class ResponseStream(Response):
                 return
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            chunk = await response.read()
+            chunk = b"" if reader.closed else await response.read()
         if not reader.broken:
             raise EngineGone(response.engine, "its stream ended early")
         await self._end(b"" if reader.closed else _DONE, send)
