@@ -47,7 +47,9 @@ NO_ANSWERS = {
 
 def whole(body: bytes, status: str = "200 OK", kind: str = "application/json", more: bytes = b"") -> bytes:
     """Return a response with a body of known length."""
-    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n"
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+    )
     return head.encode() + more + b"\r\n" + body
 
 
@@ -87,6 +89,7 @@ RESPONSES: dict[str, Callable[[], Iterable[bytes]]] = {
     "no HTTP": lambda: [b"220 smtp.example.org ESMTP\r\n\r\n"],
     "no header": lambda: [_HEAD + b"nonsense\r\n\r\n" + GOOD],
     "two lengths": lambda: [_HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}\n"],
+    "a bad chunk": lambda: [_HEAD + b"transfer-encoding: chunked\r\n\r\n", b"zz\r\nnonsense"],
     "an endless header": _huge(_HEAD + b"x: ", b"y" * 2**16, 60 * MIB),
     "compressed": lambda: [whole(b"\x1f\x8b\x08\x00", more=b"content-encoding: gzip\r\n")],
     "300 MB, as said": _huge(_HEAD + b"content-length: 300000000\r\n\r\n", b" " * 2**16, 300_000_000),

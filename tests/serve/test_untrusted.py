@@ -41,10 +41,10 @@ def asks(name: str) -> dict[str, Any]:
     return {"vllm_xargs": {"hostile": name}}
 
 
-def ended(gateway: Gateway, reason: str = "invalid_answer") -> None:
+def ended(gateway: Gateway) -> None:
     """Check that the newest request is closed as failed, nothing is left of it, and others go on."""
     state, why = gateway.newest()
-    assert (state, str(why).split(":")[0]) == ("failed", reason)
+    assert (state, str(why).split(":")[0]) == ("failed", "invalid_answer")
     assert gateway.controller.requests == {}
     assert gateway.post(gateway.chat()).content == GOOD
     assert gateway.get("/ready").status_code == 200
@@ -93,9 +93,9 @@ def test_a_broken_chunk_ends_a_stream(gateway: Gateway) -> None:
     answer = gateway.post(gateway.chat(stream=True, **asks("late bad chunk")))
     *tokens, error, done = events(answer)
     assert len(tokens) == 1
-    assert set(error["error"]) == {"message", "type", "param", "code"}
+    assert error["error"]["code"] == "invalid_answer"
     assert done == "[DONE]"
-    ended(gateway, "engine_gone")
+    ended(gateway)
 
 
 @pytest.mark.parametrize("name", ["a redirect", "NaN", "300 MB", "no HTTP"])
@@ -136,11 +136,8 @@ def test_any_bytes_are_an_answer_or_none(data: bytes, more: bytes) -> None:
 )
 def test_any_stream_is_events_or_none(parts: list[bytes]) -> None:
     reader, passed = EventReader(True), b""
-    try:
-        for part in parts:
-            passed += reader.feed(part)
-    except ValueError:
-        pass
+    for part in parts:
+        passed += b"" if reader.fault else reader.feed(part)
     assert b"".join(parts).startswith(passed)
 
 

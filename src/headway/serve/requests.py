@@ -192,6 +192,7 @@ class EngineResponse:
     _stack: AsyncExitStack = field(repr=False)
     head: bytes = b""
     output_tokens: int = 0
+    _reading: bool = False
 
     @classmethod
     async def open(
@@ -209,6 +210,7 @@ class EngineResponse:
             http = await stack.enter_async_context(engine.open(path, body))
             streams = stream and http.status == 200
             response = cls(http.status, streams, engine.id, memory, http, stack)
+            response._watch_end()
             await response._begin()
         except BaseException:
             await stack.aclose()
@@ -240,10 +242,31 @@ class EngineResponse:
 
     async def read(self) -> bytes:
         """Return the next chunk, empty at the end; errors as `open`."""
+        self._reading = True
         try:
             return await self._response.content.readany()
         except BROKEN as error:
             raise engine_error(self.engine, error) from error
+        except RuntimeError as error:  # aiohttp's, for a connection that has been closed
+            raise EngineGone(self.engine, error) from error
+        finally:
+            self._reading = False
+
+    def _watch_end(self) -> None:
+        """End `read` when the connection ends in bytes that are not HTTP; aiohttp would wait for ever."""
+        connection = self._response.connection  # None when all has come
+        protocol = None if connection is None else connection.protocol
+        closed = None if protocol is None else protocol.closed
+        if closed is not None:
+            closed.add_done_callback(self._closed)
+            self._stack.callback(closed.remove_done_callback, self._closed)
+
+    def _closed(self, closed: asyncio.Future[None]) -> None:
+        if not closed.cancelled():
+            closed.exception()  # its reader is told; nothing else asks for it
+        content = self._response.content
+        if self._reading and content.exception() is None and not content.is_eof():
+            content.set_exception(aiohttp.http_exceptions.HttpProcessingError(message="not HTTP"))
 
     async def _read_all(self) -> bytes:
         parts, size = list[bytes](), self._response.content_length or 0

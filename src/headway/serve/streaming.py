@@ -111,7 +111,7 @@ class ResponseStream(Response):
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader, chunk = EventReader(self._wants_usage), response.head
         while chunk:
-            data = _events(reader, chunk, response)
+            data = reader.feed(chunk)
             if data and not self._started:
                 await self._start(response, send)
             if reader.complete:
@@ -121,6 +121,9 @@ class ResponseStream(Response):
                 return
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+            if reader.fault is not None:
+                raise MalformedAnswer(response.engine, f"in an event, {reader.fault}")
+            response.memory.hold(reader.kept, _LONGEST_EVENT)
             chunk = b"" if reader.closed else await response.read()
         if not reader.broken:
             raise EngineGone(response.engine, "its stream ended early")
@@ -146,6 +149,7 @@ class EventReader:
         self._events = 0
         self.closed = False  # [DONE] has come
         self.broken = False  # an error event has come
+        self.fault: str | None = None  # what is wrong with the event that has come last
 
     @property
     def tokens(self) -> int:
@@ -163,7 +167,7 @@ class EventReader:
     def feed(self, chunk: bytes) -> bytes:
         """Return the bytes to pass on; an unfinished event is kept until its end comes.
 
-        What follows [DONE] is dropped. ValueError when an event is not one of OpenAI's API.
+        What follows [DONE] is dropped, and what follows an event that is not one of OpenAI's API (`fault`).
         """
         kept = self._unfinished
         searched = max(len(kept) - 1, 0)  # an end may begin with the last byte that was kept
@@ -177,7 +181,11 @@ class EventReader:
         for event in whole.split(_END)[:-1]:
             if self.closed:
                 break
-            passed.append(self._look(event + _END))
+            try:
+                passed.append(self._look(event + _END))
+            except ValueError as error:
+                self.fault = str(error)
+                break
         return b"".join(passed)
 
     def _look(self, event: bytes) -> bytes:
@@ -208,16 +216,6 @@ def _data(event: bytes) -> bytes:
         elif name not in (b"", b"event", b"id", b"retry"):
             raise ValueError("it has a line that is no part of an event")
     return b"\n".join(found)
-
-
-def _events(reader: EventReader, chunk: bytes, response: EngineResponse) -> bytes:
-    """Feed a chunk to the reader; MalformedAnswer when an event is invalid or too long."""
-    try:
-        data = reader.feed(chunk)
-    except ValueError as error:
-        raise MalformedAnswer(response.engine, f"in an event, {error}") from error
-    response.memory.hold(reader.kept, _LONGEST_EVENT)
-    return data
 
 
 def error_response(error: HeadwayError) -> JSONResponse:

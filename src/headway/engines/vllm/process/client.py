@@ -203,8 +203,10 @@ class VllmEngine(EngineConnection):
             block, total = int(state["block_size"]), int(state["blocks_total"])
             self.prefix_caching = bool(state.get("prefix_caching"))
             self._has_scheduler = True
-        except EngineGone:
-            await self._give_up("did not answer its first question")
+        except EngineGone as error:
+            if error.silent:
+                await self._give_up("did not answer its first question")
+            raise
         except (EngineError, KeyError, TypeError, ValueError):
             self._has_scheduler = False
             block, total = 16, config.max_running * config.max_model_len // 16

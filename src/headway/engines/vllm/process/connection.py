@@ -38,6 +38,11 @@ class EngineGone(EngineError):
         super().__init__(f"The engine {name} went away.", "Try again; it is being restarted.", status=503)
         self.why = why  # for logs: it may tell addresses, which are not for clients
 
+    @property
+    def silent(self) -> bool:
+        """Tell whether it said nothing in time, rather than that it broke off."""
+        return isinstance(self.why, TimeoutError)
+
 
 class EngineTimeout(EngineError):
     """A request was inside the engine for longer than its configuration allows."""
@@ -151,8 +156,7 @@ class EngineConnection:
         try:
             status, _ = await self._ask("GET", "/health", seconds)
         except EngineError as error:
-            silent = isinstance(error, EngineGone) and isinstance(error.why, TimeoutError)
-            return None if silent else False
+            return None if isinstance(error, EngineGone) and error.silent else False
         return status == 200
 
     @asynccontextmanager

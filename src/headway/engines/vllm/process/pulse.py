@@ -51,7 +51,7 @@ async def _core(engine: EngineConnection, silence: float) -> str:
         try:
             await engine.control({"op": "state", "jobs": False}, silence)
         except EngineGone as error:
-            if isinstance(error.why, TimeoutError):
+            if error.silent:
                 return f"has hung: its core ended no iteration within {silence:g} s"
             # Its API server is gone, or it closed this connection: /health tells.
         except EngineError:
