@@ -110,7 +110,8 @@ class Hostile(socketserver.ThreadingTCPServer):
     """The server.
 
     sent: bytes of the answer that was given last. asked: paths of the requests, /health aside.
-    frozen: set while nothing but /health is answered.
+    thawed: not set while nothing but /health is answered.
+    seen: set when the client has the first token of a stream whose next chunk is bad.
     """
 
     allow_reuse_address = daemon_threads = True
@@ -119,7 +120,7 @@ class Hostile(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.scheduler = scheduler
         self.sent, self.asked = 0, list[str]()
-        self.thawed = threading.Event()
+        self.thawed, self.seen = threading.Event(), threading.Event()
         self.thawed.set()
 
     @property
@@ -135,6 +136,7 @@ class Hostile(socketserver.ThreadingTCPServer):
             yield self
         finally:
             self.thawed.set()
+            self.seen.set()
             self.shutdown()
             thread.join()
             self.server_close()
@@ -154,7 +156,15 @@ class Hostile(socketserver.ThreadingTCPServer):
             return [whole(b'{"detail":"Not Found"}', "404 Not Found")]
         asked = json.loads(body)
         name = (asked.get("vllm_xargs") or {}).get("hostile", "good")
+        if name == "a bad chunk later":
+            return self._bad_chunk_later()
         return generated(name, bool(asked.get("stream")))
+
+    def _bad_chunk_later(self) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        yield b"%x\r\n%s\r\n" % (len(TOKEN), TOKEN)
+        self.seen.wait()
+        yield b"zz\r\nnonsense"
 
 
 def generated(name: str, streams: bool) -> Iterable[bytes]:
@@ -163,9 +173,6 @@ def generated(name: str, streams: bool) -> Iterable[bytes]:
         return RESPONSES[name]()
     if name == "good":
         return stream(TOKEN, DONE) if streams else [whole(GOOD)]
-    if name == "late bad chunk":
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        return [head, b"%x\r\n%s\r\n" % (len(TOKEN), TOKEN), b"zz\r\nnonsense"]
     if not streams:
         return [whole(NO_ANSWERS[name])]
     late, name = name.startswith("late "), name.removeprefix("late ")

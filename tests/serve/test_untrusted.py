@@ -18,7 +18,7 @@ from headway.serve.streaming import EventReader
 from tests.serve.gateway import Gateway, configuration, serving
 from tests.serve.hostile import DONE, GOOD, MIB, NO_ANSWERS, RESPONSES, STREAMS, TOKEN, Hostile
 from tests.serve.test_background import begin, finished
-from tests.serve.test_request_ends import events
+from tests.serve.test_request_ends import events, hanging
 
 MOST = 2 * MIB  # of an answer
 SLACK = 24 * MIB  # what sockets, buffers and pieces may hold beside it
@@ -89,12 +89,16 @@ def test_what_is_no_event_ends_a_stream_that_has_begun(gateway: Gateway, name: s
     ended(gateway)
 
 
-def test_a_broken_chunk_ends_a_stream(gateway: Gateway) -> None:
-    answer = gateway.post(gateway.chat(stream=True, **asks("late bad chunk")))
-    *tokens, error, done = events(answer)
-    assert len(tokens) == 1
-    assert error["error"]["code"] == "invalid_answer"
-    assert done == "[DONE]"
+def test_a_bad_chunk_ends_a_stream(gateway: Gateway, hostile: Hostile) -> None:
+    """Its reader waits for the next bytes, which are not HTTP."""
+    with hanging(gateway, stream=True, **asks("a bad chunk later")) as line:
+        answer = b""
+        while b"fake " not in answer:
+            answer += line.recv(65536)
+        hostile.seen.set()
+        while b"[DONE]" not in answer:
+            answer += line.recv(65536)
+    assert b'"code": "invalid_answer"' in answer
     ended(gateway)
 
 
@@ -139,6 +143,14 @@ def test_any_stream_is_events_or_none(parts: list[bytes]) -> None:
     for part in parts:
         passed += b"" if reader.fault else reader.feed(part)
     assert b"".join(parts).startswith(passed)
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+def test_a_long_text_is_read_as_a_short_one(name: str) -> None:
+    blanks = b" " * 2**16
+    assert read_answer(GOOD + blanks).output_tokens == 3
+    with pytest.raises(ValueError, match=r"\w"):
+        read_answer(NO_ANSWERS[name] + blanks)
 
 
 def test_an_event_in_many_pieces_is_whole() -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _MOST_TOKENS = 2**31
-# What is read of an answer. All else is checked and dropped, so that a long answer does not take many times
-# its bytes in memory.
+_LONG = 2**16  # bytes
+# What is read of a long answer. All else is checked and dropped: it must not take many times its bytes
+# in memory.
 _READ = frozenset(("choices", "error", "usage", "completion_tokens"))
 _NOTHING: dict[str, Any] = {}
 
@@ -30,7 +31,7 @@ class Answer:
 
 def read_answer(data: bytes) -> Answer:
     """Read an answer or an event; ValueError says what is wrong with it."""
-    value = _decoded(_ANSWER, data)
+    value = _decoded(_WHOLE if len(data) < _LONG else _SPARSE, data)
     if not isinstance(value, dict):
         raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
     if value.get("error") is not None:
@@ -80,4 +81,4 @@ def _keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _WHOLE = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-_ANSWER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_keep)
+_SPARSE = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_keep)
