@@ -41,6 +41,7 @@ class Server:
     max_header_kib: Count = 32
     max_queued: Count = 1000
     max_queued_mib: Count = 256
+    max_answer_mib: Count = 16  # of an answer that is not streamed; four times it for all large ones
     operator_key: Annotated[str, Field(min_length=8)] | None = None
     operator_only: bool = False
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
@@ -99,6 +100,9 @@ class Engine:
     async_scheduling: bool | None = None  # None: wherever vLLM does
     args: tuple[str, ...] = ()
     start_timeout_s: Positive = 300.0
+    health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung
+    silence_timeout_s: Positive = 300.0  # so has a core (with Headway's scheduler) that ends no iteration
+    request_timeout_s: Positive = 21600.0  # inside the engine, waiting included; then 504
 
     @property
     def name(self) -> str:
@@ -299,8 +303,7 @@ def load(path: Path | None) -> Config:
         problem = f"The configuration file {path} cannot be read: {error.strerror}."
         raise ConfigError(problem, "Check --config.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        hint = "See `headway config show` for a valid file."
-        raise ConfigError(f"{path} is not TOML: {error}.", hint) from error
+        raise ConfigError(f"{path} is not TOML: {error}.", "See `headway config show`.") from error
 
 
 def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
@@ -366,9 +369,7 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
     """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it."""
     first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
     names = [str(part) for part in first["loc"]]
-    secret = (
-        names[:1] == ["keys"] or names[-1] == "operator_key"
-    )  # the value may be an API key, in the wrong place too
+    secret = names[:1] == ["keys"] or names[-1] == "operator_key"  # the value may be a key, misplaced too
     if first["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
         return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names), param=path)

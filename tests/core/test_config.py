@@ -43,6 +43,7 @@ max_body_kib = 64
 max_header_kib = 16
 max_queued = 10
 max_queued_mib = 64
+max_answer_mib = 8
 operator_key = "{SECRET}"
 operator_only = true
 max_attempts = 5
@@ -70,6 +71,9 @@ eager = false
 async_scheduling = true
 args = ["--gpu-memory-utilization", "0.5"]
 start_timeout_s = 60
+health_timeout_s = 5
+silence_timeout_s = 50
+request_timeout_s = 500
 
 [broker]
 kind = "memory"
@@ -140,7 +144,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     path.write_text(EVERY_FIELD)
     config = load(path)
     assert config.recipe == "edf"
-    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 64, SECRET, True, 5)
+    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 64, 8, SECRET, True, 5)
     assert config.engines == (
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
@@ -149,7 +153,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
             cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
-            start_timeout_s=60.0,
+            start_timeout_s=60.0, health_timeout_s=5.0, silence_timeout_s=50.0, request_timeout_s=500.0,
         ),
     )  # fmt: skip
     assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))

@@ -13,7 +13,10 @@ from headway.bench.live.fake_engine import NAME
 from headway.bench.live.peers import servers
 from headway.bench.output.results import Row, save
 
-CHOSEN = ("1 MiB of empty objects", "uploads broken off", "a full disk")
+CHOSEN = (
+    "1 MiB of empty objects", "uploads broken off", "a full disk", "an engine that hangs",
+    "an engine that answers nonsense",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

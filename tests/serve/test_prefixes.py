@@ -156,7 +156,7 @@ class Pins:
 def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
     pins = Pins()
 
-    async def control(engine: VllmEngine, message: dict[str, Any]) -> dict[str, Any]:
+    async def control(engine: VllmEngine, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:
         return await pins.control(engine, message)
 
     monkeypatch.setattr(VllmEngine, "control", control)

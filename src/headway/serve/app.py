@@ -122,7 +122,7 @@ def _generation(app: FastAPI, state: AppState) -> None:
         handle.__name__ = kind
         return handle
 
-    errors = error_docs(202, 400, 401, 404, 413, 429, 502, 503)
+    errors = error_docs(202, 400, 401, 404, 413, 429, 502, 503, 504)
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),
@@ -152,9 +152,7 @@ def _background(app: FastAPI, state: AppState) -> None:
         body = _response(job.id, _STATUS[job.state], job.arrival, job.reason)
         if job.state == "open":
             body |= _waiting_for(state.gateway.dispatcher.swaps.state(job.id))
-        if job.result is not None:
-            body["response"] = read_json(job.result)
-        return JSONResponse(body)
+        return _with_result(body, job.result)
 
     @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
     async def cancel(id: str, request: Request) -> Response:
@@ -175,6 +173,15 @@ def _response(id: str, status: str, arrival: float, reason: str | None = None) -
     error = {"code": code, "message": reason} if reason else None
     return {"id": id, "object": "response", "status": status, "created_at": int(arrival), "background": True,
             "error": error}  # fmt: skip
+
+
+def _with_result(body: dict[str, Any], result: bytes | None) -> Response:
+    """Return a background response with its answer, byte for byte as it was stored."""
+    answer = JSONResponse(body)
+    if result is None:
+        return answer
+    whole = bytes(answer.body)[:-1] + b',"response":' + result + b"}"
+    return Response(whole, media_type="application/json")
 
 
 def _waiting_for(obstacle: str | None) -> dict[str, str]:
@@ -270,5 +277,5 @@ async def _gauge(gateway: Gateway) -> None:
                 state = await engine.control({"op": "state"})
                 metrics.evictions.labels(id).set(state["counters"]["evictions"])
                 metrics.counted(id, state["counters"])
-            except (HeadwayError, KeyError, TypeError):
-                continue  # an engine without Headway's scheduler has no such counters
+            except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):
+                continue  # an engine without Headway's scheduler has no such counters, or says nonsense

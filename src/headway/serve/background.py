@@ -7,15 +7,13 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.models import ModelUnavailable
-from headway.errors import HeadwayError, RequestError
+from headway.errors import HeadwayError
 from headway.serve import tasks
 from headway.serve.budget import Held
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.request_parsing import ParsedRequest
 from headway.serve.request_path import RequestPath
-from headway.serve.requests import InFlightRequest, count_output_tokens
+from headway.serve.requests import InFlightRequest, reason_of
 
 log = logging.getLogger("headway.serve")
 
@@ -54,16 +52,12 @@ class BackgroundWork:
             response = await self._path.open(in_flight)
             await response.close()
             if response.status == 200:
-                await self._path.finish(in_flight, count_output_tokens(response.head), response.head)
+                await self._path.finish(in_flight, response.output_tokens, response.head)
             else:
                 reason = response.head.decode(errors="replace")[:2000]
                 await self._path.fail(in_flight, f"engine_refused: {reason}")
-        except EngineGone as error:
-            await self._path.fail(in_flight, f"engine_gone: {error.message}")
-        except ModelUnavailable as error:
-            await self._path.fail(in_flight, f"model_unavailable: {error.message}")
-        except RequestError as error:
-            await self._path.fail(in_flight, f"dropped: {error.message}", "refused")
+        except HeadwayError as error:
+            await self._path.fail(in_flight, *reason_of(error))
         except Exception as error:  # whatever it was, the request ends and frees its slot
             log.exception("request %s failed", in_flight.id)
             await self._path.fail(in_flight, f"internal: {error!r}")

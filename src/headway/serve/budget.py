@@ -1,11 +1,15 @@
-"""The memory that bodies of requests may take, those that are still being uploaded included."""
+"""The memory that bodies of requests may take, those that are still being uploaded included, and answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from headway.errors import RequestError
+from headway.engines.vllm.process.connection import MalformedAnswer
+from headway.errors import EngineError, RequestError
+
+_SMALL = 2**18  # bytes of an answer that do not count: nearly all answers have fewer
+_LARGE_ONES = 4  # answers of the largest size that may be in memory at a time
 
 
 @dataclass(slots=True)
@@ -61,3 +65,44 @@ class Held:
     ) -> None:
         if not self._kept:
             self.close()
+
+
+@dataclass(slots=True)
+class AnswerBudget:
+    """The memory of answers that are read whole. most: bytes of one."""
+
+    most: int
+    used: int = 0
+
+    def of(self, engine: str) -> AnswerMemory:
+        """Return what holds the memory of one answer of an engine, nothing yet."""
+        return AnswerMemory(self, engine)
+
+
+@dataclass(slots=True)
+class AnswerMemory:
+    """What one answer, or the unfinished event of a stream, takes of the memory; given back by `close`."""
+
+    budget: AnswerBudget
+    engine: str
+    _counted: int = field(default=0, init=False)
+
+    def hold(self, size: int, most: int | None = None) -> None:
+        """Hold this many bytes from now on, instead of those before.
+
+        MalformedAnswer when one answer has more than it may, EngineError (503) when all large ones together.
+        """
+        budget, counted = self.budget, max(size - _SMALL, 0)
+        most = budget.most if most is None else min(most, budget.most)
+        if size > most:
+            raise MalformedAnswer(self.engine, f"it has more than {most / 2**20:g} MiB (max_answer_mib)")
+        if budget.used - self._counted + counted > _LARGE_ONES * budget.most:
+            raise EngineError(
+                "There is no memory for another large answer.", "Try again, or stream it.", status=503
+            )
+        budget.used += counted - self._counted
+        self._counted = counted
+
+    def close(self) -> None:
+        """Give it back."""
+        self.hold(0)

@@ -178,10 +178,10 @@ class _Pin:
             "vllm_xargs": write_metadata(request, Forecast(np.ones(1)), math.inf),
         }  # fmt: skip
         async with self.engine.open(PATHS["completions"], [json.dumps(body).encode()]) as response:
-            said = await response.text(errors="replace")
+            said = await response.content.read(2**16)  # all of an answer with one token
             if response.status != 200:
                 raise EngineError(
-                    f"The engine {self.engine.id} did not compute a prefix: {said[:300]}.",
+                    f"The engine {self.engine.id} did not compute a prefix: {said[:300]!r}.",
                     f"Look into the log of {self.engine.id}.",
                 )
 

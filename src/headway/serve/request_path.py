@@ -13,12 +13,12 @@ from headway import clock
 from headway.broker.port import Broker
 from headway.config import Server
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.errors import EngineError
 from headway.events import Failed, Finished, Started
 from headway.serve import tasks
-from headway.serve.budget import Held
+from headway.serve.budget import AnswerBudget, Held
 from headway.serve.closing import Closings
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.lengths.service import LengthService
@@ -41,6 +41,7 @@ class RequestPath:
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
         self._lengths, self._metrics = lengths, metrics
         self.closings = Closings(broker)
+        self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = 0  # admitted requests that the broker has not stored yet
 
     # ---- in
@@ -104,7 +105,7 @@ class RequestPath:
 
         An engine that dies before its response begins costs an attempt and the request queues again, up to
         server.max_attempts; then EngineGone. One that begins to load another model costs none. HeadwayError
-        when it is refused before its first token.
+        when it is refused before its first token, EngineError when its engine answers too late or nonsense.
         """
         while True:
             engine = await in_flight.engine_future
@@ -116,7 +117,7 @@ class RequestPath:
                 self._dispatcher.requeue(in_flight, "model_swap")
             except EngineGone as error:
                 log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
-                if not await engine.lives():
+                if engine.up.is_set() and not await engine.lives():
                     engine.lost()
                 attempts = await self._count_attempt(in_flight)
                 in_flight.raise_if_refused()
@@ -158,7 +159,15 @@ class RequestPath:
         forecast = self._lengths.lengths.forecast(in_flight.request)
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
         body = upstream.parts(write_metadata(in_flight.request, forecast, in_flight.rank))
-        response = await EngineResponse.open(engine, PATHS[in_flight.kind], body)
+        try:
+            response = await EngineResponse.open(
+                engine, PATHS[in_flight.kind], body, self._answers, stream=in_flight.streams
+            )
+        except MalformedAnswer as error:
+            log.error("request %s: %s", in_flight.id, error)
+            if not await engine.lives():
+                raise EngineGone(engine.id, error) from error
+            raise
         # A live engine's error is this request's fault, and the client is told.
         broken = response.status >= 500 or response.head.startswith(ERROR_EVENT)
         if broken and not await engine.lives():

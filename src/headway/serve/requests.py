@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -19,10 +18,20 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from headway.broker.port import Job
+from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.connection import EngineGone, Part
-from headway.errors import HeadwayError
-from headway.serve.budget import ByteBudget, Held
+from headway.engines.vllm.process.connection import (
+    BROKEN,
+    EngineGone,
+    EngineTimeout,
+    MalformedAnswer,
+    Part,
+    engine_error,
+)
+from headway.engines.vllm.process.models import ModelUnavailable
+from headway.errors import HeadwayError, RequestError
+from headway.serve.budget import AnswerBudget, AnswerMemory, ByteBudget, Held
+from headway.serve.offload import offload
 from headway.serve.request_parsing import PATHS, EngineBody, Kind, ParsedRequest
 from headway.types import Request
 
@@ -34,6 +43,18 @@ class TakenBack(Exception):
 ReturnReason = Literal["engine_gone", "model_swap"]
 ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
+# Error class -> reason in the broker, outcome in the metrics.
+_REASONS: dict[type[HeadwayError], tuple[str, str]] = {
+    EngineGone: ("engine_gone", "failed"), RequestError: ("dropped", "refused"),
+    ModelUnavailable: ("model_unavailable", "failed"), EngineTimeout: ("engine_timeout", "failed"),
+    MalformedAnswer: ("invalid_answer", "failed"),
+}  # fmt: skip
+
+
+def reason_of(error: HeadwayError) -> tuple[str, str]:
+    """Return what the broker keeps of the error that ended a request, and its outcome in the metrics."""
+    kind, outcome = _REASONS.get(type(error), ("internal", "failed"))
+    return f"{kind}: {error.message}", outcome
 
 
 def _new_future() -> asyncio.Future[VllmEngine]:
@@ -155,60 +176,108 @@ class InFlightRequest:
 class EngineResponse:
     """An engine's response that has begun. `close` ends it.
 
-    status, content_type: of the HTTP response.
-    head: the first chunk of a stream, otherwise the whole body.
+    status: of the HTTP response: 200, or that of an error.
+    streams: it is a stream of events; otherwise it is in `head`, whole.
+    head: the first chunk of a stream, otherwise the whole body: an answer, or an error in OpenAI's shape.
+    output_tokens: of a whole answer, as the engine counts them; 0 when it does not.
     engine: id of the engine.
+    memory: what is held of the answer.
     """
 
     status: int
-    content_type: str
-    head: bytes
+    streams: bool
     engine: str
+    memory: AnswerMemory
     _response: aiohttp.ClientResponse = field(repr=False)
     _stack: AsyncExitStack = field(repr=False)
+    head: bytes = b""
+    output_tokens: int = 0
+    _reading: bool = False
 
     @classmethod
-    async def open(cls, engine: VllmEngine, path: str, body: Sequence[Part]) -> EngineResponse:
-        """Post a request and return the response with its head; EngineGone when the engine breaks off.
+    async def open(
+        cls, engine: VllmEngine, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool
+    ) -> EngineResponse:
+        """Post a request and return the response with its head.
 
-        body: in parts.
+        body: in parts. stream: it asks for a stream.
+        EngineGone when the engine breaks off, EngineTimeout when it takes too long, MalformedAnswer when it
+        answers something else than was asked for.
         """
-        stack = AsyncExitStack()
+        stack, memory = AsyncExitStack(), budget.of(engine.id)
+        stack.callback(memory.close)
         try:
             http = await stack.enter_async_context(engine.open(path, body))
-            content_type = http.headers.get("content-type", "application/json")
-            response = cls(http.status, content_type, b"", engine.id, http, stack)
-            response.head = await (response.read() if response.streams else response._read_all())
+            streams = stream and http.status == 200
+            response = cls(http.status, streams, engine.id, memory, http, stack)
+            response._watch_end()
+            await response._begin()
         except BaseException:
             await stack.aclose()
             raise
         return response
 
-    @property
-    def streams(self) -> bool:
-        return "event-stream" in self.content_type
+    async def _begin(self) -> None:
+        if self.status != 200 and not 400 <= self.status <= 599:
+            raise MalformedAnswer(self.engine, f"its status is {self.status}")
+        if not all(value.isascii() for header in self._response.raw_headers for value in header):
+            raise MalformedAnswer(self.engine, "its headers are not ASCII")
+        if not self.streams:
+            self.head = await self._read_all()
+            await self._check()
+        elif self._response.content_type == "text/event-stream":
+            self.head = await self.read()
+        else:
+            raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
+
+    async def _check(self) -> None:
+        """Raise MalformedAnswer unless the body is an answer, or an error that belongs to its status."""
+        try:
+            answer = await offload(len(self.head), lambda: read_answer(self.head))
+        except ValueError as error:
+            raise MalformedAnswer(self.engine, f"{error}, with status {self.status}") from error
+        if answer.failed != (self.status != 200):
+            raise MalformedAnswer(self.engine, f"its status {self.status} does not fit its body")
+        self.output_tokens = answer.output_tokens or 0
 
     async def read(self) -> bytes:
-        """Return the next chunk, empty at the end; EngineGone when the engine breaks off."""
+        """Return the next chunk, empty at the end; errors as `open`."""
+        self._reading = True
         try:
             return await self._response.content.readany()
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        except BROKEN as error:
+            raise engine_error(self.engine, error) from error
+        except RuntimeError as error:  # aiohttp's, for a connection that has been closed
             raise EngineGone(self.engine, error) from error
+        finally:
+            self._reading = False
+
+    def _watch_end(self) -> None:
+        """End `read` when the connection ends in bytes that are not HTTP; aiohttp would wait for ever."""
+        connection = self._response.connection  # None when all has come
+        protocol = None if connection is None else connection.protocol
+        closed = None if protocol is None else protocol.closed
+        if closed is not None:
+            closed.add_done_callback(self._closed)
+            self._stack.callback(closed.remove_done_callback, self._closed)
+
+    def _closed(self, closed: asyncio.Future[None]) -> None:
+        if not closed.cancelled():
+            closed.exception()  # its reader is told; nothing else asks for it
+        content = self._response.content
+        if self._reading and content.exception() is None and not content.is_eof():
+            content.set_exception(aiohttp.http_exceptions.HttpProcessingError(message="not HTTP"))
 
     async def _read_all(self) -> bytes:
-        parts = []
+        parts, size = list[bytes](), self._response.content_length or 0
+        self.memory.hold(size)
+        size = 0
         while part := await self.read():
             parts.append(part)
+            size += len(part)
+            self.memory.hold(size)
         return b"".join(parts)
 
     async def close(self) -> None:
         """Close the connection unless it was read to its end, which makes vLLM abort the request."""
         await self._stack.aclose()
-
-
-def count_output_tokens(body: bytes) -> int:
-    """Return the output tokens that a complete response reports, 0 when it has no usage."""
-    try:
-        return int(json.loads(body)["usage"]["completion_tokens"])
-    except (ValueError, KeyError, TypeError):
-        return 0

@@ -15,22 +15,18 @@ from contextlib import suppress
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.models import ModelUnavailable
-from headway.errors import EngineError, HeadwayError, RequestError
+from headway.engines.vllm.process.answers import read_answer
+from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
+from headway.errors import EngineError, HeadwayError
 from headway.serve import tasks
 from headway.serve.request_path import RequestPath
-from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, count_output_tokens
+from headway.serve.requests import EngineResponse, InFlightRequest, reason_of
 
 log = logging.getLogger("headway.serve")
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
-_USAGE = b'"choices":[]'  # in vLLM's last event, which carries only the usage
-# Error class -> reason in the broker, outcome in the metrics.
-_REASONS: dict[type[HeadwayError], tuple[str, str]] = {
-    EngineGone: ("engine_gone", "failed"), RequestError: ("dropped", "refused"),
-    ModelUnavailable: ("model_unavailable", "failed"),
-}  # fmt: skip
+_LONGEST_EVENT = 4 * 2**20  # bytes; the first one may tell the log probabilities of a whole prompt
+_DRAINED, _DRAIN_S = 2**16, 1.0  # bytes and seconds of what may follow [DONE]
 
 
 class ResponseStream(Response):
@@ -67,8 +63,7 @@ class ResponseStream(Response):
             finally:
                 await response.close()
         except HeadwayError as error:
-            kind, outcome = _REASONS.get(type(error), ("internal", "failed"))
-            await self._path.fail(self._in_flight, f"{kind}: {error.message}", outcome)
+            await self._path.fail(self._in_flight, *reason_of(error))
             await self._send_error(error, scope, receive, send)
         except Exception as error:  # whatever it was, the request ends and the client gets an error
             log.exception("request %s failed", self._in_flight.id)
@@ -89,10 +84,12 @@ class ResponseStream(Response):
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
 
     async def _pass_on(self, response: EngineResponse, send: Send) -> None:
-        headers = [
-            (b"content-type", response.content_type.encode()),
-            (b"x-request-id", self._in_flight.id.encode()),
-        ]
+        await (self._stream(response, send) if response.streams else self._whole(response, send))
+
+    async def _start(self, response: EngineResponse, send: Send) -> None:
+        """Send status and headers; nothing in them is the engine's but the status."""
+        kind = b"text/event-stream; charset=utf-8" if response.streams else b"application/json"
+        headers = [(b"content-type", kind), (b"x-request-id", self._in_flight.id.encode())]
         headers += [(name, value.encode()) for name, value in self._in_flight.promise()]
         if self._in_flight.waited is not None:
             headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
@@ -100,28 +97,34 @@ class ResponseStream(Response):
             headers.append((b"content-length", b"%d" % len(response.head)))
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
         self._started = True
-        await (self._stream(response, send) if response.streams else self._whole(response, send))
 
     async def _whole(self, response: EngineResponse, send: Send) -> None:
+        await self._start(response, send)
         await self._end(response.head, send)
         if response.status == 200:
-            await self._path.finish(self._in_flight, count_output_tokens(response.head))
+            await self._path.finish(self._in_flight, response.output_tokens)
         else:
             reason = response.head.decode(errors="replace")[:500]
             await self._path.fail(self._in_flight, f"engine_refused: {reason}", "refused")
 
     async def _stream(self, response: EngineResponse, send: Send) -> None:
+        """Pass events on; the response begins with the first one that is whole and valid."""
         reader, chunk = EventReader(self._wants_usage), response.head
         while chunk:
             data = reader.feed(chunk)
+            if data and not self._started:
+                await self._start(response, send)
             if reader.complete:
-                await self._end(data + reader.rest, send)
+                await self._end(data, send)
                 await self._path.finish(self._in_flight, reader.tokens)
                 await _drain(response)
                 return
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            chunk = await response.read()
+            if reader.fault is not None:
+                raise MalformedAnswer(response.engine, f"in an event, {reader.fault}")
+            response.memory.hold(reader.kept, _LONGEST_EVENT)
+            chunk = b"" if reader.closed else await response.read()
         if not reader.broken:
             raise EngineGone(response.engine, "its stream ended early")
         await self._end(b"" if reader.closed else _DONE, send)
@@ -141,11 +144,12 @@ class EventReader:
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
-        self.rest = b""
+        self._unfinished = bytearray()
         self._counted: int | None = None  # the engine's own count, None before its usage event
         self._events = 0
         self.closed = False  # [DONE] has come
         self.broken = False  # an error event has come
+        self.fault: str | None = None  # what is wrong with the event that has come last
 
     @property
     def tokens(self) -> int:
@@ -155,29 +159,63 @@ class EventReader:
     def complete(self) -> bool:
         return self.closed and not self.broken
 
+    @property
+    def kept(self) -> int:
+        """Return the bytes of the event that is not finished."""
+        return len(self._unfinished)
+
     def feed(self, chunk: bytes) -> bytes:
-        """Return the bytes to pass on; an unfinished event is kept until its end comes."""
-        data = self.rest + chunk if self.rest else chunk
-        end = data.rfind(_END) + 2
+        """Return the bytes to pass on; an unfinished event is kept until its end comes.
+
+        What follows [DONE] is dropped, and what follows an event that is not one of OpenAI's API (`fault`).
+        """
+        kept = self._unfinished
+        searched = max(len(kept) - 1, 0)  # an end may begin with the last byte that was kept
+        kept += chunk
+        end = kept.rfind(_END, searched) + 2
         if end < 2:
-            self.rest = data
             return b""
-        whole, self.rest = data[:end], data[end:]
-        self._events += whole.count(_END)
-        if _USAGE in whole or ERROR_EVENT in whole or b"[DONE]" in whole:
-            whole = b"".join(self._look(event + _END) for event in whole.split(_END)[:-1])
-        return whole
+        whole = bytes(kept[:end])
+        del kept[:end]
+        passed = list[bytes]()
+        for event in whole.split(_END)[:-1]:
+            if self.closed:
+                break
+            try:
+                passed.append(self._look(event + _END))
+            except ValueError as error:
+                self.fault = str(error)
+                break
+        return b"".join(passed)
 
     def _look(self, event: bytes) -> bytes:
-        if event.startswith(b"data: [DONE]"):
+        data = _data(event)
+        if not data:
+            return event
+        if data == b"[DONE]":
             self.closed = True
-        elif event.startswith(ERROR_EVENT):
-            self.broken = True
-        elif _USAGE in event:
-            with suppress(ValueError, KeyError, TypeError):
-                self._counted = int(json.loads(event[6:])["usage"]["completion_tokens"])
-                return event if self._wants_usage else b""
+            return event
+        answer = read_answer(data)
+        self.broken = self.broken or answer.failed
+        if answer.usage_only and answer.output_tokens is not None:
+            self._counted = answer.output_tokens
+            return event if self._wants_usage else b""
+        self._events += 1
         return event
+
+
+def _data(event: bytes) -> bytes:
+    """Return the data of a server-sent event, empty when it has none; ValueError when it is none."""
+    if event.startswith(b"data: ") and event.find(b"\n", 6) == len(event) - 2:
+        return event[6:-2]
+    found = list[bytes]()
+    for line in event.splitlines():
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            found.append(value.removeprefix(b" "))
+        elif name not in (b"", b"event", b"id", b"retry"):
+            raise ValueError("it has a line that is no part of an event")
+    return b"\n".join(found)
 
 
 def error_response(error: HeadwayError) -> JSONResponse:
@@ -186,10 +224,12 @@ def error_response(error: HeadwayError) -> JSONResponse:
 
 
 async def _drain(response: EngineResponse) -> None:
-    """Read to the very end, so that the connection to the engine can be used again."""
-    with suppress(EngineGone):
-        while await response.read():
-            pass
+    """Read to the very end, so that the connection to the engine can be used again, if that is near."""
+    left = _DRAINED
+    with suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while left > 0 and (chunk := await response.read()):
+                left -= len(chunk)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -12,12 +12,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from headway.bench.live.nonsense import NONSENSE
 from headway.bench.live.peers import Peer
 
 MIB = 2**20
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SAY = [{"role": "user", "content": "Say something."}]
 _ANSWER_S = 20.0  # an answer that takes longer is none
+HANG_S = 3.0  # for which an engine hangs
 
 
 @dataclass(slots=True)
@@ -26,7 +28,8 @@ class Target:
 
     engine: the FAKE engine behind it. folder: its queue's directory.
     stop: instant of the event loop's clock at which attackers end.
-    broken: 5xx that no client should see. lost: requests that were accepted and got no answer.
+    broken: 5xx that no client should see, and nonsense that was passed on.
+    lost: requests that were accepted and got no answer.
     """
 
     gateway: Peer
@@ -45,8 +48,11 @@ class Target:
         """Wait until attackers end."""
         await asyncio.sleep(max(self.stop - asyncio.get_running_loop().time(), 0.0))
 
-    async def send(self, data: bytes, *, port: int | None = None) -> tuple[int, bytes]:
-        """Send bytes on a connection of its own; return status and body of the answer, 0 = there is none."""
+    async def send(self, data: bytes, *, port: int | None = None, meant: int = 503) -> tuple[int, bytes]:
+        """Send bytes on a connection of its own; return status and body of the answer, 0 = there is none.
+
+        meant: the 5xx that it may have, besides 503.
+        """
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port or self.gateway.port)
@@ -58,7 +64,7 @@ class Target:
         except (OSError, TimeoutError):
             return 0, b""
         status = int(head[9:12] or 0)
-        self.broken += status >= 500 and status != 503
+        self.broken += status >= 500 and status not in (503, meant)
         return status, body
 
     async def chat(self, **fields: Any) -> int:
@@ -161,6 +167,30 @@ async def full_disk(target: Target) -> None:
     await _completed(target, [json.loads(body)["id"] for status, body in answers if status == 202])
 
 
+async def hung(target: Target) -> None:
+    """Stop the engine's process while requests are inside, and let it go on; each is owed an answer."""
+    process = target.engine.process
+    while target.going:
+        asked = [asyncio.ensure_future(target.chat(vllm_xargs={"fake_delay": 0.1})) for _ in range(8)]
+        await asyncio.sleep(0.2)  # now they are inside
+        process.suspend()
+        try:
+            await asyncio.sleep(HANG_S)
+        finally:
+            process.resume()
+        await asyncio.gather(*asked)
+
+
+async def untrusted(target: Target) -> None:
+    """Have the engine answer nonsense, in streams and whole; a request that is not refused counts."""
+    asks = [request(_CHAT, say(stream=stream, vllm_xargs={"fake_end": name})) for name, stream in _UNTRUSTED]
+    while target.going:
+        for ask in asks:
+            status, _ = await target.send(ask, meant=502)
+            target.lost += status == 0
+            target.broken += 0 < status < 500
+
+
 async def _completed(target: Target, ids: list[str]) -> None:
     """Count as lost what is not completed in time."""
     left, deadline = set(ids), asyncio.get_running_loop().time() + _ANSWER_S
@@ -176,6 +206,7 @@ async def _completed(target: Target, ids: list[str]) -> None:
 
 _FORGED = json.dumps(say(vllm_xargs={"headway_urgency": -1e300}, temperature=0))[:-1] + ', "top_p": 1e400}'
 _PIPELINED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + b"nonsense\r\n\r\n"
+_UNTRUSTED = [(name, stream) for name in NONSENSE for stream in (False, True)]
 # By name: the attack, and how many clients carry it out at a time.
 ATTACKS: dict[str, tuple[Attack, int]] = {
     "1 MiB of empty objects": (repeated(request(_COMPLETIONS, _mib('"prompt"', "{}"))), 2),
@@ -190,4 +221,6 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "bad heads behind others": (repeated(_PIPELINED), 4),
     "made-up task names": (made_up_tasks, 8),
     "a full disk": (full_disk, 1),
+    "an engine that hangs": (hung, 1),
+    "an engine that answers nonsense": (untrusted, 1),
 }

@@ -24,6 +24,8 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from headway.bench.live.nonsense import NONSENSE, send_nonsense
+
 NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first: how a client counts tokens
 _BLOCKS, _BLOCK = 100_000, 16
@@ -50,6 +52,7 @@ class _Ask:
         "400", "429", "500": refused with this status; "html": 502 with a page instead of JSON
         "error": vLLM's error event, "garbage": an event that is not JSON, "cut": a broken connection,
         "short": no [DONE]; each after half of the tokens
+        a name in `nonsense.py`: nothing that is an answer
         "no usage": complete, but without usage
         "silent": one token without text, "empty": no token at all
     """
@@ -207,6 +210,8 @@ class FakeEngine:
     async def _answer(self, ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
         if ask.end in ("400", "429", "500"):
             await _json(send, int(ask.end), _error(int(ask.end)))
+        elif ask.end in NONSENSE:
+            await send_nonsense(ask.end, send)
         elif ask.end == "html":
             await _say(send, 502, b"<h1>bad gateway</h1>", b"text/html")
         elif ask.stream:

@@ -66,11 +66,11 @@ class Children:
             self._end_sleeping(model)
         self.end_current()
 
-    def end_current(self) -> None:
-        """End the process that serves."""
+    def end_current(self, grace: float = 10.0) -> None:
+        """End the process that serves; grace: seconds in which a live one cleans up behind itself."""
         if self.current is not None:
-            # Nothing of a dead engine may keep its port or its cores; a live one cleans up behind itself.
-            self.current.stop(grace=10.0 if self.current.alive else 0.0)
+            # Nothing of a dead engine may keep its port or its cores.
+            self.current.stop(grace=grace if self.current.alive else 0.0)
             self.current = None
 
     def _end_sleeping(self, model: str) -> None:

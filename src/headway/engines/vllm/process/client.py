@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headway.config import Engine
 from headway.engines.vllm.process.children import Children
@@ -22,6 +22,7 @@ from headway.engines.vllm.process.connection import EngineConnection, EngineGone
 from headway.engines.vllm.process.launch import Child, check_installed
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
+from headway.engines.vllm.process.pulse import until_lost
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
 from headway.types import Instance
@@ -48,13 +49,14 @@ class VllmEngine(EngineConnection):
         self.models = EngineModels(config)
         self._held = self.models.held
         self._children = Children(id, config, recipe, log_dir)
-        super().__init__(id, (config.url or self._children.url).rstrip("/"))
+        super().__init__(id, (config.url or self._children.url).rstrip("/"), config.request_timeout_s)
         self._log = log_dir / f"{id}.log"
         self.up = asyncio.Event()
         self.loading: str | None = None
         self._wake = asyncio.Event()  # a swap was ordered
         self._announced: Instance | None = None
         self.prefix_caching, self.block_size = False, 16
+        self._has_scheduler = False  # Headway's is inside
         self.restarts = 0
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
@@ -147,19 +149,39 @@ class VllmEngine(EngineConnection):
             await asyncio.sleep(_POLL)
 
     async def _watch(self) -> bool:
-        """Return True when a swap is ordered, False when the instance stops answering or `lost` is called.
+        """Return True when a swap is ordered, False when `lost` is called.
 
-        EngineError when its child exits.
+        EngineError when its child exits, or the instance gives no sign of life any more.
         """
-        misses = 0
-        while misses < 3 and self.up.is_set():
-            if await _within(self._wake, _POLL):
-                self._wake.clear()
-                return True
-            self._children.check()
-            misses = 0 if self.child is not None or await self.lives() else misses + 1
+        core = self.config.silence_timeout_s if self._has_scheduler else None
+        pulse = asyncio.create_task(until_lost(self, self.config.health_timeout_s, core))
+        try:
+            while self.up.is_set():
+                if await _within(self._wake, _POLL):
+                    self._wake.clear()
+                    return True
+                self._children.check()
+                if pulse.done():
+                    await self._give_up(pulse.result())
+        finally:
+            pulse.cancel()
+            await asyncio.gather(pulse, return_exceptions=True)
         log.error("engine %s does not answer any more", self.id)
         return False
+
+    async def _give_up(self, why: str) -> NoReturn:
+        """Free the requests of an instance that has hung, and end its child; raises EngineError.
+
+        A child that only stood still must not go on beside the one that takes its place.
+        """
+        self._down()
+        self.sever()
+        if self.child is not None:
+            await _uninterrupted(partial(self._children.end_current, grace=0.0))
+        raise EngineError(
+            f"The engine {self.id} {why}.",
+            "Is it running?" if self.config.url else f"It is started again. Look into {self._log}.",
+        )
 
     def lost(self) -> None:
         """Treat the instance as down until it answers again, because a request has just failed on it."""
@@ -177,10 +199,16 @@ class VllmEngine(EngineConnection):
         """Return the instance; without Headway's scheduler inside it is assumed to have KV for all slots."""
         config = self.config
         try:
-            state = await self.control({"op": "state"})
+            state = await self.control({"op": "state"}, config.silence_timeout_s)
             block, total = int(state["block_size"]), int(state["blocks_total"])
             self.prefix_caching = bool(state.get("prefix_caching"))
+            self._has_scheduler = True
+        except EngineGone as error:
+            if error.silent:
+                await self._give_up("did not answer its first question")
+            raise
         except (EngineError, KeyError, TypeError, ValueError):
+            self._has_scheduler = False
             block, total = 16, config.max_running * config.max_model_len // 16
             self.prefix_caching = False
         self.block_size = block

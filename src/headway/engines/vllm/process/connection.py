@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 import numpy as np
 
+from headway.engines.vllm.process.answers import read_strictly
 from headway.engines.vllm.request_metadata import finite
 from headway.errors import EngineError
 from headway.events import Learned
@@ -20,10 +22,13 @@ from headway.types import Progress
 # vLLM closes idle connections after 5 s; closing them earlier avoids writing into one that is being closed.
 _KEEPALIVE = 2.0
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
-
+_CONNECT_S = 5.0
+_MOST = 16 * 2**20  # bytes of an answer to a question beside the requests
 
 _COPIED = 2**16  # bytes of a body; larger ones are written part by part, without a copy that waits, too
 Part = bytes | memoryview
+# All that a connection raises.
+BROKEN = (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, ConnectionError, TimeoutError)
 
 
 class EngineGone(EngineError):
@@ -33,51 +38,134 @@ class EngineGone(EngineError):
         super().__init__(f"The engine {name} went away.", "Try again; it is being restarted.", status=503)
         self.why = why  # for logs: it may tell addresses, which are not for clients
 
+    @property
+    def silent(self) -> bool:
+        """Tell whether it said nothing in time, rather than that it broke off."""
+        return isinstance(self.why, TimeoutError)
+
+
+class EngineTimeout(EngineError):
+    """A request was inside the engine for longer than its configuration allows."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The engine {name} did not answer in time.",
+            "Ask for less, or raise request_timeout_s in [[engines]].", status=504, code="engine_timeout",
+        )  # fmt: skip
+
+
+class MalformedAnswer(EngineError):
+    """An engine's answer that is not what its API promises."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"The engine {name} sent an invalid answer: {what}.",
+            "Check that a vLLM is at its url, and its log.", code="invalid_answer",
+        )  # fmt: skip
+
+
+def engine_error(name: str, error: BaseException) -> EngineError:
+    """Return what an error of the connection (`BROKEN`) means for the request on it."""
+    if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
+        return EngineTimeout(name)  # the time limit of the request; the others are those of a connection
+    if isinstance(error, _GONE):
+        return EngineGone(name, error)
+    return MalformedAnswer(name, "it is not HTTP")
+
 
 class EngineConnection:
     """The connection to one instance.
 
     url: where it listens; it changes when another process takes its place.
+    request_s: the longest that a request may take, None = for ever.
     idle: set when no request is open on it.
     """
 
-    def __init__(self, id: str, url: str) -> None:
+    def __init__(self, id: str, url: str, request_s: float | None = None) -> None:
         self.id, self.url = id, url
         self.idle = asyncio.Event()
         self.idle.set()
         self._open = 0
+        self._request_timeout = aiohttp.ClientTimeout(total=request_s, sock_connect=_CONNECT_S)
         self._session: aiohttp.ClientSession | None = None
+        self._sockets = WeakSet[socket.socket]()
 
     def connect(self) -> None:
         """Make the session; to be called on the event loop, before anything else."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**18)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._new_socket
+        )
+        self._session = aiohttp.ClientSession(
+            timeout=self._request_timeout, connector=connector, read_bufsize=2**18,
+            cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
+            headers={"accept-encoding": "identity"},
+        )  # fmt: skip
+
+    def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        new = socket.socket(*address[:3])
+        self._sockets.add(new)
+        return new
 
     async def disconnect(self) -> None:
         """Close the session."""
         if self._session is not None:
             await self._session.close()
 
+    def sever(self) -> None:
+        """Break all connections: what waits on one gets EngineGone, and the engine aborts its request.
+
+        What an engine that stood still says when it goes on reaches no request any more.
+        """
+        for one in list(self._sockets):
+            with suppress(OSError):  # it is closed already
+                one.shutdown(socket.SHUT_RDWR)
+
     @property
     def _http(self) -> aiohttp.ClientSession:
         assert self._session is not None, "connect() first"
         return self._session
 
+    async def _ask(
+        self, method: str, path: str, seconds: float, message: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        """Ask something beside the requests; return status and body.
+
+        EngineGone when it is not answered in time, MalformedAnswer when the answer is too long or not HTTP.
+        """
+        timeout, parts = aiohttp.ClientTimeout(total=seconds), bytearray()
+        try:
+            async with self._http.request(
+                method, f"{self.url}{path}", json=message, timeout=timeout, allow_redirects=False
+            ) as answer:
+                async for part in answer.content.iter_any():
+                    parts += part
+                    if len(parts) > _MOST:
+                        raise MalformedAnswer(self.id, f"{path} has more than {_MOST >> 20} MiB")
+        except TimeoutError as error:
+            raise EngineGone(self.id, error) from error
+        except BROKEN as error:
+            raise engine_error(self.id, error) from error
+        return answer.status, bytes(parts)
+
     async def lives(self) -> bool:
         """Tell whether the instance can still work: vLLM's /health fails once its engine core is dead."""
+        return bool(await self.health(3))
+
+    async def health(self, seconds: float) -> bool | None:
+        """Tell whether /health says that it is well; None when it says nothing in time."""
         try:
-            async with self._http.get(f"{self.url}/health", timeout=_timeout(3)) as answer:
-                return answer.status == 200
-        except _GONE:
-            return False
+            status, _ = await self._ask("GET", "/health", seconds)
+        except EngineError as error:
+            return None if isinstance(error, EngineGone) and error.silent else False
+        return status == 200
 
     @asynccontextmanager
     async def open(self, path: str, body: Sequence[Part]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a request and yield the response; leaving the block closes it, which makes vLLM abort it.
 
         body: in parts.
-        Raises EngineGone when the engine does not answer or the connection breaks.
+        Raises EngineGone when the engine does not answer or the connection breaks, EngineTimeout when it
+        takes too long, MalformedAnswer when it does not speak HTTP.
         """
         self._open += 1
         self.idle.clear()
@@ -85,26 +173,22 @@ class EngineConnection:
             size = sum(map(len, body))
             headers = {"content-type": "application/json", "content-length": str(size)}
             data = b"".join(body) if size <= _COPIED else _one_by_one(body)
-            async with self._http.post(f"{self.url}{path}", data=data, headers=headers) as response:
+            url = f"{self.url}{path}"
+            async with self._http.post(url, data=data, headers=headers, allow_redirects=False) as response:
                 yield response
-        except _GONE as error:
-            raise EngineGone(self.id, error) from error
+        except BROKEN as error:
+            raise engine_error(self.id, error) from error
         finally:
             self._open -= 1
             if not self._open:
                 self.idle.set()
 
-    async def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def control(self, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:
         """Send a message to the running scheduler and return its state.
 
         EngineError: 400 when the message is wrong, 502 when the engine has no control.
         """
-        url = f"{self.url}/headway/control"
-        try:
-            async with self._http.post(url, json=message, timeout=_timeout(10)) as answer:
-                status, text = answer.status, await answer.text(errors="replace")
-        except _GONE as error:
-            raise EngineGone(self.id, error) from error
+        status, text = await self._ask("POST", "/headway/control", seconds, message)
         state = _state(text)
         if status == 200 and state is not None:
             return state
@@ -115,21 +199,17 @@ class EngineConnection:
                 status=400, kind="invalid_request_error",
             )  # fmt: skip
         raise EngineError(
-            f"The engine {self.id} answered {status} to a control message: {text[:200]}.",
+            f"The engine {self.id} answered {status} to a control message: {_shown(text[:200])}.",
             "Only engines with Headway's scheduler inside can be controlled.",
         )
 
     async def tell_model(self, message: dict[str, Any], seconds: float) -> None:
         """Send a message about models (`plugin/models.py`) and wait for its end; EngineError if it fails."""
-        url = f"{self.url}/headway/model"
-        try:
-            async with self._http.post(url, json=message, timeout=_timeout(seconds)) as answer:
-                status, text = answer.status, await answer.text(errors="replace")
-        except _GONE as error:
-            raise EngineGone(self.id, error) from error
+        status, text = await self._ask("POST", "/headway/model", seconds, message)
         if status != 200:
             raise EngineError(
-                f"The engine {self.id} failed to {message['op']}: {text[:500]}.", "Its log has the trace."
+                f"The engine {self.id} failed to {message['op']}: {_shown(text[:500])}.",
+                "Its log has the trace.",
             )
 
     async def load_adapter(self, name: str) -> bool:
@@ -137,16 +217,12 @@ class EngineConnection:
 
         EngineError when it cannot be loaded.
         """
-        url = f"{self.url}/headway/adapter"
-        try:
-            async with self._http.post(url, json={"name": name}, timeout=_timeout(60)) as answer:
-                status, text = answer.status, await answer.text(errors="replace")
-        except _GONE as error:
-            raise EngineGone(self.id, error) from error
+        status, text = await self._ask("POST", "/headway/adapter", 60, {"name": name})
         said = _state(text)
         if status != 200 or said is None or "resident" not in said:
             raise EngineError(
-                f"The engine {self.id} did not load the adapter {name}: {text[:500]}.", "Look into its log."
+                f"The engine {self.id} did not load the adapter {name}: {_shown(text[:500])}.",
+                "Look into its log.",
             )
         return bool(said["resident"])
 
@@ -217,10 +293,10 @@ class EngineConnection:
     async def metrics(self) -> str:
         """Return the instance's own Prometheus page, empty when it does not answer."""
         try:
-            async with self._http.get(f"{self.url}/metrics", timeout=_timeout(5)) as answer:
-                return await answer.text() if answer.status == 200 else ""
-        except _GONE:
+            status, page = await self._ask("GET", "/metrics", 5)
+        except EngineError:
             return ""
+        return _shown(page) if status == 200 else ""
 
 
 async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
@@ -228,13 +304,13 @@ async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
         yield part
 
 
-def _state(text: str) -> dict[str, Any] | None:
+def _shown(text: bytes) -> str:
+    return text.decode(errors="replace")
+
+
+def _state(text: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = read_strictly(text)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def _timeout(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)

@@ -52,6 +52,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", engine.dtype]
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
+    line += ["--disable-access-log-for-endpoints", "/health,/headway/control"]  # asked every second
     line += ["--enforce-eager"] if engine.eager else []
     line += ["--enable-sleep-mode"] if engine.sleep_mode else []
     if engine.adapters:

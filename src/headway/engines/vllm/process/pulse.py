@@ -1,0 +1,58 @@
+"""Signs of life of one instance: its API server answers /health, its engine core a question.
+
+vLLM's /health fails once the engine core is dead, but not while it hangs. Questions to Headway's scheduler
+are answered by the core itself, between two iterations; so a long prefill is silent no longer than one
+iteration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from headway.engines.vllm.process.connection import EngineConnection, EngineGone
+from headway.errors import EngineError
+
+_PAUSE, _PAUSE_AFTER_MISS = 1.0, 0.25  # seconds between two questions
+_MISSES = 3  # refusals in a row; one alone may be a connection that was just being closed
+
+
+async def until_lost(engine: EngineConnection, health_s: float, core_s: float | None) -> str:
+    """Ask an instance until it gives no sign of life any more; return what it failed to do.
+
+    health_s: the longest silence of its API server.
+    core_s: the longest silence of its core, None = it has no scheduler of Headway's that could be asked.
+    """
+    asking = [asyncio.create_task(_server(engine, health_s))]
+    if core_s is not None:
+        asking.append(asyncio.create_task(_core(engine, core_s)))
+    try:
+        ended, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        return ended.pop().result()
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def _server(engine: EngineConnection, silence: float) -> str:
+    misses = 0
+    while misses < _MISSES:
+        well = await engine.health(silence)
+        if well is None:
+            return f"did not answer /health within {silence:g} s"
+        misses = 0 if well else misses + 1
+        await asyncio.sleep(_PAUSE if well else _PAUSE_AFTER_MISS)
+    return "does not answer any more"
+
+
+async def _core(engine: EngineConnection, silence: float) -> str:
+    while True:
+        await asyncio.sleep(_PAUSE)
+        try:
+            await engine.control({"op": "state", "jobs": False}, silence)
+        except EngineGone as error:
+            if error.silent:
+                return f"has hung: its core ended no iteration within {silence:g} s"
+            # Its API server is gone, or it closed this connection: /health tells.
+        except EngineError:
+            continue  # it has answered

@@ -1,0 +1,187 @@
+"""Engines that answer nonsense: a 502 in OpenAI's shape, or the last event of a stream; all else goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.engines.vllm.process.answers import read_answer
+from headway.engines.vllm.process.connection import MalformedAnswer
+from headway.errors import EngineError
+from headway.serve.budget import AnswerBudget
+from headway.serve.streaming import EventReader
+from tests.serve.gateway import Gateway, configuration, serving
+from tests.serve.hostile import DONE, GOOD, MIB, NO_ANSWERS, RESPONSES, STREAMS, TOKEN, Hostile
+from tests.serve.test_background import begin, finished
+from tests.serve.test_request_ends import events, hanging
+
+MOST = 2 * MIB  # of an answer
+SLACK = 24 * MIB  # what sockets, buffers and pieces may hold beside it
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[Hostile]:
+    with Hostile().running() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(hostile: Hostile, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("untrusted")
+    with serving(configuration(folder, hostile.url, server={"max_answer_mib": MOST // MIB})) as running:
+        yield running
+
+
+def asks(name: str) -> dict[str, Any]:
+    return {"vllm_xargs": {"hostile": name}}
+
+
+def ended(gateway: Gateway) -> None:
+    """Check that the newest request is closed as failed, nothing is left of it, and others go on."""
+    state, why = gateway.newest()
+    assert (state, str(why).split(":")[0]) == ("failed", "invalid_answer")
+    assert gateway.controller.requests == {}
+    assert gateway.post(gateway.chat()).content == GOOD
+    assert gateway.get("/ready").status_code == 200
+
+
+def refused(answer: httpx.Response) -> str:
+    assert answer.status_code == 502, answer.text[:300]
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "invalid_answer")
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", RESPONSES)
+def test_what_is_no_response_is_a_502(gateway: Gateway, hostile: Hostile, name: str, stream: bool) -> None:
+    refused(gateway.post(gateway.chat(stream=stream, **asks(name))))
+    assert hostile.sent < MOST + SLACK, "the rest was not read"
+    ended(gateway)
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+def test_what_is_no_answer_is_a_502(gateway: Gateway, name: str) -> None:
+    assert "e0 sent an invalid answer" in refused(gateway.post(gateway.chat(**asks(name))))
+    ended(gateway)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_is_no_event_is_a_502(gateway: Gateway, hostile: Hostile, name: str) -> None:
+    refused(gateway.post(gateway.chat(stream=True, **asks(name))))
+    assert hostile.sent < MOST + SLACK
+    ended(gateway)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_is_no_event_ends_a_stream_that_has_begun(gateway: Gateway, name: str) -> None:
+    answer = gateway.post(gateway.chat(stream=True, **asks(f"late {name}")))
+    assert answer.status_code == 200
+    *_, error, done = events(answer)
+    assert error["error"]["code"] == "invalid_answer"
+    assert done == "[DONE]"
+    ended(gateway)
+
+
+def test_a_bad_chunk_ends_a_stream(gateway: Gateway, hostile: Hostile) -> None:
+    """Its reader waits for the next bytes, which are not HTTP."""
+    with hanging(gateway, stream=True, **asks("a bad chunk later")) as line:
+        answer = b""
+        while b"fake " not in answer:
+            answer += line.recv(65536)
+        hostile.seen.set()
+        while b"[DONE]" not in answer:
+            answer += line.recv(65536)
+    assert b'"code": "invalid_answer"' in answer
+    ended(gateway)
+
+
+@pytest.mark.parametrize("name", ["a redirect", "NaN", "300 MB", "no HTTP"])
+def test_in_background_it_is_failed(gateway: Gateway, name: str) -> None:
+    seen = finished(gateway, begin(gateway, **asks(name)))
+    assert seen["status"] == "failed"
+    assert seen["error"]["message"].startswith("invalid_answer: ")
+    ended(gateway)
+
+
+def test_a_redirect_is_not_followed(gateway: Gateway, hostile: Hostile) -> None:
+    refused(gateway.post(gateway.chat(**asks("a redirect"))))
+    assert "/v1/stolen" not in hostile.asked
+
+
+def test_a_stored_answer_is_returned_byte_for_byte(gateway: Gateway) -> None:
+    id = begin(gateway)
+    seen = finished(gateway, id)
+    assert seen["response"]["usage"] == {"completion_tokens": 3}
+    assert GOOD in gateway.get(f"/v1/responses/{id}").content
+
+
+# ---- reading
+
+
+@given(st.binary(max_size=40) | st.sampled_from([GOOD, *NO_ANSWERS.values()]), st.binary(max_size=3))
+def test_any_bytes_are_an_answer_or_none(data: bytes, more: bytes) -> None:
+    try:
+        answer = read_answer(data + more)
+    except ValueError:
+        pass
+    else:
+        assert answer.failed or answer.output_tokens is None or answer.output_tokens >= 0
+
+
+@given(
+    st.lists(st.sampled_from([b"data: x", b"\n", b"\r\n", b": ", TOKEN, DONE, b"{}", b"id: 1\n"]), max_size=9)
+)
+def test_any_stream_is_events_or_none(parts: list[bytes]) -> None:
+    reader, passed = EventReader(True), b""
+    for part in parts:
+        passed += b"" if reader.fault else reader.feed(part)
+    assert b"".join(parts).startswith(passed)
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+def test_a_long_text_is_read_as_a_short_one(name: str) -> None:
+    blanks = b" " * 2**16
+    assert read_answer(GOOD + blanks).output_tokens == 3
+    with pytest.raises(ValueError, match=r"\w"):
+        read_answer(NO_ANSWERS[name] + blanks)
+
+
+def test_an_event_in_many_pieces_is_whole() -> None:
+    reader = EventReader(False)
+    event = b'data: {"choices":[{"text":"' + b"x" * 3000 + b'"}]}\n\n'
+    pieces = [reader.feed(event[i : i + 1]) for i in range(len(event))]
+    assert [piece for piece in pieces if piece] == [event]
+    assert (reader.kept, reader.tokens) == (0, 1)
+
+
+def test_comments_and_other_fields_are_passed_on() -> None:
+    reader = EventReader(False)
+    event = b': ping\r\n\r\nevent: token\nid: 7\ndata: {"choices":\ndata: []}\n\n'
+    assert reader.feed(event + b": bye\n\n" + DONE + TOKEN) == event + b": bye\n\n" + DONE
+    assert reader.complete
+    assert reader.tokens == 1
+
+
+def test_large_answers_share_a_limit() -> None:
+    budget = AnswerBudget(MOST)
+    large = [budget.of("e0") for _ in range(5)]
+    for one in large[:4]:
+        one.hold(MOST)
+    small, last = budget.of("e0"), large[4]
+    small.hold(10_000)
+    with pytest.raises(EngineError, match="no memory for another") as full:
+        last.hold(MOST)
+    assert full.value.status == 503
+    with pytest.raises(MalformedAnswer):
+        small.hold(MOST + 1)
+    for one in (*large, small):
+        one.close()
+        one.close()
+    assert budget.used == 0
