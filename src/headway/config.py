@@ -33,6 +33,11 @@ class Server:
 
     operator_key: for /headway/control, which is off without. operator_only: for /metrics and /ready, too.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
+    head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
+    write_timeout_s: in which a client takes nothing of its answer. idle_timeout_s: between two requests.
+    max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
+        that have no request in progress make room for new ones.
+    drain_s: that requests in progress get when the gateway is stopped.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +49,12 @@ class Server:
     operator_key: Annotated[str, Field(min_length=8)] | None = None
     operator_only: bool = False
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
+    head_timeout_s: Positive = 10.0
+    body_timeout_s: Positive = 60.0
+    write_timeout_s: Positive = 60.0
+    idle_timeout_s: Count = 30
+    max_connections: Count | None = None
+    drain_s: Annotated[int, Field(ge=0)] = 5
 
 
 @dataclass(frozen=True, config=_STRICT)
