@@ -12,7 +12,7 @@ import pytest
 
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
-from tests.serve.test_connections import rest
+from tests.serve.test_connections import connected, rest
 from tests.serve.test_request_ends import fakes, hanging
 
 
@@ -53,25 +53,27 @@ def test_a_stream_that_is_cut_short_says_why(
 def test_what_has_no_answer_yet_gets_an_error(
     serve: Serve, fake: Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serve(server={"drain_s": 0}, engine={"max_running": 1}) as gateway:
-        with hanging(gateway, **fakes(hold="never")) as inside, hanging(gateway) as queued:
-            until(lambda: fake.last()["open"] == 1 and gateway.controller.queued == 1)
-            stop(gateway)
-            for line in (inside, queued):
-                head, _, body = rest(line).partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 503 ")
-                assert json.loads(body)["error"]["code"] == "gateway_stopped"
-    assert {end for end in gateway.jobs().values()} == {("failed", "gateway_stopped")}
+    with (
+        serve(server={"drain_s": 0}, engine={"max_running": 1}) as gateway,
+        hanging(gateway, **fakes(hold="never")) as inside,
+        hanging(gateway) as queued,
+    ):
+        until(lambda: fake.last()["open"] == 1 and gateway.controller.queued == 1)
+        stop(gateway)
+        for line in (inside, queued):
+            head, _, body = rest(line).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert json.loads(body)["error"]["code"] == "gateway_stopped"
+    assert set(gateway.jobs().values()) == {("failed", "gateway_stopped")}
     assert not traced(caplog)
 
 
 def test_an_upload_gets_an_error(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(server={"drain_s": 0}) as gateway:
-        with socket.create_connection(("127.0.0.1", gateway.config.server.port), timeout=20) as line:
-            line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
-            until(lambda: gateway.inner.bodies.used == 1)
-            stop(gateway)
-            seen = rest(line)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n"
+    with serve(server={"drain_s": 0}) as gateway, connected(gateway, head + b"{") as line:
+        until(lambda: gateway.inner.bodies.used == 1)
+        stop(gateway)
+        seen = rest(line)
     assert seen.startswith(b"HTTP/1.1 503 ")
     assert b"gateway_stopped" in seen
     assert not traced(caplog)
@@ -80,12 +82,11 @@ def test_an_upload_gets_an_error(serve: Serve, caplog: pytest.LogCaptureFixture)
 def test_answers_that_end_in_time_are_given(
     serve: Serve, fake: Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serve(server={"drain_s": 600}) as gateway:
-        with hanging(gateway, **fakes(hold="drain")) as line:
-            until(lambda: fake.last()["open"] == 1)
-            with caplog.at_level(logging.WARNING):
-                stop(gateway)
-                until(lambda: "1 requests have up to 600 s" in caplog.text)
-            fake.release("drain")
-            assert rest(line).startswith(b"HTTP/1.1 200 ")
+    with serve(server={"drain_s": 600}) as gateway, hanging(gateway, **fakes(hold="drain")) as line:
+        until(lambda: fake.last()["open"] == 1)
+        with caplog.at_level(logging.WARNING):
+            stop(gateway)
+            until(lambda: "1 requests have up to 600 s" in caplog.text)
+        fake.release("drain")
+        assert rest(line).startswith(b"HTTP/1.1 200 ")
     assert gateway.newest() == ("done", None)

@@ -52,7 +52,7 @@ Peers = tuple[Peer, Peer]  # direct, then Headway
 
 
 @contextmanager
-def servers(folder: Path, recipe: str = "slack", server: Mapping[str, int] | None = None) -> Iterator[Peers]:
+def servers(folder: Path, recipe: str = "slack", server: Mapping[str, Any] | None = None) -> Iterator[Peers]:
     """Start the FAKE engine and a gateway in front of it; stop both at the end.
 
     server: more settings of the gateway.
