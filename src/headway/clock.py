@@ -29,6 +29,11 @@ def now() -> float:
     return _origin() + time.monotonic()
 
 
+def shown(instant: float) -> float:
+    """Return an instant as the machine's clock tells it, as that is set now: for people, not to reckon with."""
+    return instant + round(time.time() - now())
+
+
 @cache
 def _origin() -> float:
     """Return the instant at which the monotonic clock was zero. The first process of a boot notes it."""
