@@ -30,7 +30,7 @@ def now() -> float:
 
 
 def shown(instant: float) -> float:
-    """Return an instant as the machine's clock tells it, as that is set now: for people, not to reckon with."""
+    """Return an instant by the machine's clock as it is set now: for people, not to calculate with."""
     return instant + round(time.time() - now())
 
 
