@@ -193,7 +193,7 @@ class Server(uvicorn.Server):
         state = self.server_state
         if state.tasks:
             log.warning(
-                "stopping: %d requests have up to %d s (Ctrl-C ends them now)",
+                "stopping; requests in progress (%d) have up to %d s (Ctrl-C ends them now)",
                 len(state.tasks), self._settings.server.drain_s,
             )  # fmt: skip
         await super().shutdown(sockets)
