@@ -10,7 +10,6 @@ import json
 import os
 import tomllib
 from dataclasses import asdict, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headway.config_hints import explain
 from headway.errors import ConfigError
 from headway.types import Slo
 
@@ -297,7 +297,6 @@ _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
     "apps": Apps, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
-_UNKNOWN = "unexpected_keyword_argument"
 
 
 def load(path: Path | None) -> Config:
@@ -321,7 +320,8 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     try:
         config = _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        raise _explain(error, where) from None  # pydantic's own words quote the input, API keys too
+        # pydantic's own words quote the input, API keys too
+        raise explain(error, where, Config, _TABLES) from None
     if not config.engines:
         raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
     if config.server.operator_only and config.server.operator_key is None:
@@ -371,40 +371,3 @@ def _drop(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_drop(v) for v in value]
     return value
-
-
-def _explain(error: ValidationError, where: str) -> ConfigError:
-    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it."""
-    first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
-    names = [str(part) for part in first["loc"]]
-    secret = (
-        names[:1] == ["keys"] or names[-1] == "operator_key"
-    )  # the value may be an API key, in the wrong place too
-    if first["type"] == _UNKNOWN:
-        path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
-        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names), param=path)
-    path = ".".join(names)
-    if first["type"] == "missing":
-        return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
-    what = first["msg"][:1].lower() + first["msg"][1:]
-    seen = "" if secret else f" (it is {first['input']!r})"
-    return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
-
-
-def _hint(names: list[str]) -> str:
-    """Say what to do about a key that its table does not have: a near name, else the table that has it."""
-    *place, key = names
-    table = _TABLES.get(".".join(place), _TABLES[place[0]]) if place else Config
-    near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
-    if near:
-        return f"Did you mean {near[0]!r}?"
-    if key in Config.__dataclass_fields__:
-        return "Put it at the top of the file, before the first [table]."
-    for name, cls in _TABLES.items():
-        if key in cls.__dataclass_fields__:
-            return f"It belongs in {name!r}."
-    return "Remove it; `headway config show` lists what there is."
-
-
-def _mask(secret: str) -> str:
-    return secret[:4] + "****"

@@ -23,6 +23,7 @@ GROUND = {
     "ports",
     "errors",
     "config",
+    "config_hints",
     "compiled",
     "plugins",
     "forecast",

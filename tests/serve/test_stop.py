@@ -12,7 +12,7 @@ import pytest
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
 from tests.serve.test_connections import connected, rest
-from tests.serve.test_request_ends import fakes, hanging
+from tests.serve.test_request_ends import DEAD, fakes, hanging
 
 
 def stop(gateway: Gateway, times: int = 1) -> None:
@@ -45,21 +45,19 @@ def test_a_stream_that_is_cut_short_says_why(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in an engine", "queued"])
 def test_what_has_no_answer_yet_gets_an_error(
-    serve: Serve, fake: Fake, capfd: pytest.CaptureFixture[str]
+    serve: Serve, fake: Fake, inside: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with (
-        serve(server={"drain_s": 0}, engine={"max_running": 1}) as gateway,
-        hanging(gateway, **fakes(hold="never")) as inside,
-        hanging(gateway) as queued,
-    ):
-        until(lambda: fake.last()["open"] == 1 and gateway.controller.queued == 1)
-        stop(gateway)
-        for line in (inside, queued):
+    engine = fake.url if inside else DEAD
+    with serve(engine, ready=False, server={"drain_s": 0}) as gateway:
+        with hanging(gateway, **fakes(hold="never")) as line:
+            until(lambda: fake.last()["open"] == 1 if inside else gateway.controller.queued == 1)
+            stop(gateway)
             head, _, body = rest(line).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503 ")
-            assert json.loads(body)["error"]["code"] == "gateway_stopped"
-    assert set(gateway.jobs().values()) == {("failed", "gateway_stopped")}
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(body)["error"]["code"] == "gateway_stopped"
+    assert gateway.newest() == ("failed", "gateway_stopped")
     assert "Traceback" not in capfd.readouterr().err
 
 
