@@ -128,9 +128,10 @@ class Connections:
 
     async def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         for number, one in enumerate(list(self._open), 1):
-            if one in self._open and (limit := one.exceeded(loop.time())) is not None:
+            limit = one.exceeded(loop.time()) if one in self._open else None
+            if limit is not None:
                 self._end(one, limit)
-            if number % _AT_A_TIME == 0:
+            if limit is not None or number % _AT_A_TIME == 0:  # to end one takes longer than to look
                 await asyncio.sleep(0)
 
     def _end(self, one: Connection, limit: Limit) -> None:
