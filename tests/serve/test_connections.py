@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from uvicorn.server import ServerState
 
 from headway.config import Server
 from headway.errors import ConfigError
+from headway.serve import connections, tasks
 from headway.serve.app import new_app
-from headway.serve.connections import SPARE, Connections, Limits
+from headway.serve.connections import SPARE, Connections, Limit, Limits
 from headway.serve.http import LimitedHttp, limited
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, Fake, Gateway, until
@@ -158,6 +160,34 @@ class Unread(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.closing
+
+
+@dataclass(eq=False)
+class Looked:
+    """A connection that exceeds a limit at the first looks, so many."""
+
+    looks: int
+    ended: list[Limit] = field(default_factory=list)
+
+    def exceeded(self, now: float) -> Limit | None:
+        self.looks -= 1
+        return "head" if self.looks >= 0 else None
+
+    def end(self, limit: Limit) -> None:
+        self.ended.append(limit)
+
+
+async def test_a_busy_gateway_does_not_take_clients_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come is read between two looks, so the first one ends nothing."""
+    monkeypatch.setattr(connections, "_LOOK_S", 0.001)
+    every = Connections(Limits.of(Server(), 1024))
+    prompt, slow = Looked(1), Looked(1000)
+    for one in (prompt, slow):
+        every.add(one)
+    async with tasks.running(every.watch):
+        while not slow.ended or prompt.looks > -5:
+            await asyncio.sleep(0.001)
+    assert not prompt.ended
 
 
 def test_progress_resets_the_time_to_read() -> None:

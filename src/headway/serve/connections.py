@@ -75,7 +75,8 @@ class Connections:
 
     Those that wait for their clients (for a request, or the rest of one) make room for new ones when there
     are too many, the oldest first. So slow clients lock nobody out. `SPARE` of them are never given to
-    requests that take long.
+    requests that take long. A limit of time ends what exceeds it at two looks in a row: in between the event
+    loop has read what had come already, however busy it is.
 
     ended: told of each connection that a limit ended.
     """
@@ -86,6 +87,7 @@ class Connections:
         self._open: set[Connection] = set()
         self._serving: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
+        self._late: set[Connection] = set()  # at the last look
 
     def add(self, new: Connection) -> None:
         """Add a new connection; the one that has waited longest is closed when there are too many."""
@@ -121,17 +123,19 @@ class Connections:
         """End connections that exceed a limit, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + _LOOK_S
             await asyncio.sleep(_LOOK_S)
-            if loop.time() < due + _LOOK_S:  # otherwise bytes may have come that nobody has read yet
-                await self._look(loop)
+            await self._look(loop)
 
     async def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        before, self._late = self._late, set()
         for number, one in enumerate(list(self._open), 1):
             limit = one.exceeded(loop.time()) if one in self._open else None
-            if limit is not None:
+            if limit is not None and one in before:
                 self._end(one, limit)
-            if limit is not None or number % _AT_A_TIME == 0:  # to end one takes longer than to look
+                await asyncio.sleep(0)  # to end one takes longer than to look
+            elif limit is not None:
+                self._late.add(one)
+            if number % _AT_A_TIME == 0:
                 await asyncio.sleep(0)
 
     def _end(self, one: Connection, limit: Limit) -> None:

@@ -30,7 +30,7 @@ from headway.errors import ConfigError
 
 _SYSTEM, _QUEUED_MIB = "headway", 64
 _PAUSE = 0.01  # seconds between two questions for /health
-_CLIENT_S = 1.0  # for a head, for a body, and without reading: short enough to be reached in an attack
+_CLIENT_S = 0.3  # for a head, for a body, and without reading: short enough to be reached in an attack
 _SERVER: dict[str, Any] = {
     "max_queued_mib": _QUEUED_MIB, "head_timeout_s": _CLIENT_S, "body_timeout_s": _CLIENT_S,
     "write_timeout_s": _CLIENT_S,
