@@ -185,7 +185,7 @@ async def test_a_busy_gateway_does_not_take_clients_for_slow(monkeypatch: pytest
     for one in (prompt, slow):
         every.add(one)
     async with tasks.running(every.watch):
-        while not slow.ended or prompt.looks > -5:
+        while not slow.ended or prompt.looks > -5:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert not prompt.ended
 

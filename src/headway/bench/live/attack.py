@@ -30,10 +30,9 @@ from headway.errors import ConfigError
 
 _SYSTEM, _QUEUED_MIB = "headway", 64
 _PAUSE = 0.01  # seconds between two questions for /health
-_CLIENT_S = 0.3  # for a head, for a body, and without reading: short enough to be reached in an attack
+_CLIENT_S = 1.0  # for a body, and without reading: short enough to be reached in an attack
 _SERVER: dict[str, Any] = {
-    "max_queued_mib": _QUEUED_MIB, "head_timeout_s": _CLIENT_S, "body_timeout_s": _CLIENT_S,
-    "write_timeout_s": _CLIENT_S,
+    "max_queued_mib": _QUEUED_MIB, "body_timeout_s": _CLIENT_S, "write_timeout_s": _CLIENT_S,
 }  # fmt: skip
 _FILES = BURST + 1000  # of this process
 # Row -> the goal, at most.
@@ -41,7 +40,7 @@ GOALS = {"attack.health_ms.p99": 50.0, "attack.rss_mb": 100.0, "attack.lost": 0.
 _UNITS = dict(zip(GOALS, ("ms", "MB", "requests", "answers"), strict=True))
 WORKLOAD = (
     f"Headway's gateway (sqlite broker, synchronous = full, server.max_queued_mib = {_QUEUED_MIB}, "
-    f"{_CLIENT_S:g} s for heads, for bodies and for clients that do not read) in front of a {NAME}; hostile "
+    f"{_CLIENT_S:g} s for bodies and for clients that do not read) in front of a {NAME}; hostile "
     "clients carry out one attack after the other, while others ask for /health and send small chats."
 )
 _NOTES = (
@@ -55,7 +54,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     """Attack, print the result, and write page and plot when a folder is given."""
     _raise_file_limit()
     began = time.perf_counter()
-    rows = measure(1.9 if quick else 20.0)
+    rows = measure(1.7 if quick else 20.0)
     report = build(rows, time.perf_counter() - began, seed)
     deliver(report, as_json=as_json, out=out, pictures=lambda: {"attack": plot(rows)})
 
