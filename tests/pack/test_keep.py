@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headway.core.engine_spec import EngineSpec, KeepOptions
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
-from headway.pack.promises.outlook import ANSWER, HOPE, LOST, OTHER, PROMPT, outlook_of, pace_of
+from headway.pack.promises.outlook import ANSWER, HOPE, LOST, OTHER, PROMPT, outlook_of, pace_of, size_of
 from headway.pack.promises.packer import Promises, kept_of, outlooks_of
 from headway.pack.promises.selection import select
 from headway.plan.ordered import Ordered
@@ -97,16 +97,36 @@ def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple
     rows = [{"prompt": tokens, "ttft": due / 100, "tokens_left": 1.0} for tokens, due in prompts]
     table, theta = jobs(*rows), OnlineLatency().theta
     params, pace = packer(running=64).params, pace_of(table.data, table.rows(), theta)
-    outlooks = outlooks_of(params.keep, table.data, table.rows(), 0.0, theta, pace)
+    outlooks = outlooks_of(params, table.data, table.rows(), 0.0, theta, pace)
     outlook = kept_of(table.data, outlooks, theta, pace)
     select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, 0.5)
-    assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(rows)
+    assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(_prompts(rows))
 
 
-def _on_time(rows: list[dict[str, float]]) -> bool:
-    """Tell whether prompts are computed in time one after another, by their deadlines."""
-    now, latency = 0.0, OnlineLatency()
-    timed = [(row["ttft"], float(latency.prefill_seconds(np.array(row["prompt"], float)))) for row in rows]
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 500)), min_size=1, max_size=7))
+def test_with_one_slot_as_many_answers_as_possible_are_kept(answers: list[tuple[int, int]]) -> None:
+    """The slot is the machine then, and a request occupies it until its answer is complete."""
+    keep = KeepOptions(sure=1.0, doubt=0.0, easy=np.inf)
+    rows = [{"tokens_left": float(tokens), "e2e": due / 100} for tokens, due in answers]
+    table, theta = jobs(*rows), OnlineLatency().theta
+    params, pace = packer(keep, running=1).params, pace_of(table.data, table.rows(), theta)
+    outlook = kept_of(
+        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace), theta, pace
+    )
+    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, 0.0)
+    timed = [(row["e2e"], size_of(table.data, i, theta, pace)) for i, row in enumerate(rows)]
+    assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(timed)
+
+
+def _prompts(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
+    """Return due instants and seconds of rows that were promised a first token."""
+    latency = OnlineLatency()
+    return [(row["ttft"], float(latency.prefill_seconds(np.array(row["prompt"], float)))) for row in rows]
+
+
+def _on_time(timed: list[tuple[float, float]]) -> bool:
+    """Tell whether all are in time one after another, by latest start; due instants and seconds."""
+    now = 0.0
     for due, seconds in sorted(timed, key=lambda both: both[0] - both[1]):
         if now > due - seconds + 1e-12:
             return False
@@ -114,9 +134,9 @@ def _on_time(rows: list[dict[str, float]]) -> bool:
     return True
 
 
-def _most_on_time(rows: list[dict[str, float]]) -> int:
-    sizes = range(len(rows), 0, -1)
-    return next((n for n in sizes if any(_on_time(list(some)) for some in combinations(rows, n))), 0)
+def _most_on_time(timed: list[tuple[float, float]]) -> int:
+    sizes = range(len(timed), 0, -1)
+    return next((n for n in sizes if any(_on_time(list(some)) for some in combinations(timed, n))), 0)
 
 
 # ---- the iteration
@@ -255,3 +275,5 @@ def test_nothing_waits_for_ever() -> None:
     one = int(np.flatnonzero(load.tier == load.tiers.index("one"))[0])
     ends = [Simulation(patient(s), [instance()], load).run().end[one] for s in (10.0, 1e9)]
     assert ends[0] < 30.0 < 60.0 < ends[1]
+    few = [Simulation(patient(s), [instance(running=2)], load).run().end[one] for s in (10.0, 1e9)]
+    assert ends[0] + 20.0 < few[0] < few[1], "one slot of two is a larger share"

@@ -87,7 +87,8 @@ class KeepOptions(NamedTuple):
     recover: where many answers are behind their tpot, each is to catch up within 1 / `recover` of what it
         has left; 0 = at its tpot.
     late: lost requests that are served before easy ones, which can wait for them; the eldest.
-    patience: seconds after which a request that waits is served before all others, one at a time.
+    patience: seconds after which a request that waits is served before all others, one at a time; with a
+        batch limit of n below 8, 8 / n times as many.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
     paces: admits no more answers than keep the tightest tpot; False admits as KV and slots allow.
     eager: leaves the less KV for their growth the fewer are lost; False always all of it.

@@ -52,6 +52,8 @@ from headway.pack.promises.selection import select
 from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
+_SLOTS = 8  # batch limit below which `patience` is longer: one slot is a large share of so few
+
 
 @dataclass(slots=True)
 class Promises(Packer):
@@ -93,7 +95,7 @@ def pack(
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
     pace = pace_of(jobs, rows, theta)
-    outlook = outlooks_of(params.keep, jobs, rows, now, theta, pace)
+    outlook = outlooks_of(params, jobs, rows, now, theta, pace)
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, pace)
     select(params, jobs, kept, kv, now, theta, pace, may.tpot, growth_of(params.keep, outlook))
@@ -101,9 +103,11 @@ def pack(
 
 
 @compiled
-def outlooks_of(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace) -> Outlook:
+def outlooks_of(
+    params: PackerParams, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace
+) -> Outlook:
     """Return the level of each row."""
-    n = rows.size
+    n, keep = rows.size, params.keep
     level, start = np.empty(n, np.int64), np.empty(n)
     for i in range(n):
         if is_over(jobs, rows[i], now):  # as `outlook_of` says, too, at several times the cost
@@ -111,7 +115,7 @@ def outlooks_of(keep: KeepOptions, jobs: Rows, rows: Ints, now: float, theta: Fl
         else:
             level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
     _serve_late(keep, jobs, rows, level)
-    _serve_eldest(keep, jobs, rows, level, start, now)
+    _serve_eldest(keep.patience * max(_SLOTS / params.max_running, 1.0), jobs, rows, level, start, now)
     return Outlook(rows, level, start)
 
 
@@ -153,11 +157,11 @@ def _serve_late(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints) -> None:
 
 
 @compiled
-def _serve_eldest(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints, start: Floats, now: float) -> None:
+def _serve_eldest(patience: float, jobs: Rows, rows: Ints, level: Ints, start: Floats, now: float) -> None:
     """Put the eldest of those that have waited longer than `patience` first, whatever it was promised."""
     eldest = -1
     for i in range(rows.size):
-        waited = (level[i] >= OTHER or level[i] == LATE) and now - jobs["arrival"][rows[i]] > keep.patience
+        waited = (level[i] >= OTHER or level[i] == LATE) and now - jobs["arrival"][rows[i]] > patience
         if waited and (eldest < 0 or jobs["arrival"][rows[i]] < jobs["arrival"][rows[eldest]]):
             eldest = i
     if eldest >= 0:

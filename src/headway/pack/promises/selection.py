@@ -86,13 +86,14 @@ def _keep_most(
     """
     n, started = outlook.rows.size, params.keep.started
     largest, serial, heap, size = np.empty((3, n)), -jobs["serial"][outlook.rows], np.empty(n, np.int64), 0
-    need, kept = np.zeros((n, 2, _RESOURCES)), np.zeros((2, _RESOURCES))
+    need, kept, number = np.zeros((n, 2, _RESOURCES)), np.zeros((2, _RESOURCES)), 0
     for i in range(n):
         row, prompt = outlook.rows[i], outlook.level[i] == PROMPT
         if not prompt and outlook.level[i] != ANSWER:
             continue
         _demand(params, jobs, row, kv, theta, pace, share, grow, prompt, need[i])
         kept += need[i]
+        number += 1
         loses = prompt or (jobs["tpot"][row] == np.inf and started > 0.0)
         if loses and outlook.start[i] > -np.inf:  # else it is the eldest
             largest[0, i] = -jobs["urgency"][row]
@@ -101,10 +102,11 @@ def _keep_most(
             size = push(largest, serial, heap, size, i)
         if not prompt or outlook.start[i] < now:
             continue  # it has begun: to give up others would not help it
-        while size and outlook.level[i] == PROMPT and now + _wait(kept, need[i]) > outlook.start[i]:
+        while size and outlook.level[i] == PROMPT and now + _wait(kept, need[i], number) > outlook.start[i]:
             worst, size = heap[0], pop(largest, serial, heap, size)
             outlook.level[worst] = LOST
             kept -= need[worst]
+            number -= 1
 
 
 @compiled
@@ -129,17 +131,18 @@ def _seconds_beside(jobs: Rows, row: int, theta: Floats, pace: Pace, share: floa
 
 
 @compiled
-def _wait(kept: Floats, own: Floats) -> float:
+def _wait(kept: Floats, own: Floats, number: int) -> float:
     """Return the seconds until the last of the kept can start.
 
-    kept: what all of them need, it included; own: what it needs itself. Prompts are computed one after
-    another. As long as the shares of KV and slots fit together they are there at once; beyond that a request
-    waits until the share that it lacks has been released, at the rate at which those ahead end.
+    kept: what all of them need, it included; own: what it needs itself; number: of them. Prompts are computed
+    one after another. As long as the shares of KV and slots fit together they are there at once; beyond that
+    a request waits until the share that it lacks has been released, at the rate at which those ahead end:
+    with one slot, until all of them have.
     """
     wait = kept[0, 0] - own[0, 0]
     for k in range(1, _RESOURCES):
         if kept[1, k] > 1.0:
-            wait = max(wait, kept[0, k] * (1.0 - 1.0 / kept[1, k]))
+            wait = max(wait, kept[0, k] * (1.0 - 1.0 / kept[1, k]) + kept[0, k] / number - own[0, k])
     return float(wait)
 
 
