@@ -24,13 +24,13 @@ def test_a_clock_that_is_set_by_days(
     with serve(classes=TIERS, engine={"max_running": 1}) as gateway:
         old = begin(gateway)
         assert finished(gateway, old)["status"] == "completed"
-        held = begin(gateway, **fakes(hold=f"jump by {days}"))
+        held = begin(gateway, **fakes(hold=f"jump{days}"))
         until(lambda: fake.last()["open"] == 1)
         waiting = begin(gateway, service_tier="roomy")
         was = time.time
         monkeypatch.setattr(time, "time", lambda: was() + days * DAY)
         gateway.do(gateway.inner.broker.forget(clock.now() - DAY))
-        fake.release(f"jump by {days}")
+        fake.release(f"jump{days}")
         assert finished(gateway, held)["status"] == "completed"
         assert finished(gateway, waiting)["status"] == "completed", "it was not dropped as late"
         assert look(gateway, old)["status"] == "completed", "it was not forgotten"
