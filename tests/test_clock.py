@@ -47,6 +47,16 @@ def test_a_set_clock_does_not_change_it(
     assert 0 <= clock.now() - before < 60
 
 
+@pytest.mark.parametrize("seconds", [-9 * DAY, 9 * DAY])
+def test_instants_are_shown_by_the_clock_as_it_is_set(
+    folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrival = clock.now()
+    assert clock.shown(arrival) == arrival
+    set_by(seconds, monkeypatch)
+    assert clock.shown(arrival) == arrival + seconds
+
+
 def test_another_process_agrees_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_by(-3 * DAY, monkeypatch)
     code = (

@@ -119,6 +119,9 @@ def serve(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
     url: Annotated[str | None, typer.Option(help="Attach to a running vLLM instead of starting one.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
+    drain: Annotated[
+        int | None, typer.Option(min=0, help="Seconds that running requests get when it is stopped.")
+    ] = None,
 ) -> None:
     """Start the engines and the OpenAI-compatible gateway; serve until Ctrl-C."""
     from headway.config import load
@@ -126,7 +129,11 @@ def serve(
 
     setup = load(config)
     engines = tuple(replace(e, model=model or e.model, url=url or e.url) for e in setup.engines)
-    server = replace(setup.server, host=host or setup.server.host, port=port or setup.server.port)
+    server = setup.server
+    server = replace(
+        server, host=host or server.host, port=port or server.port,
+        drain_s=server.drain_s if drain is None else drain,
+    )  # fmt: skip
     raise typer.Exit(
         run(replace(setup, engines=engines, server=server, recipe=recipe or setup.recipe), log_dir=logs)
     )

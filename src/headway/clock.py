@@ -29,13 +29,23 @@ def now() -> float:
     return _origin() + time.monotonic()
 
 
+def boot() -> str | None:
+    """Return what this boot of the machine is called, None where that is not known (not on Linux)."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else None
+
+
+def shown(instant: float) -> float:
+    """Return an instant by the machine's clock as it is set now: for people, not to calculate with."""
+    return instant + round(time.time() - now())
+
+
 @cache
 def _origin() -> float:
     """Return the instant at which the monotonic clock was zero. The first process of a boot notes it."""
-    own = time.time() - time.monotonic()
-    if not _BOOT.exists():  # not Linux: the monotonic clocks of two processes may have nothing in common
+    own, booted = time.time() - time.monotonic(), boot()
+    if booted is None:  # the monotonic clocks of two processes may have nothing in common
         return own
-    path = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-{_BOOT.read_text().strip()}.clock"
+    path = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-{booted}.clock"
     with suppress(FileExistsError):
         _note(path, own)
     return _noted(path)

@@ -10,7 +10,6 @@ import json
 import os
 import tomllib
 from dataclasses import asdict, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headway.config_hints import explain
 from headway.errors import ConfigError
 from headway.types import Slo
 
@@ -33,6 +33,11 @@ class Server:
 
     operator_key: for /headway/control, which is off without. operator_only: for /metrics and /ready, too.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
+    head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
+    write_timeout_s: in which a client takes nothing of its answer. idle_timeout_s: between two requests.
+    max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
+        that have no request in progress make room for new ones.
+    drain_s: that requests in progress get when the gateway is stopped.
     """
 
     host: str = "127.0.0.1"
@@ -45,6 +50,12 @@ class Server:
     operator_key: Annotated[str, Field(min_length=8)] | None = None
     operator_only: bool = False
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
+    head_timeout_s: Positive = 10.0
+    body_timeout_s: Positive = 60.0
+    write_timeout_s: Positive = 60.0
+    idle_timeout_s: Count = 30
+    max_connections: Count | None = None
+    drain_s: Annotated[int, Field(ge=0)] = 5
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -290,7 +301,6 @@ _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
     "apps": Apps, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
-_UNKNOWN = "unexpected_keyword_argument"
 
 
 def load(path: Path | None) -> Config:
@@ -313,7 +323,8 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     try:
         config = _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        raise _explain(error, where) from None  # pydantic's own words quote the input, API keys too
+        # pydantic's own words quote the input, API keys too
+        raise explain(error, where, Config, _TABLES) from None
     if not config.engines:
         raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
     if config.server.operator_only and config.server.operator_key is None:
@@ -363,38 +374,3 @@ def _drop(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_drop(v) for v in value]
     return value
-
-
-def _explain(error: ValidationError, where: str) -> ConfigError:
-    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it."""
-    first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
-    names = [str(part) for part in first["loc"]]
-    secret = names[:1] == ["keys"] or names[-1] == "operator_key"  # the value may be a key, misplaced too
-    if first["type"] == _UNKNOWN:
-        path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
-        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names), param=path)
-    path = ".".join(names)
-    if first["type"] == "missing":
-        return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
-    what = first["msg"][:1].lower() + first["msg"][1:]
-    seen = "" if secret else f" (it is {first['input']!r})"
-    return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
-
-
-def _hint(names: list[str]) -> str:
-    """Say what to do about a key that its table does not have: a near name, else the table that has it."""
-    *place, key = names
-    table = _TABLES.get(".".join(place), _TABLES[place[0]]) if place else Config
-    near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
-    if near:
-        return f"Did you mean {near[0]!r}?"
-    if key in Config.__dataclass_fields__:
-        return "Put it at the top of the file, before the first [table]."
-    for name, cls in _TABLES.items():
-        if key in cls.__dataclass_fields__:
-            return f"It belongs in {name!r}."
-    return "Remove it; `headway config show` lists what there is."
-
-
-def _mask(secret: str) -> str:
-    return secret[:4] + "****"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.broker.stores import FAR, job, take_ids
 
+from headway import clock
 from headway.broker import open_broker, sqlite_file
 from headway.broker.memory import MemoryBroker
 from headway.broker.sqlite import FREE, SqliteBroker
@@ -241,3 +242,22 @@ async def test_a_replaced_file_is_left_alone(path: str) -> None:
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT id FROM jobs").fetchall() == [("b",)]
     await other.close()
+
+
+async def test_leases_end_when_the_machine_boots(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their instants may come from a clock that was days ahead."""
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "boot", lambda: "the first")
+        dead, other = SqliteBroker(path, "dead"), SqliteBroker(path, "other")
+        for broker in (dead, other):
+            await broker.renew(FAR)
+        await dead.put(job())
+        assert await take_ids(other) == []
+    late = SqliteBroker(path, "late")
+    await late.renew(FAR)
+    assert await take_ids(late) == ["a"]
+    again = SqliteBroker(path, "again")
+    await again.renew(FAR)
+    assert await take_ids(again) == [], "the lease of a gateway of this boot goes on"
+    for broker in (again, late, other, dead):
+        await broker.close()

@@ -47,6 +47,12 @@ max_answer_mib = 8
 operator_key = "{SECRET}"
 operator_only = true
 max_attempts = 5
+head_timeout_s = 3
+body_timeout_s = 30.5
+write_timeout_s = 20
+idle_timeout_s = 6
+max_connections = 100
+drain_s = 0
 
 [[engines]]
 model = "org/some-model"
@@ -144,7 +150,9 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     path.write_text(EVERY_FIELD)
     config = load(path)
     assert config.recipe == "edf"
-    assert config.server == Server("0.0.0.0", 9000, 64, 16, 10, 64, 8, SECRET, True, 5)
+    assert config.server == Server(
+        "0.0.0.0", 9000, 64, 16, 10, 64, 8, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 100, 0
+    )  # fmt: skip
     assert config.engines == (
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,

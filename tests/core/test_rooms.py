@@ -23,6 +23,7 @@ GROUND = {
     "ports",
     "errors",
     "config",
+    "config_hints",
     "compiled",
     "plugins",
     "forecast",
@@ -69,7 +70,7 @@ ALLOWED = {
     "pack": POLICY,
     "recipes": GROUND | {"core", "apps", "plan", "pack"},
     "client": {"errors"},  # applications import it, with httpx and nothing of ours
-    "broker": GROUND,
+    "broker": GROUND | CLOCK,
     "models": GROUND,
     "backends": GROUND | {"apps"},
     "clock": GROUND,

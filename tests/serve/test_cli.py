@@ -23,6 +23,7 @@ from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from tests.serve.gateway import WEB, Fake, until
+from tests.serve.test_request_ends import fakes
 
 DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
@@ -242,6 +243,23 @@ def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGTERM, err
     assert "Traceback" not in err
     assert fake.answers(), "an engine that it only attached to lives on"
+
+
+def test_a_stream_learns_of_the_stop(fake: Fake, tmp_path: Path) -> None:
+    port = free_port()
+    process = headway("serve", "--port", str(port), "--url", fake.url, "--drain", "0", folder=tmp_path)
+    until(Run(process, f"http://127.0.0.1:{port}").ready, 40)
+    chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    with WEB.stream(
+        "POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=chat | fakes(delay=600)
+    ) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGINT)
+        assert "gateway_stopped" in "".join(lines)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
 
 
 def test_the_gateway_may_open_as_many_files_as_the_system_grants() -> None:

@@ -34,3 +34,4 @@ def test_a_clock_that_is_set_by_days(
         assert finished(gateway, held)["status"] == "completed"
         assert finished(gateway, waiting)["status"] == "completed", "it was not dropped as late"
         assert look(gateway, old)["status"] == "completed", "it was not forgotten"
+        assert look(gateway, old)["created_at"] == pytest.approx(time.time(), abs=3600), "as people see it"

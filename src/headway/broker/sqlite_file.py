@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from headway import clock
 from headway.errors import ConfigError
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
@@ -49,10 +50,11 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
     Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
     """
-    with _errors_explained(path), _locked(path):
+    with _errors_explained(path), _locked(path) as lock:
         writing = _connect(path)
         try:
             _prepare(writing, path)
+            _end_leases_of_other_boots(writing, lock)
             writing.execute("PRAGMA journal_mode = wal")
             writing.execute(f"PRAGMA synchronous = {synchronous}")
             reading = _connect(path)
@@ -74,7 +76,7 @@ def _errors_explained(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: str) -> Iterator[None]:
+def _locked(path: str) -> Iterator[int]:
     """Keep other gateways from opening the file meanwhile, and a gateway of version 1 from using it.
 
     A gateway of version 1 keeps this lock while it runs. The kernel drops a flock when its process dies, so
@@ -83,7 +85,7 @@ def _locked(path: str) -> Iterator[None]:
     lock = _lock_file(path, ".lock")
     try:
         _acquire(lock, path)
-        yield
+        yield lock
     finally:
         os.close(lock)
 
@@ -204,6 +206,20 @@ def _prepare(db: sqlite3.Connection, path: str) -> None:
         fix = "Use the Headway that made it, or give this one a new file."
         message = f"{path} has schema version {version}; this Headway knows {VERSION}."
         raise ConfigError(message, fix, param=PARAM)
+
+
+def _end_leases_of_other_boots(db: sqlite3.Connection, lock: int) -> None:
+    """End all leases when the machine has booted since the file was last opened: their gateways are gone.
+
+    By then the clock may have been corrected, and leases that were far from their end would seem to go on.
+    The file of the lock says which boot it was.
+    """
+    boot, noted = (clock.boot() or "").encode(), os.pread(lock, 100, 0)
+    if noted and boot and noted != boot:
+        db.execute("UPDATE leases SET ended = 1")
+    if boot and noted != boot:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, boot, 0)
 
 
 def _run(db: sqlite3.Connection, script: str) -> None:

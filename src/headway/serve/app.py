@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from headway import __version__
+from headway import __version__, clock
 from headway.broker.port import Job
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
@@ -171,7 +171,8 @@ def _response(id: str, status: str, arrival: float, reason: str | None = None) -
         status, reason = "cancelled", None
     code = "rate_limit_exceeded" if reason and reason.startswith("dropped:") else "server_error"
     error = {"code": code, "message": reason} if reason else None
-    return {"id": id, "object": "response", "status": status, "created_at": int(arrival), "background": True,
+    created = int(clock.shown(arrival))
+    return {"id": id, "object": "response", "status": status, "created_at": created, "background": True,
             "error": error}  # fmt: skip
 
 

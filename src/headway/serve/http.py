@@ -1,4 +1,4 @@
-"""uvicorn's HTTP parser with a limit on the request line and headers.
+"""uvicorn's HTTP parser with limits: of the request line and headers, and of the time that clients take.
 
 httptools buffers a header line of any length. The limit here is enforced while bytes come in, so that no
 memory is spent on what will be refused.
@@ -6,45 +6,85 @@ memory is spent on what will be refused.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from typing import ClassVar
 
+from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from headway.errors import RequestError
+from headway.errors import HeadwayError, RequestError
+from headway.serve.connections import Connections, Limit, Limits
+from headway.serve.streaming import error_response, stopped
+
+_STATUS = ("/health", "/ready", "/metrics")
 
 
-def limited(max_head: int) -> type[HttpToolsProtocol]:
-    """Return a protocol class that answers 431 when request line and headers exceed `max_head` bytes."""
-    return type("LimitedHttp", (LimitedHttp,), {"max_head": max_head})
+def limited(connections: Connections) -> type[HttpToolsProtocol]:
+    """Return a protocol class whose connections keep these limits."""
+    return type("LimitedHttp", (LimitedHttp,), {"clients": connections, "limits": connections.limits})
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """Answers 431 when request line and headers exceed `max_head` bytes."""
+    """Answers 431 to heads that are too large, 408 to requests that take too long, 503 when there is no room.
 
-    max_head: ClassVar[int]
+    clients: all connections, this one among them.
+    """
+
+    clients: ClassVar[Connections]
+    limits: ClassVar[Limits]
     _head = 0  # bytes read since an unfinished head began
     _size = 0  # bytes of its complete lines
     _open = False  # a head has begun and is not complete
+    _in_body = False  # a head is complete and its body is not
+    _due = math.inf  # when the client has to be through with its head or body
+    _unsent = 0  # bytes that waited for a client at the last look, 0 = it was not waited for
+    _write_due = math.inf  # when the client has to have taken some of them
     _error: RequestError | None = None
     _running: RequestResponseCycle | None = None  # the request that is being answered
     _last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
 
+    # ---- bytes
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._due = self.loop.time() + self.limits.head_s
+        self.clients.add(self)
+
     def data_received(self, data: bytes) -> None:
         if self._error is not None or self._last is not None:
             return
-        if self._open and self._head > self.max_head:
-            self._error = _too_large(self.max_head)
+        if self._open and self._head > self.limits.max_head:
+            self._error = _too_large(self.limits.max_head)
             self.send_400_response("")
             return
+        if self._due == math.inf and self._idle:  # an empty line before a request begins no head
+            self._due = self.loop.time() + self.limits.head_s
         began = self._open
         super().data_received(data)
         if began and self._open:  # the chunk in which it began may hold the end of a body before it
             self._head += len(data)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.clients.discard(self)
+        running = self._running
+        if running is not None and running is not self.cycle and not running.response_complete:
+            running.disconnected = True  # uvicorn tells the latest request alone
+            running.message_event.set()
+        super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        self._unsent = 0
+        super().resume_writing()
+
+    # ---- the parser's callbacks
+
     def on_message_begin(self) -> None:
         self._open, self._head, self._size = True, 0, 0
+        if self._due == math.inf:
+            self._due = self.loop.time() + self.limits.head_s
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -56,62 +96,134 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._open = False
+        self._open, self._in_body = False, True
+        self._due = self.loop.time() + self.limits.body_s
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body, self._due = False, math.inf
+        if not self.cycle.response_complete:
+            self.clients.busy(self)
+        super().on_message_complete()
 
     def _count(self, size: int) -> None:
         self._size += size
-        if self._size > self.max_head:
-            self._error = _too_large(self.max_head)
+        if self._size > self.limits.max_head:
+            self._error = _too_large(self.limits.max_head)
             raise ValueError("head too large")  # ends the parser, which calls send_400_response
 
+    # ---- requests and their answers
+
+    @property
+    def _idle(self) -> bool:
+        return self._running is None or self._running.response_complete
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        if not self.clients.admit(self):
+            app = _status_alone(app)
+        super()._start_asgi_task(cycle, _until_stopped(cycle, app))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._idle:
+            self.clients.waits(self)
+        if self._last is not None:
+            self._close_when_answered()
+
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed, in OpenAI's shape, and close the connection.
+        """Answer what cannot be parsed or does not come, in OpenAI's shape, and close the connection.
 
         Requests that came whole before it on the same connection get their answers first.
         """
         error = self._error or RequestError("This is not an HTTP request.", "Speak HTTP/1.1.")
         body = json.dumps(error.body()).encode()
-        reason = b"431 Request Header Fields Too Large" if self._error else b"400 Bad Request"
         lines = (
-            b"HTTP/1.1 " + reason,
             b"content-type: application/json",
             b"content-length: %d" % len(body),
             b"connection: close",
         )
-        self._last = b"\r\n".join(lines) + b"\r\n\r\n" + body
+        self._last = STATUS_LINE[error.status] + b"\r\n".join(lines) + b"\r\n\r\n" + body
         running = self._running
-        if running is not None and running is self.cycle and running.more_body:
-            self._close_with_last()  # its own body cannot be parsed
+        if running is not None and running is self.cycle and self._in_body:  # the rest of its body is missing
+            if running.response_started:  # it has its answer
+                self.transport.close()
+            self._close_with_last()
             return
         if self.pipeline and self.pipeline[0][0].more_body:
             self.pipeline.popleft()
         self._close_when_answered()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        running = self._running
-        if running is not None and running is not self.cycle and not running.response_complete:
-            running.disconnected = True  # uvicorn tells the latest request alone
-            running.message_event.set()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._last is not None:
-            self._close_when_answered()
-
     def _close_when_answered(self) -> None:
-        if not self.pipeline and (self._running is None or self._running.response_complete):
+        if not self.pipeline and self._idle:
             self._close_with_last()
 
     def _close_with_last(self) -> None:
         if self._last is not None and not self.transport.is_closing():
             self.transport.write(self._last)
             self.transport.close()
+
+    # ---- limits of time and number
+
+    def exceeded(self, now: float) -> Limit | None:
+        """Return the limit that this connection exceeds at an instant of the event loop's clock."""
+        if self._unread(now):
+            return "write"
+        if now < self._due:
+            return None
+        if self.flow.read_paused:  # the client waits for the gateway
+            self._due = now + self.limits.body_s
+            return None
+        return "body" if self._in_body else "head"
+
+    def _unread(self, now: float) -> bool:
+        """Tell whether the client has taken nothing for too long of what nothing is added to."""
+        unsent = self.transport.get_write_buffer_size()
+        settled = self.flow.write_paused or self._idle or self.transport.is_closing()
+        if not unsent or not settled:
+            self._unsent = 0
+        elif not self._unsent or unsent < self._unsent:
+            self._unsent, self._write_due = unsent, now + self.limits.write_s
+        return self._unsent > 0 and now >= self._write_due
+
+    def end(self, limit: Limit) -> None:
+        """Tell the client which limit it exceeded, where that is possible, and close."""
+        self._due = math.inf
+        if limit in ("write", "room"):
+            self.transport.abort()
+        elif limit == "head" and not self._open:  # nothing of a request has come
+            self.transport.close()
+        else:
+            self._error = _too_slow(limit, self.limits)
+            self.send_400_response("")
+
+
+def _status_alone(app: ASGI3Application) -> ASGI3Application:
+    """Return what answers questions about the gateway's health, and refuses all other requests."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _STATUS:
+            await app(scope, receive, send)  # type: ignore[arg-type]
+        else:
+            await error_response(_no_room())(scope, receive, send)
+
+    return answer  # type: ignore[return-value]
+
+
+def _until_stopped(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Return what ends without an error when it is cancelled, which the end of the gateway alone does."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)  # type: ignore[arg-type]
+        except asyncio.CancelledError:
+            if not cycle.response_started:
+                await error_response(stopped())(scope, receive, send)
+            elif not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.transport.close()
+
+    return run  # type: ignore[return-value]
 
 
 def _too_large(max_head: int) -> RequestError:
@@ -121,3 +233,20 @@ def _too_large(max_head: int) -> RequestError:
         status=431,
         code="headers_too_large",
     )
+
+
+def _too_slow(limit: Limit, limits: Limits) -> RequestError:
+    what, seconds = ("headers", limits.head_s) if limit == "head" else ("body", limits.body_s)
+    return RequestError(
+        f"The request's {what} did not come within {seconds:g} s.",
+        f"Send faster, or raise server.{limit}_timeout_s.",
+        status=408,
+        code=f"{limit}_timeout",
+    )
+
+
+def _no_room() -> HeadwayError:
+    return RequestError(
+        "All connections are in use (server.max_connections).", "Try again in 1 s.", status=503,
+        kind="server_error", code="too_many_connections", headers={"retry-after": "1", "connection": "close"},
+    )  # fmt: skip

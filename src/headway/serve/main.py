@@ -29,13 +29,15 @@ from headway.serve import tasks
 from headway.serve.adapters import base_models
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
+from headway.serve.connections import Connections, Limits
 from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
-_GRACE = 5  # seconds that running requests get at the end
+_LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
+log = logging.getLogger("headway.serve")
 _URL = re.compile(r"https?://[^/\s]+")
 
 
@@ -159,11 +161,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: Config, log_dir: Path | None = None) -> None:
         self._app = new_app()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._connections = Connections(Limits.of(config.server, files))
         super().__init__(
             uvicorn.Config(
                 self._app, loop="uvloop", log_level="warning", access_log=False, lifespan="off",
-                http=limited(config.server.max_header_kib * 1024), server_header=False,
-                timeout_graceful_shutdown=_GRACE, backlog=_BACKLOG, ws="none", proxy_headers=False,
+                http=limited(self._connections), server_header=False, backlog=_BACKLOG, ws="none",
+                timeout_keep_alive=config.server.idle_timeout_s, proxy_headers=False,
+                timeout_graceful_shutdown=config.server.drain_s,
             )
         )  # fmt: skip
         self._settings, self._log_dir = config, log_dir
@@ -177,10 +182,25 @@ class Server(uvicorn.Server):
 
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
         add_endpoints(self._app, AppState(gateway))
+        self._connections.ended = gateway.metrics.connection_ended
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
-        async with tasks.running(partial(self._announce, gateway)):
+        async with tasks.running(partial(self._announce, gateway), self._connections.watch):
             await self._serve(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests in progress end, at most `drain_s`; tell clients whose requests are cut short."""
+        state = self.server_state
+        if state.tasks:
+            log.warning(
+                "stopping; requests in progress (%d) have up to %d s (Ctrl-C ends them now)",
+                len(state.tasks), self._settings.server.drain_s,
+            )  # fmt: skip
+        await super().shutdown(sockets)
+        for task in [task for task in state.tasks if not task.cancelling()]:  # after a second Ctrl-C
+            task.cancel()
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=_LAST_WORDS_S)
 
     async def _announce(self, gateway: Gateway) -> None:
         """Show progress while engines start; stop everything when one cannot start at all."""

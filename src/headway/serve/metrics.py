@@ -41,6 +41,9 @@ class Metrics:
         self._failures = Counter(
             "headway_loop_failures", "Errors of what runs beside the requests.", ["loop"], registry=r
         )
+        self._ended = Counter(
+            "headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r
+        )
         self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind"], registry=r)
         self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
         self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
@@ -114,6 +117,10 @@ class Metrics:
     def loop_failed(self, name: str) -> None:
         """Count an error of a loop beside the requests, which has begun again."""
         self._failures.labels(name).inc()
+
+    def connection_ended(self, limit: str) -> None:
+        """Count a connection that a limit ended."""
+        self._ended.labels(limit).inc()
 
     def dropped(self, reason: str) -> None:
         """Count a refusal."""

@@ -194,8 +194,13 @@ def _described(state: AppState, key: Key) -> dict[str, Any]:
 
 
 def _promised(began: float, target: float | None) -> dict[str, Any]:
-    due = None if target is None else began + target
-    return {"created_at": int(began), "slo_run_ms": None if target is None else target * 1000, "due_at": due}
+    created = clock.shown(began)
+    due = None if target is None else created + target
+    return {
+        "created_at": int(created),
+        "slo_run_ms": None if target is None else target * 1000,
+        "due_at": due,
+    }
 
 
 # ---- OpenAPI

@@ -38,7 +38,10 @@ class ResponseStream(Response):
         self._started = self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve until the response is complete or the client has disconnected, whichever is first."""
+        """Serve until the response is complete or the client has disconnected, whichever is first.
+
+        The end of the gateway cancels it: then the client is told.
+        """
         work = asyncio.create_task(self._serve(scope, receive, send))
         disconnected = asyncio.create_task(_disconnected(receive))
         try:
@@ -51,7 +54,7 @@ class ResponseStream(Response):
         except asyncio.CancelledError:
             await tasks.cancel(work)
             await self._path.fail(self._in_flight, "gateway_stopped")
-            raise
+            await self._send_error(stopped(), scope, receive, send)
         finally:
             await tasks.cancel(disconnected)
 
@@ -221,6 +224,12 @@ def _data(event: bytes) -> bytes:
 def error_response(error: HeadwayError) -> JSONResponse:
     """Return an error in OpenAI's shape."""
     return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def stopped() -> EngineError:
+    """Return what clients are told whose requests the end of the gateway cuts short."""
+    hint = "Send the request again in a moment."
+    return EngineError("The gateway is being stopped.", hint, status=503, code="gateway_stopped")
 
 
 async def _drain(response: EngineResponse) -> None:

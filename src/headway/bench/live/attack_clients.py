@@ -20,6 +20,7 @@ _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SAY = [{"role": "user", "content": "Say something."}]
 _ANSWER_S = 20.0  # an answer that takes longer is none
 HANG_S = 3.0  # for which an engine hangs
+BURST = 5000  # connections
 
 
 @dataclass(slots=True)
@@ -204,6 +205,76 @@ async def _completed(target: Target, ids: list[str]) -> None:
     target.lost += len(left)
 
 
+async def full_of(target: Target, count: int, data: bytes, drip: bytes) -> None:
+    """Keep so many connections open with the beginning of a request, a byte or two of which come at times."""
+    lines = list[asyncio.StreamWriter]()
+    try:
+        while target.going:
+            while target.going and len(lines) < count:
+                lines += await _connected(target, data)
+            for writer in lines:
+                writer.write(drip)
+            await asyncio.sleep(0.2)
+            lines = [writer for writer in lines if not writer.transport.is_closing()]
+    finally:
+        for writer in lines:
+            writer.transport.abort()
+
+
+async def _connected(target: Target, data: bytes) -> list[asyncio.StreamWriter]:
+    """Open a connection, send bytes and read nothing; an empty list when there is none."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port, limit=1)
+    except OSError:
+        return []
+    writer.write(data)
+    return [writer]
+
+
+async def slow_heads(target: Target) -> None:
+    """Send heads that never end, on 1,000 connections at a time."""
+    await full_of(target, 1000, b"GET /health HTTP/1.1\r\n", b"x: y\r\n")
+
+
+async def slow_bodies(target: Target) -> None:
+    """Send bodies that never end, on 1,000 connections at a time."""
+    head = f"POST {_CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
+    await full_of(target, 1000, head.encode(), b" ")
+
+
+async def unread(target: Target) -> None:
+    """Ask for long streams and read none, on 32 connections at a time."""
+    data = request(_CHAT, say(stream=True, n=64, max_tokens=1500, vllm_xargs={"fake_tokens": 1500}))
+    await full_of(target, 32, data, b"\r\n")  # which begins no request
+
+
+async def burst(target: Target) -> None:
+    """Open 5,000 connections at once; each that gets no answer is a loss."""
+    health = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    answers = await asyncio.gather(*(target.send(health) for _ in range(BURST)))
+    target.lost += sum(status == 0 for status, _ in answers)
+    await target.end()
+
+
+async def replaced_file(target: Target) -> None:
+    """Put another file in the place of the queue's for a while.
+
+    Background work that is accepted meanwhile is a loss unless it completes when the file is back.
+    """
+    path = target.folder / "queue.sqlite"
+    aside, data, ids = path.with_suffix(".aside"), request(_CHAT, say(background=True)), list[str]()
+    path.rename(aside)
+    path.touch()
+    try:
+        while target.going:
+            status, body = await target.send(data)
+            ids += [json.loads(body)["id"]] if status == 202 else []
+            await asyncio.sleep(0.02)
+    finally:
+        aside.replace(path)
+    await _completed(target, ids)
+
+
 _FORGED = json.dumps(say(vllm_xargs={"headway_urgency": -1e300}, temperature=0))[:-1] + ', "top_p": 1e400}'
 _PIPELINED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + b"nonsense\r\n\r\n"
 _UNTRUSTED = [(name, stream) for name in NONSENSE for stream in (False, True)]
@@ -223,4 +294,9 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "a full disk": (full_disk, 1),
     "an engine that hangs": (hung, 1),
     "an engine that answers nonsense": (untrusted, 1),
+    "the queue's file replaced": (replaced_file, 1),
+    "1,000 slow heads": (slow_heads, 1),
+    "1,000 slow bodies": (slow_bodies, 1),
+    "streams that are not read": (unread, 1),
+    "5,000 connections at once": (burst, 1),
 }

@@ -53,7 +53,7 @@ Peers = tuple[Peer, Peer]  # direct, then Headway
 
 @contextmanager
 def servers(
-    folder: Path, recipe: str = "slack", server: Mapping[str, int] | None = None,
+    folder: Path, recipe: str = "slack", server: Mapping[str, Any] | None = None,
     engines: Mapping[str, float] | None = None,
 ) -> Iterator[Peers]:  # fmt: skip
     """Start the FAKE engine and a gateway in front of it; stop both at the end.

@@ -1,0 +1,53 @@
+"""What is said of a configuration that pydantic refuses: what is wrong, and how to correct it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from headway.errors import ConfigError
+
+_UNKNOWN = "unexpected_keyword_argument"
+
+
+def explain(error: ValidationError, where: str, root: Any, tables: Mapping[str, Any]) -> ConfigError:
+    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it.
+
+    root, tables: dataclasses of the whole file and, by name, of its tables.
+    """
+    first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
+    names = [str(part) for part in first["loc"]]
+    secret = (
+        names[:1] == ["keys"] or names[-1] == "operator_key"
+    )  # the value may be an API key, in the wrong place too
+    if first["type"] == _UNKNOWN:
+        path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
+        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, root, tables), param=path)
+    path = ".".join(names)
+    if first["type"] == "missing":
+        return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
+    what = first["msg"][:1].lower() + first["msg"][1:]
+    seen = "" if secret else f" (it is {first['input']!r})"
+    return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
+
+
+def _hint(names: list[str], root: Any, tables: Mapping[str, Any]) -> str:
+    """Say what to do about a key that its table does not have: the table that has it, else a near name."""
+    *place, key = names
+    table = tables.get(".".join(place), tables[place[0]]) if place else root
+    if key in root.__dataclass_fields__:
+        return "Put it at the top of the file, before the first [table]."
+    for name, cls in tables.items():
+        if key in cls.__dataclass_fields__:
+            return f"It belongs in {name!r}."
+    near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
+    if near:
+        return f"Did you mean {near[0]!r}?"
+    return "Remove it; `headway config show` lists what there is."
+
+
+def _mask(secret: str) -> str:
+    return secret[:4] + "****"
