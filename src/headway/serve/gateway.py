@@ -18,6 +18,7 @@ from headway.broker.port import Broker
 from headway.config import Broker as BrokerSettings
 from headway.config import Config, state_dir
 from headway.core.controller import Controller
+from headway.core.shares import QueueShares
 from headway.engines.vllm.process.client import VllmEngine
 from headway.recipes.registry import find
 from headway.serve import tasks
@@ -74,12 +75,13 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         opened(config.backends) as backends,
     ):
         planner = recipe.planner()
-        controller = Controller(planner, lengths.lengths, config.server.max_queued)
+        controller = Controller(planner, lengths.lengths, config.server.max_queued, _shares(config))
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
-        bodies = ByteBudget(config.server.max_queued_mib * 2**20)
+        share = config.server.tenant_share if config.several_tenants else 1.0
+        bodies = ByteBudget(config.server.max_queued_mib * 2**20, share)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         loops = recovery.run, forget, path.closings.run
@@ -98,6 +100,14 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         finally:
             await path.fail_foreground("gateway_stopped")
             await path.closings.retry()
+
+
+def _shares(config: Config) -> QueueShares | None:
+    """Return the account of what tenants may take of the queue; a single one may take all of it."""
+    if not config.keys:
+        return None
+    server = config.server
+    return QueueShares(server.tenant_share, server.class_share) if config.several_tenants else QueueShares()
 
 
 def _dispatcher(config: Config, controller: Controller, metrics: Metrics, log_dir: Path | None) -> Dispatcher:

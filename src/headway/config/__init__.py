@@ -10,7 +10,6 @@ import json
 import os
 import tomllib
 from dataclasses import asdict, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,12 +17,16 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headway.config.keys import Key as Key
+from headway.config.keys import Secret
+from headway.config.problems import explain
 from headway.errors import ConfigError
 from headway.types import Slo
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1, strict=False)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -33,6 +36,9 @@ class Server:
 
     operator_key: for /headway/control, which is off without. operator_only: for /metrics and /ready, too.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
+    tenant_share: where keys name several tenants: what one may take of the queue (max_queued and
+        max_queued_mib) that the others leave. class_share: what one class of a tenant may take of its part.
+    Secrets here, in keys and in engines are themselves, "env:NAME" or "file:PATH".
     """
 
     host: str = "127.0.0.1"
@@ -41,7 +47,9 @@ class Server:
     max_header_kib: Count = 32
     max_queued: Count = 1000
     max_queued_mib: Count = 256
-    operator_key: Annotated[str, Field(min_length=8)] | None = None
+    tenant_share: Share = 0.5
+    class_share: Share = 0.75
+    operator_key: Secret | None = None
     operator_only: bool = False
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
 
@@ -75,6 +83,7 @@ class Engine:
     slots: requests that may hold KV, running or paused.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
+    api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
     """
 
     model: str = "smollm2"
@@ -85,6 +94,7 @@ class Engine:
     sleep_mode: bool = False
     drain_timeout_s: Positive = 300.0
     url: str | None = None
+    api_key: Secret | None = None
     port: Port | None = None
     max_running: Count = 16
     slots: Count | None = None
@@ -235,14 +245,6 @@ class Tier:
         return Slo(*(None if value is None else value / 1000 for value in ms))
 
 
-@dataclass(frozen=True, config=_STRICT)
-class Key:
-    """An API key and the tenant of its requests."""
-
-    key: Annotated[str, Field(min_length=8)]
-    tenant: Annotated[str, Field(min_length=1)]
-
-
 def _tiers() -> dict[str, Tier]:
     return {
         "default": Tier(),
@@ -266,6 +268,11 @@ class Config:
     keys: tuple[Key, ...] = ()
 
     @property
+    def several_tenants(self) -> bool:
+        """Tell whether requests can come from more than one tenant."""
+        return len({key.tenant for key in self.keys}) > 1
+
+    @property
     def history(self) -> Path | None:
         """Return the file that keeps the predictor's history, None = nowhere."""
         return self._beside_queue(self.predictor.history, ".lengths.npz")
@@ -286,7 +293,6 @@ _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
     "apps": Apps, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
-_UNKNOWN = "unexpected_keyword_argument"
 
 
 def load(path: Path | None) -> Config:
@@ -310,12 +316,15 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     try:
         config = _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        raise _explain(error, where) from None  # pydantic's own words quote the input, API keys too
+        raise explain(
+            error, where, Config, _TABLES
+        ) from None  # pydantic's own words quote the input, API keys too
     if not config.engines:
         raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
     if config.server.operator_only and config.server.operator_key is None:
         problem = f"server.operator_only in {where} asks for a key that there is not."
         raise ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
+    _check_keys(config, where)
     for name, tier in config.classes.items():
         if tier.drop and tier.ttft_ms is None and tier.e2e_ms is None:
             raise ConfigError(
@@ -326,6 +335,18 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     return config
 
 
+def _check_keys(config: Config, where: str) -> None:
+    """Raise ConfigError for keys that may claim a class that there is not, and for a key without a url."""
+    for i, key in enumerate(config.keys):
+        if unknown := set(key.classes or ()) - set(config.classes):
+            problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."
+            raise ConfigError(problem, f"Use some of {', '.join(sorted(config.classes))}.")
+    for i, engine in enumerate(config.engines):
+        if engine.api_key is not None and engine.url is None:
+            problem = f"engines.{i} in {where} has an api_key, but no url."
+            raise ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
+
+
 def write(config: Config) -> str:
     """Return a configuration as the TOML that `load` reads; options left unset are left out."""
     return tomli_w.dumps(_drop(asdict(config)))
@@ -334,10 +355,9 @@ def write(config: Config) -> str:
 def show(config: Config) -> str:
     """Return the effective configuration as TOML for people: keys masked, so that it does not load again."""
     data = asdict(config)
-    for key in data["keys"]:
-        key["key"] = "****"
-    if config.server.operator_key is not None:
-        data["server"]["operator_key"] = "****"
+    masked = [(key, "key") for key in data["keys"]] + [(data["server"], "operator_key")]
+    for table, name in (*masked, *((engine, "api_key") for engine in data["engines"])):
+        table[name] = None if table[name] is None else "****"
     return tomli_w.dumps(_drop(data))
 
 
@@ -360,40 +380,3 @@ def _drop(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_drop(v) for v in value]
     return value
-
-
-def _explain(error: ValidationError, where: str) -> ConfigError:
-    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it."""
-    first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
-    names = [str(part) for part in first["loc"]]
-    secret = (
-        names[:1] == ["keys"] or names[-1] == "operator_key"
-    )  # the value may be an API key, in the wrong place too
-    if first["type"] == _UNKNOWN:
-        path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
-        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names), param=path)
-    path = ".".join(names)
-    if first["type"] == "missing":
-        return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
-    what = first["msg"][:1].lower() + first["msg"][1:]
-    seen = "" if secret else f" (it is {first['input']!r})"
-    return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
-
-
-def _hint(names: list[str]) -> str:
-    """Say what to do about a key that its table does not have: a near name, else the table that has it."""
-    *place, key = names
-    table = _TABLES.get(".".join(place), _TABLES[place[0]]) if place else Config
-    near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
-    if near:
-        return f"Did you mean {near[0]!r}?"
-    if key in Config.__dataclass_fields__:
-        return "Put it at the top of the file, before the first [table]."
-    for name, cls in _TABLES.items():
-        if key in cls.__dataclass_fields__:
-            return f"It belongs in {name!r}."
-    return "Remove it; `headway config show` lists what there is."
-
-
-def _mask(secret: str) -> str:
-    return secret[:4] + "****"

@@ -1,0 +1,52 @@
+"""What a wrong configuration file is told: what is wrong and how to mend it, without quoting a secret."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from headway.errors import ConfigError
+
+_UNKNOWN = "unexpected_keyword_argument"
+
+
+def explain(error: ValidationError, where: str, top: type, tables: Mapping[str, Any]) -> ConfigError:
+    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it.
+
+    top, tables: the classes of the whole file, and of its tables by name.
+    """
+    first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
+    names = [str(part) for part in first["loc"]]
+    # The value may be an API key, in the wrong place too.
+    secret = names[:1] == ["keys"] or names[-1] in ("operator_key", "api_key")
+    if first["type"] == _UNKNOWN:
+        path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
+        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, top, tables), param=path)
+    path = ".".join(names)
+    if first["type"] == "missing":
+        return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
+    what = first["msg"][:1].lower() + first["msg"][1:]
+    seen = "" if secret else f" (it is {first['input']!r})"
+    return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
+
+
+def _hint(names: list[str], top: Any, tables: Mapping[str, Any]) -> str:
+    """Say what to do about a key that its table does not have: a near name, else the table that has it."""
+    *place, key = names
+    table = tables.get(".".join(place), tables[place[0]]) if place else top
+    near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
+    if near:
+        return f"Did you mean {near[0]!r}?"
+    if key in top.__dataclass_fields__:
+        return "Put it at the top of the file, before the first [table]."
+    for name, cls in tables.items():
+        if key in cls.__dataclass_fields__:
+            return f"It belongs in {name!r}."
+    return "Remove it; `headway config show` lists what there is."
+
+
+def _mask(secret: str) -> str:
+    return secret[:4] + "****"
