@@ -65,8 +65,9 @@ class QueueShares:
 
         tier: None = it is not known yet, so that only the tenant's limits count.
         """
-        if self._surely_fits(tenant, tier, queue):
-            return None
+        return None if self._surely_fits(tenant, tier, queue) else self._exceeded(tenant, tier, queue)
+
+    def _exceeded(self, tenant: str, tier: str | None, queue: Waiting) -> QueueLimit | None:
         held = {name: Counter(tiers) for name, tiers in self._held.items()}
         for (name, of), count in queue.storing.items():
             held.setdefault(name, Counter())[of] += count

@@ -75,6 +75,8 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         opened(config.backends) as backends,
     ):
         planner = recipe.planner()
+        if config.several_tenants:
+            planner.take_turns()
         controller = Controller(planner, lengths.lengths, config.server.max_queued, _shares(config))
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)

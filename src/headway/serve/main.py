@@ -78,7 +78,7 @@ def preflight(config: Config) -> None:
 
 
 def _check_secrets(config: Config) -> None:
-    """Raise ConfigError for secrets that are not where the configuration says, or stand in the wrong place."""
+    """Raise ConfigError for secrets that are not where the configuration says, or that all could read."""
     revealed(config.keys)
     if config.server.operator_key is not None:
         reveal(config.server.operator_key, "server.operator_key")

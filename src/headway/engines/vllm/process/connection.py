@@ -37,12 +37,12 @@ class EngineGone(EngineError):
 class EngineConnection:
     """The connection to one instance.
 
-    url: where it listens; it changes when another process takes its place.
+    url: where it listens; it changes when another process takes its place. key: what it asks for, if any.
     idle: set when no request is open on it.
     """
 
-    def __init__(self, id: str, url: str) -> None:
-        self.id, self.url = id, url
+    def __init__(self, id: str, url: str, key: str | None = None) -> None:
+        self.id, self.url, self._key = id, url, key
         self.idle = asyncio.Event()
         self.idle.set()
         self._open = 0
@@ -52,7 +52,10 @@ class EngineConnection:
         """Make the session; to be called on the event loop, before anything else."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**18)
+        headers = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, connector=connector, read_bufsize=2**18, headers=headers
+        )
 
     async def disconnect(self) -> None:
         """Close the session."""
