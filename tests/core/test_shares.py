@@ -44,7 +44,7 @@ def test_places_in_engines_are_given_out_evenly(counts: dict[str, int], places: 
     assert sum(parts.values()) == min(max(places, 0), sum(counts.values()))
     assert all(0 <= parts[name] <= counts[name] for name in counts)
     short = [parts[name] for name in counts if parts[name] < counts[name]]
-    assert all(part <= least + 1 for least in short for part in parts.values()), "none gets more than one short"
+    assert all(part <= least + 1 for least in short for part in parts.values()), "none gets more"
 
 
 @given(ARRIVALS, st.integers(1, 30), st.integers(0, 10), SHARES, SHARES)

@@ -1,4 +1,4 @@
-"""Best effort in turns of its tenants: a flood does not hold up another tenant; one tenant alone sees nothing."""
+"""Best effort in turns of its tenants: a flood holds up no other tenant; one alone sees no difference."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_single_tenant_is_served_as_it_comes(asked: list[tuple[int, int]]) -> 
     short=st.booleans(),
 )
 def test_service_of_tenants_that_wait_stays_close(costs: list[tuple[str, int, int]], short: bool) -> None:
-    """While both wait, their service differs by no more than two of the largest requests (VTC, theorem 4.4)."""
+    """While both wait, their service differs by two of the largest requests at most (VTC, theorem 4.4)."""
     turns, waiting = TenantTurns(), dict[str, list[tuple[float, str, int]]](a=[], b=[])
     for i, (tenant, prompt, answer) in enumerate(costs):
         turn = turns.take(f"r{i}", tenant, prompt, float(answer))
