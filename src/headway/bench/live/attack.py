@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from headway.bench.live.attack_clients import ATTACKS, Target
+from headway.bench.live.attack_clients import ATTACKS, BETA, FLOOD, KEYS, TENANTS, Target, bearer
 from headway.bench.live.fake_engine import NAME
 from headway.bench.live.peers import Peer, servers
 from headway.bench.output.plots import png, sheet
@@ -29,7 +29,8 @@ _SYSTEM, _QUEUED_MIB = "headway", 64
 _PAUSE = 0.01  # seconds between two questions for /health
 # Row -> the goal, at most.
 GOALS = {"attack.health_ms.p99": 50.0, "attack.rss_mb": 100.0, "attack.lost": 0.0, "attack.5xx": 0.0}
-_UNITS = dict(zip(GOALS, ("ms", "MB", "requests", "answers"), strict=True))
+REFUSED = "attack.refused"  # 429s of the honest client; the goal is 0 where it is another tenant
+_UNITS = dict(zip((*GOALS, REFUSED), ("ms", "MB", "requests", "answers", "answers"), strict=True))
 WORKLOAD = (
     f"Headway's gateway (sqlite broker, synchronous = full, server.max_queued_mib = {_QUEUED_MIB}) in front "
     f"of a {NAME}; hostile clients carry out one attack after the other, while others ask for /health and "
@@ -37,7 +38,8 @@ WORKLOAD = (
 )
 _NOTES = (
     "health_ms: answers of /health during the attack. rss_mb: the gateway's largest resident memory "
-    "meanwhile, minus that before. lost: accepted requests without an answer. 5xx: except 503.",
+    "meanwhile, minus that before. lost: accepted requests without an answer. 5xx: except 503. refused: 429s "
+    "that the honest client got; it is another tenant where one tenant attacks, and none is the goal there.",
 )
 
 
@@ -49,16 +51,30 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     deliver(report, as_json=as_json, out=out, pictures=lambda: {"attack": plot(rows)})
 
 
-def measure(seconds: float, names: tuple[str, ...] = tuple(ATTACKS)) -> list[Row]:
-    """Carry out each attack for so many seconds; return its rows, those of no attack first."""
+def measure(seconds: float, names: tuple[str, ...] = (*ATTACKS, *TENANTS), flood: int = FLOOD) -> list[Row]:
+    """Carry out each attack for so many seconds; return its rows, those of no attack first.
+
+    flood: requests of a tenant that floods the others; the queue has room for a quarter.
+    """
     with tempfile.TemporaryDirectory(prefix="headway-attack-") as name:
         folder = Path(name)
         with servers(folder, server={"max_queued_mib": _QUEUED_MIB}) as (engine, gateway):
             rows = list[Row]()
             _attacked(Target(gateway, engine, folder), "", 1.0)  # warms up
-            for attack in ("", *names):
+            for attack in ("", *(name for name in names if name in ATTACKS)):
                 rows += _attacked(Target(gateway, engine, folder), attack, seconds)
-            return rows
+        return rows + _between_tenants(folder, [name for name in names if name in TENANTS], seconds, flood)
+
+
+def _between_tenants(folder: Path, names: list[str], seconds: float, flood: int) -> list[Row]:
+    rows = list[Row]()
+    for name in names:
+        (here := folder / f"tenants-{len(rows)}").mkdir()
+        limits = {"max_queued_mib": _QUEUED_MIB, "max_queued": flood // 4}
+        with servers(here, "headway", limits, KEYS) as (engine, gateway):
+            _attacked(Target(gateway, engine, here, headers=bearer(BETA)), "", 1.0)  # warms up
+            rows += _attacked(Target(gateway, engine, here, headers=bearer(BETA), flood=flood), name, seconds)
+    return rows
 
 
 def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
@@ -69,6 +85,7 @@ def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
         "attack.rss_mb": (max(seen.rss) - seen.rss[0]) / 1e6,
         "attack.lost": float(target.lost),
         "attack.5xx": float(target.broken),
+        REFUSED: float(target.refused),
     }
     return [Row(id, _SYSTEM, attack or "no attack", value, _UNITS[id]) for id, value in figures.items()]
 
@@ -76,7 +93,7 @@ def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
 async def _clients(target: Target, attack: str, seconds: float) -> None:
     """Run the attackers and an honest client beside them."""
     target.stop = asyncio.get_running_loop().time() + seconds
-    work, clients = ATTACKS[attack] if attack else (_honest, 0)
+    work, clients = (ATTACKS | TENANTS)[attack] if attack else (_honest, 0)
     await asyncio.gather(_honest(target), *(work(target) for _ in range(clients)))
 
 
@@ -125,9 +142,9 @@ def build(rows: list[Row], seconds: float, seed: int) -> Report:
     """Return the report with a line per attack."""
     settings = list(dict.fromkeys(row.setting for row in rows))
     values = {(row.setting, row.id): row.ours for row in rows}
-    lines = [[setting, *(show(values[setting, id]) for id in GOALS)] for setting in settings]
-    goals = ["goal, at most", *(show(goal) for goal in GOALS.values())]
-    header = ("attack", *(id.removeprefix("attack.") for id in GOALS))
+    lines = [[setting, *(show(values[setting, id]) for id in _UNITS)] for setting in settings]
+    goals = ["goal, at most", *(show(goal) for goal in GOALS.values()), "see notes"]
+    header = ("attack", *(id.removeprefix("attack.") for id in _UNITS))
     return Report(
         "attack", "vllm", "The gateway under attack", rows, seconds, About(WORKLOAD, seed),
         Grid(header, [lines, [goals]]), notes=_NOTES,
