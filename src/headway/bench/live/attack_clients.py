@@ -174,7 +174,7 @@ async def full_disk(target: Target) -> None:
 async def tenant(target: Target) -> None:
     """Send a flood of requests as one tenant, all at once; those accepted that do not complete are lost."""
     ids, header = list[str](), bearer(ALPHA)
-    slow = {"fake_tokens": 8, "fake_delay": 0.05}
+    slow = {"fake_tokens": 8, "fake_delay": 0.5}
     data = request(_CHAT, say(background=True, vllm_xargs=slow), header)
 
     async def some() -> None:
