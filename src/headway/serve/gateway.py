@@ -20,6 +20,7 @@ from headway.config import Config, state_dir
 from headway.core.controller import Controller
 from headway.core.shares import QueueShares
 from headway.engines.vllm.process.client import VllmEngine
+from headway.ports import Planner
 from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
@@ -75,15 +76,12 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         opened(config.backends) as backends,
     ):
         planner = recipe.planner()
-        if config.several_tenants:
-            planner.take_turns()
-        controller = Controller(planner, lengths.lengths, config.server.max_queued, _shares(config))
+        controller = _controller(config, planner, lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
-        share = config.server.tenant_share if config.several_tenants else 1.0
-        bodies = ByteBudget(config.server.max_queued_mib * 2**20, share)
+        bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         loops = recovery.run, forget, path.closings.run
@@ -104,12 +102,20 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             await path.closings.retry()
 
 
-def _shares(config: Config) -> QueueShares | None:
-    """Return the account of what tenants may take of the queue; a single one may take all of it."""
-    if not config.keys:
-        return None
-    server = config.server
-    return QueueShares(server.tenant_share, server.class_share) if config.several_tenants else QueueShares()
+def _controller(config: Config, planner: Planner, lengths: LengthService) -> Controller:
+    """Return the controller; where there are several tenants, none may fill the queue, and they take turns."""
+    server, shares = config.server, None
+    if config.several_tenants:
+        planner.take_turns()
+        shares = QueueShares(server.tenant_share, server.class_share)
+    elif config.keys:
+        shares = QueueShares()  # for keys.max_queued
+    return Controller(planner, lengths.lengths, server.max_queued, shares)
+
+
+def _bodies(config: Config) -> ByteBudget:
+    share = config.server.tenant_share if config.several_tenants else 1.0
+    return ByteBudget(config.server.max_queued_mib * 2**20, share)
 
 
 def _dispatcher(config: Config, controller: Controller, metrics: Metrics, log_dir: Path | None) -> Dispatcher:
