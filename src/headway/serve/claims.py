@@ -34,7 +34,8 @@ def check_claims(key: Key, request: Request, priority: int | None) -> None:
 def _targets(request: Request) -> list[tuple[str, float | None]]:
     """Return the SLOs in seconds; the deadline of its run counts as an e2e of its own."""
     slo, stage = request.slo, request.stage
-    return [("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("e2e", stage.target if stage else None)]
+    run = stage.target if stage else None
+    return [("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("e2e", run)]
 
 
 def _refused(what: str, hint: str, setting: str, param: str | None = None) -> RequestError:

@@ -103,7 +103,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
 
 
 def _controller(config: Config, planner: Planner, lengths: LengthService) -> Controller:
-    """Return the controller; where there are several tenants, none may fill the queue, and they take turns."""
+    """Return the controller; several tenants take turns, and none may fill the queue."""
     server, shares = config.server, None
     if config.several_tenants:
         planner.take_turns()
