@@ -74,6 +74,13 @@ class Planner(Protocol):
         """Return the expected seconds of service that an application's live run still needs, if known."""
         return None
 
+    def take_turns(self) -> None:
+        """Be fair between tenants; a host that has several calls this before the first event.
+
+        Planners that have no order of their own for tenants, or are fair anyway, ignore it.
+        """
+        return
+
     def prepare(self) -> None:
         """Compile what it needs; a host calls this before it serves, because compiling takes seconds."""
         return

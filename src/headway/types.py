@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -280,8 +280,7 @@ class Shortfall:
     """A promise that cannot be kept.
 
     target: the SLO that is missed.
-    needed: seconds from the arrival that it would take, at least.
-    promised: seconds, the SLO.
+    needed: seconds from the arrival that it would take, at least. promised: seconds, the SLO.
     """
 
     target: Literal["ttft", "e2e"]
@@ -289,19 +288,29 @@ class Shortfall:
     promised: float
 
 
+class QueueLimit(NamedTuple):
+    """A setting by which a tenant (or its class `tier`) may have `most` requests waiting, as it has."""
+
+    setting: str
+    waiting: int
+    most: int
+    tier: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Reject:
     """Refuse a request (429): at arrival, while it is queued, or inside an engine before its first token.
 
-    reason: "queue_full", "saturated" or "infeasible".
+    reason: "queue_full", "tenant_queue_full", "saturated" or "infeasible".
     retry_after: seconds after which to try again, None = the same request would be refused again.
-    shortfall: of an infeasible one.
+    shortfall: of an infeasible one. limit: of its tenant's part of the queue, where that is full.
     """
 
     id: str
     reason: str
     retry_after: float | None = None
     shortfall: Shortfall | None = None
+    limit: QueueLimit | None = None
 
 
 Command = Send | Rerank | Swap | Warm | Prewarm | Reject

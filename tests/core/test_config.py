@@ -44,6 +44,8 @@ max_header_kib = 16
 max_queued = 10
 max_queued_mib = 64
 max_answer_mib = 8
+tenant_share = 0.4
+class_share = 0.6
 operator_key = "{SECRET}"
 operator_only = true
 max_attempts = 5
@@ -63,6 +65,7 @@ host_weights_gib = 1.5
 sleep_mode = true
 drain_timeout_s = 90
 url = "http://10.0.0.1:8000"
+api_key = "{SECRET}"
 port = 8001
 max_running = 4
 slots = 9
@@ -127,6 +130,12 @@ prewarm = 0.25
 [[keys]]
 key = "{SECRET}"
 tenant = "alice"
+classes = ["gold", "batch"]
+ttft_ms = 250
+tpot_ms = 40
+e2e_ms = 3000.5
+priority = -1
+max_queued = 7
 """
 
 
@@ -151,14 +160,14 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     config = load(path)
     assert config.recipe == "edf"
     assert config.server == Server(
-        "0.0.0.0", 9000, 64, 16, 10, 64, 8, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 100, 0
+        "0.0.0.0", 9000, 64, 16, 10, 64, 8, 0.4, 0.6, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 100, 0
     )  # fmt: skip
     assert config.engines == (
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
             slots=9, max_model_len=1024, max_batched_tokens=512, kv_gib=2, host_kv_gib=2.0, blocks=96,
             models=("org/other-model", Model("/models/third", "third")),
-            adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5,
+            adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5, api_key=SECRET,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
             cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
             start_timeout_s=60.0, health_timeout_s=5.0, silence_timeout_s=50.0, request_timeout_s=500.0,
@@ -172,7 +181,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25)
-    assert config.keys == (Key(SECRET, "alice"),)
+    assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7),)
 
 
 def test_the_example_above_names_every_field_there_is() -> None:
@@ -276,6 +285,8 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
         ({"classes": {"x": {"priority": 1.5}}}, "classes.x.priority", "1.5"),
         ({"classes": {"x": 3}}, "classes.x", "3"),
         ({"classes": 3}, "classes", "3"),
+        ({"server": {"tenant_share": 0}}, "server.tenant_share", "0"),
+        ({"server": {"class_share": 1.5}}, "server.class_share", "1.5"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place_and_what_it_is(
@@ -295,6 +306,9 @@ def test_a_wrong_value_is_named_with_its_place_and_what_it_is(
         [{"key": SECRET, "tenant": 3}],
         [{"key": SECRET, "tenant": "a", "extra": 1}],
         [{"key": [SECRET], "tenant": "a"}],
+        [{"key": SECRET, "tenant": "a", "max_queued": 0}],
+        [{"key": SECRET, "tenant": "a", "ttft_ms": SECRET}],
+        [{"key": SECRET, "tenant": "a", "classes": ["none"]}],
         [{SECRET: "alice"}],
         [{"key": "sk-long-enough", "tenant": "a", SECRET: "alice"}],
         {SECRET: "alice"},
@@ -310,6 +324,11 @@ def test_a_short_api_key_is_refused_without_being_quoted() -> None:
     said = refused({"keys": [{"key": "hunter2", "tenant": "a"}]})
     assert "at least 8 characters" in said
     assert "hunter2" not in said
+
+
+def test_an_engine_s_key_is_never_quoted_and_needs_a_url() -> None:
+    assert "but no url" in refused({"engines": [{"api_key": SECRET}]})
+    assert "hunter2" not in refused({"engines": [{"url": "http://x", "api_key": "hunter2"}]})
 
 
 def test_a_missing_part_is_named() -> None:
@@ -353,7 +372,7 @@ def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
     config = parse(tomllib.loads(EVERY_FIELD))
     text = show(config)
     assert SECRET[:4] not in text
-    with pytest.raises(ConfigError, match=r"keys\.0\.key|server\.operator_key"):
+    with pytest.raises(ConfigError, match=r"keys\.0\.key|server\.operator_key|engines\.0\.api_key"):
         parse(tomllib.loads(text))  # a mask must not become a working key
     filled = parse(tomllib.loads(text.replace("****", SECRET)))
     assert filled == config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.bench.live import attack
-from headway.bench.live.attack_clients import ATTACKS, Target, request, say
+from headway.bench.live.attack_clients import ATTACKS, TENANTS, Target, request, say
 from headway.bench.live.fake_engine import NAME
 from headway.bench.live.peers import servers
 from headway.bench.output.results import Row, save
@@ -21,13 +21,14 @@ CHOSEN = (
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    return attack.measure(0.3, CHOSEN)
+    return attack.measure(0.3, (*CHOSEN, *TENANTS), flood=600)
 
 
 def test_every_attack_has_its_figures(rows: list[Row]) -> None:
     assert {(row.setting, row.id) for row in rows} == {
-        (name, id) for name in ("no attack", *CHOSEN) for id in attack.GOALS
+        (name, id) for name in ("no attack", *CHOSEN, *TENANTS) for id in (*attack.GOALS, attack.REFUSED)
     }
+    assert [row.ours for row in rows if row.id == attack.REFUSED and row.setting in TENANTS] == [0.0]
     assert {row.ours for row in rows if row.id in ("attack.lost", "attack.5xx")} == {0.0}
     assert all(row.ours is not None and row.ours > 0 for row in rows if row.id == "attack.health_ms.p99")
     assert set(CHOSEN) < set(ATTACKS)

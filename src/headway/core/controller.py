@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from headway.core.cluster import Cluster
 from headway.core.drops import Drops, Needs
+from headway.core.old_plans import still_holding
+from headway.core.shares import Group, QueueShares, Waiting
 from headway.events import (
     Arrived,
     Event,
@@ -39,7 +41,6 @@ from headway.types import (
     Reject,
     Request,
     Rerank,
-    Send,
     Swap,
 )
 
@@ -62,11 +63,13 @@ class Controller:
     """Holds every accepted request until it ends, and says when it goes where.
 
     max_queued bounds the requests that wait, outside or inside engines; beyond it `admit` refuses.
+    shares: what one tenant may take of them, None = all.
     """
 
     planner: Planner
     lengths: Lengths
     max_queued: int = 1000
+    shares: QueueShares | None = None
     cluster: Cluster = field(default_factory=Cluster)
     requests: dict[str, Request] = field(default_factory=dict)
     _queued: int = 0
@@ -85,14 +88,35 @@ class Controller:
         inside = sum(instance.window for instance in self.cluster.instances.values())
         return max(self._queued, len(self.requests) - inside)
 
-    def admit(self, request: Request, now: float, storing: int = 0) -> Reject | None:
+    def admit(
+        self, request: Request, now: float, storing: Mapping[Group, int] | None = None,
+        most: int | None = None,
+    ) -> Reject | None:  # fmt: skip
         """Tell, before anything is stored, whether the queue has room for this request.
 
         storing: requests that were admitted and have not arrived yet, because they are being stored.
+        most: requests of its tenant that may wait, as far as its key is concerned.
         """
-        if self._waiting + storing < self.max_queued:
-            return self.infeasible(request, now)
-        return Reject(request.id, "queue_full", retry_after=self._until_room(now))
+        full = self.full(request.tenant, request.tier, now, storing or {}, most)
+        return self.infeasible(request, now) if full is None else replace(full, id=request.id)
+
+    def full(
+        self, tenant: str, tier: str | None, now: float, storing: Mapping[Group, int], most: int | None = None
+    ) -> Reject | None:  # fmt: skip
+        """Return the refusal if the queue has no room for a request of a tenant; arguments as in `admit`.
+
+        tier: its class, None = not known yet.
+        """
+        if self._waiting + sum(storing.values()) >= self.max_queued:
+            return Reject("", "queue_full", retry_after=self._until_room(now))
+        if self.shares is None:
+            return None
+        queue = Waiting(self.max_queued, len(self.requests) - self._waiting, storing, most)
+        limit = self.shares.exceeded(tenant, tier, queue)
+        if limit is None:
+            return None
+        wait = self._seconds_of_ends(limit.waiting - limit.most + 1, now)
+        return Reject("", "tenant_queue_full", wait, limit=limit)
 
     # ---- requests that are refused rather than served late (`Request.drop`)
 
@@ -251,7 +275,7 @@ class Controller:
         is must hold as a whole.
         """
         if plan.based_on not in (None, self.cluster.version):
-            plan = self._still_holds(plan)
+            plan = still_holding(plan, self.cluster)
         rejects = [self._reject(id, now) for id in plan.reject]
         swapping, warming = swaps(plan, self.cluster), warms(plan, self.cluster)
         for swap in swapping:
@@ -266,32 +290,6 @@ class Controller:
             self.cluster.send(row, send.instance)
         self._queued -= len(sending)
         return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
-
-    def _still_holds(self, plan: Plan) -> Plan:
-        """Return the part of a plan that can still be carried out."""
-        cluster, queued = self.cluster, self._is_queued
-        there = cluster.instances
-        return Plan(
-            send=[send for send in plan.send if queued(send.id) and self._serves(send)],
-            rerank=[kept for one in plan.rerank if (kept := self._inside(one)).ranks],
-            swap={name: model for name, model in plan.swap.items() if _can_load(there.get(name), model)},
-            warm={name: model for name, model in plan.warm.items() if _can_load(there.get(name), model)},
-            reject=[id for id in plan.reject if queued(id)],
-        )
-
-    def _is_queued(self, id: str) -> bool:
-        row = self.cluster.backlog.row_of.get(id)
-        return row is not None and not self.cluster.backlog.sent[row]
-
-    def _serves(self, send: Send) -> bool:
-        instance = self.cluster.instances.get(send.instance)
-        return instance is not None and instance.model == self.requests[send.id].model
-
-    def _inside(self, rerank: Rerank) -> Rerank:
-        """Return a rerank of those of its requests that are inside its instance."""
-        backlog, inside = self.cluster.backlog, self.cluster.inside(rerank.instance)
-        ranks = {id: rank for id, rank in rerank.ranks.items() if backlog.row_of.get(id, -1) in inside}
-        return Rerank(rerank.instance, ranks)
 
     def _takes_work(self, instance: Instance) -> None:
         self._forget(instance.id)
@@ -327,6 +325,8 @@ class Controller:
         )
         self._serial += 1
         self._queued += 1
+        if self.shares is not None:
+            self.shares.came(request.tenant, request.tier)
         self._watch(request)
 
     def _end(self, id: str, output_tokens: int, now: float) -> None:
@@ -339,6 +339,8 @@ class Controller:
         request = self.requests.pop(id, None)
         if request is not None:
             self._drops.discard(id)
+            if self.shares is not None:
+                self.shares.left(request.tenant, request.tier)
             row = self.cluster.backlog.row_of[id]
             self._queued -= not self.cluster.backlog.sent[row]
             self.cluster.remove(id)
@@ -379,7 +381,3 @@ class Controller:
             return 1.0
         latency = (now - self._ends[0]) / len(self._ends)
         return min(max(latency * count, 1.0), 60.0)
-
-
-def _can_load(instance: Instance | None, model: str) -> bool:
-    return instance is not None and instance.can_load(model)

@@ -69,6 +69,10 @@ class ByFleet(Planner):
         """What the planner at work sees."""
         return self._planner.gauges
 
+    def take_turns(self) -> None:
+        """Be fair between tenants as long as no instance swaps models."""
+        self.still.take_turns()
+
     def prepare(self) -> None:
         """Compile what fleets without model swaps need."""
         self.still.prepare()

@@ -2,7 +2,8 @@
 
 Requests with a promise are ordered by it, whatever they belong to. Among best effort a request that belongs
 to no run stands where it came; one of a run stands where its run began, and the further behind the more
-service the run still needs (Hermes 3.3): a short run overtakes a long one, but none waits for ever.
+service the run still needs (Hermes 3.3): a short run overtakes a long one, but none waits for ever. Where
+there are several tenants, each one's turn takes the place of the instant (`tenant_turns.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from headway.apps.prewarming import Prewarming
 from headway.apps.runs import Futures, RankOptions, Runs
 from headway.core.cluster import Cluster
 from headway.core.ranks import BEST_EFFORT
-from headway.events import Arrived, Event, Failed, Finished
+from headway.events import Arrived, Event, Failed, Finished, Started
+from headway.plan.baselines.vtc import ANSWER_WEIGHT
 from headway.plan.ordered import Ordered
 from headway.plan.service_costs import ServiceCosts
+from headway.plan.tenant_turns import TenantTurns
 from headway.plan.waiting import Entry
 from headway.types import Backlog, Ints, Plan, Request, Send
 
@@ -51,6 +54,7 @@ class RunOrder(Ordered):
         self._stands: dict[str, float] = {}  # by id: the instant that decides among best effort
         self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
         self._origin = math.nan  # when the first request of a run came; ranks count from it
+        self._turns: TenantTurns | None = None
 
     @property
     def wake_at(self) -> float:
@@ -71,6 +75,10 @@ class RunOrder(Ordered):
         """Return the expected seconds of service that a live run still needs."""
         return self.runs.rest((tenant, app, run), now)
 
+    def take_turns(self) -> None:
+        """Serve best effort in turns of its tenants."""
+        self._turns, self._origin = TenantTurns(), 0.0
+
     def prepare(self) -> None:
         """Compile what ranks of runs need."""
         prepare()
@@ -83,6 +91,13 @@ class RunOrder(Ordered):
         else:
             self.runs.note(event, now)
         super().on(event, cluster, now)
+        match event:
+            case Started(id) if self._turns is not None:
+                self._turns.began(id)
+            case Finished(id, output_tokens) if self._turns is not None:
+                self._turns.ended(id, output_tokens)
+            case Failed(id) if self._turns is not None:
+                self._turns.ended(id, None)
         if self._stands and isinstance(event, Finished | Failed):
             self._stands.pop(event.id, None)
 
@@ -106,6 +121,9 @@ class RunOrder(Ordered):
             if not promised:
                 needs = request.prompt_tokens * runs.costs.delay + expected * runs.costs.output
                 self._plain += _NEWEST * (needs - self._plain) if self._plain else needs
+                if self._turns is not None:
+                    turn = self._turns.take(request.id, request.tenant, request.prompt_tokens, expected)
+                    self._stands[request.id] = turn
             return
         runs.arrived(request, expected, now)
         if math.isnan(self._origin):
@@ -114,7 +132,14 @@ class RunOrder(Ordered):
             runs.refresh(now)
             run = runs.run_of(request.id)
             more = float(runs.rank[run.slot]) - self._plain
-            self._stands[request.id] = run.began + self._stretch * more
+            self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
+
+    def _stands_at(self, request: Request, expected: float, instant: float) -> float:
+        """Return where best effort of a run stands: at this instant, or that much off its tenant's turn."""
+        if self._turns is None:
+            return instant
+        tokens = (instant - request.arrival) * ANSWER_WEIGHT / max(self.runs.costs.output, _FIRST)
+        return self._turns.take(request.id, request.tenant, request.prompt_tokens, expected, tokens)
 
     def _entry(self, backlog: Backlog, row: int) -> Entry:
         return self._placed(backlog, super()._entry(backlog, row))

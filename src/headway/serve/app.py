@@ -122,7 +122,7 @@ def _generation(app: FastAPI, state: AppState) -> None:
         handle.__name__ = kind
         return handle
 
-    errors = error_docs(202, 400, 401, 404, 413, 429, 502, 503, 504)
+    errors = error_docs(202, 400, 401, 403, 404, 413, 429, 502, 503, 504)
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import hmac
+import secrets
 import time
 from dataclasses import replace
 from functools import partial
+from hmac import compare_digest
 from typing import Any
 
 from fastapi import Request
 
 from headway import clock
-from headway.config import Engine
+from headway.config import Engine, Key
+from headway.config.keys import reveal, revealed
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
 from headway.serve.budget import Held
+from headway.serve.claims import check_claims
 from headway.serve.gateway import Gateway
 from headway.serve.offload import INLINE, offload
 from headway.serve.request_parsing import (
@@ -44,30 +48,49 @@ class AppState:
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
         self.started = int(time.time())
-        self._keys = {_digest(key.key): key.tenant for key in self.config.keys}
+        self._salt = secrets.token_bytes(32)
+        self._keys = {self._digest(text): key for text, key in revealed(self.config.keys).items()}
+        operator = self.config.server.operator_key
+        self._operator = None if operator is None else self._digest(reveal(operator, "server.operator_key"))
 
     def tenant(self, request: Request) -> str:
-        """Return the tenant of a request; 401 when keys are configured and none fits."""
+        """Return the tenant of a request; errors as `key`."""
+        key = self.key(request)
+        return "default" if key is None else key.tenant
+
+    def key(self, request: Request) -> Key | None:
+        """Return the key of a request, None if none are configured; 401 when none fits."""
         if not self._keys:
-            return "default"
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        tenant = self._keys.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
-        if tenant is None:
+            return None
+        given = self._given(request)
+        key = None if given is None else self._keys.get(given)
+        if key is None:
             raise RequestError(
                 "This server wants an API key.", "Send `Authorization: Bearer KEY`.",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
-        return tenant
+        return key
+
+    def _given(self, request: Request) -> bytes | None:
+        """Return the digest of the key that a request carries."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return self._digest(key.strip()) if scheme.lower() == "bearer" else None
+
+    def _digest(self, key: str) -> bytes:
+        """Return the digest by which keys are compared.
+
+        The salt is this process's own, so how long a look-up takes tells nothing about a key.
+        """
+        return hmac.digest(self._salt, key.encode(), "sha256")
 
     def is_operator(self, request: Request) -> bool:
         """Tell whether a request carries the operator's key."""
-        key = self.config.server.operator_key
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        return key is not None and scheme.lower() == "bearer" and _digest(given.strip()) == _digest(key)
+        given = self._given(request)
+        return self._operator is not None and given is not None and compare_digest(given, self._operator)
 
     def check_operator(self, request: Request) -> None:
         """Refuse what only operators may do: 401 without their key, 403 when there is none."""
-        if self.config.server.operator_key is None:
+        if self._operator is None:
             raise RequestError(
                 "Control is off.", "Set server.operator_key, and send it.", status=403, code="control_off"
             )
@@ -97,7 +120,7 @@ class AppState:
         if declared.isdigit():
             if len(declared) > 18 or int(declared) > limit:
                 raise self._too_long(limit)
-            self.gateway.bodies.check(int(declared))
+            self.gateway.bodies.check(int(declared), held)
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
@@ -118,12 +141,15 @@ class AppState:
 
     async def parse(self, kind: Kind, request: Request, held: Held) -> ParsedRequest:
         """Parse an HTTP request, or refuse it before anything is stored."""
-        arrival, tenant = clock.now(), self.tenant(request)
+        arrival, key = clock.now(), self.key(request)
+        if key is not None:
+            held.tenant = key.tenant
+            self.gateway.path.check_room(key.tenant, key.max_queued)
         data = await self.read(request, held)
         if len(data) <= INLINE:
-            return await self._parse(kind, request, data, tenant, arrival)
+            return await self._parse(kind, request, data, key, arrival)
         async with self._large:
-            return await self._parse(kind, request, data, tenant, arrival)
+            return await self._parse(kind, request, data, key, arrival)
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return what OpenAI's API says of a model or an adapter. RequestError (404) if it is not served."""
@@ -144,7 +170,7 @@ class AppState:
         return engine
 
     async def _parse(
-        self, kind: Kind, request: Request, data: bytes, tenant: str, arrival: float
+        self, kind: Kind, request: Request, data: bytes, key: Key | None, arrival: float
     ) -> ParsedRequest:
         raw, body = await offload(len(data), partial(self._validated, kind, data))
         adapter = body.model if body.model in self.adapters else None
@@ -152,12 +178,16 @@ class AppState:
         engine = self._engine_of(body.model)
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
         parsed = await offload(len(data), partial(
-            interpret, kind, raw, body, request.headers, self.config, tenant=tenant, arrival=arrival,
+            interpret, kind, raw, body, request.headers, self.config,
+            tenant="default" if key is None else key.tenant, arrival=arrival,
             prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
         ))  # fmt: skip
+        if key is not None:
+            own = body.priority is not None or "x-vllm-priority" in request.headers
+            check_claims(key, parsed.request, parsed.request.priority if own else None)
         asked = replace(parsed.request, model=model, adapter=adapter)
         parsed = replace(parsed, request=self.gateway.dispatcher.promised(asked))
-        self.gateway.path.check_capacity(parsed.request)
+        self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
         self._learn_prefix(parsed.request, prompt)
         return parsed
 
@@ -177,8 +207,3 @@ class AppState:
 def error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:
     """Return the documentation of error answers for OpenAPI."""
     return {code: {"description": "An error in OpenAI's shape."} for code in codes}
-
-
-def _digest(key: str) -> bytes:
-    """Return the digest by which keys are compared, so that timing reveals nothing about them."""
-    return hashlib.sha256(key.encode()).digest()

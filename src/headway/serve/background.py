@@ -42,12 +42,12 @@ class BackgroundWork:
 
     def run(self, in_flight: InFlightRequest) -> None:
         """Run a stored request."""
+        self._dispatcher.add(in_flight)  # at once: until then it counts for no limit of the queue
         task = asyncio.create_task(self._run(in_flight))
         self._running[in_flight.id] = in_flight, task
         task.add_done_callback(lambda _: self._running.pop(in_flight.id, None))
 
     async def _run(self, in_flight: InFlightRequest) -> None:
-        self._dispatcher.add(in_flight)
         try:
             response = await self._path.open(in_flight)
             await response.close()

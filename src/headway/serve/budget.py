@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -14,38 +15,67 @@ _LARGE_ONES = 4  # answers of the largest size that may be in memory at a time
 
 @dataclass(slots=True)
 class ByteBudget:
-    """Bytes of all bodies together; `used` never exceeds `limit`."""
+    """Bytes of all bodies together; `used` never exceeds `limit`.
+
+    share: what one tenant may have of the bytes that others leave, as of the queue (`core/shares.py`). One
+        body at a time is always within it.
+    """
 
     limit: int
+    share: float = 1.0
     used: int = 0
+    _of: Counter[str] = field(default_factory=Counter)  # by tenant
 
     def hold(self) -> Held:
         """Return what holds a part of it, nothing yet."""
         return Held(self)
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, held: Held) -> None:
         """Refuse (429) what has no room now."""
         if self.used + size > self.limit:
-            raise RequestError(
-                f"Requests that wait hold {self.limit / 2**20:g} MiB (server.max_queued_mib).",
-                "Try again in 1 s.", status=429, kind="rate_limit_error", code="queue_full",
-                headers={"retry-after": "1", "x-headway-dropped-reason": "queue_full", "connection": "close"},
-            )  # fmt: skip
+            what = f"Requests that wait hold {self.limit / 2**20:g} MiB (server.max_queued_mib)."
+            raise _refused(what, "queue_full")
+        mine = self._of[held.tenant]
+        part = self.share * (self.limit - (self.used - mine))
+        if self.share < 1.0 and mine > held.size and mine + size > part:
+            may = f"{part / 2**20:.3g} MiB (server.tenant_share of server.max_queued_mib)"
+            raise _refused(
+                f"Bodies of yours that wait hold {mine / 2**20:.3g} MiB; at the moment they may hold {may}.",
+                "tenant_queue_full",
+            )
+
+    def change(self, size: int, held: Held) -> None:
+        """Add so many bytes, or give them back."""
+        self.used += size
+        held.size += size
+        self._of[held.tenant] += size
+        if not self._of[held.tenant]:
+            del self._of[held.tenant]
+
+
+def _refused(what: str, reason: str) -> RequestError:
+    return RequestError(
+        what, "Try again in 1 s.", status=429, kind="rate_limit_error", code=reason,
+        headers={"retry-after": "1", "x-headway-dropped-reason": reason, "connection": "close"},
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Held:
-    """A part of a budget, given back by `close` or at the end of the block unless it was kept."""
+    """A part of a budget, given back by `close` or at the end of the block unless it was kept.
+
+    tenant: whose it is; to be set while it holds nothing.
+    """
 
     budget: ByteBudget
+    tenant: str = field(default="", init=False)
     size: int = field(default=0, init=False)
     _kept: bool = field(default=False, init=False)
 
     def add(self, size: int) -> None:
         """Hold so many bytes more; RequestError (429) when there is no room."""
-        self.budget.check(size)
-        self.budget.used += size
-        self.size += size
+        self.budget.check(size, self)
+        self.budget.change(size, self)
 
     def keep(self) -> Held:
         """Hold it after the end of the block, until `close`."""
@@ -54,8 +84,7 @@ class Held:
 
     def close(self) -> None:
         """Give it back; to close it again changes nothing."""
-        self.budget.used -= self.size
-        self.size = 0
+        self.budget.change(-self.size, self)
 
     def __enter__(self) -> Held:
         return self

@@ -18,7 +18,9 @@ from headway.broker.port import Broker
 from headway.config import Broker as BrokerSettings
 from headway.config import Config, state_dir
 from headway.core.controller import Controller
+from headway.core.shares import QueueShares
 from headway.engines.vllm.process.client import VllmEngine
+from headway.ports import Planner
 from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
@@ -74,12 +76,12 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         opened(config.backends) as backends,
     ):
         planner = recipe.planner()
-        controller = Controller(planner, lengths.lengths, config.server.max_queued)
+        controller = _controller(config, planner, lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
         background = BackgroundWork(path, dispatcher)
-        bodies = ByteBudget(config.server.max_queued_mib * 2**20)
+        bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         loops = recovery.run, forget, path.closings.run
@@ -98,6 +100,22 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         finally:
             await path.fail_foreground("gateway_stopped")
             await path.closings.retry()
+
+
+def _controller(config: Config, planner: Planner, lengths: LengthService) -> Controller:
+    """Return the controller; several tenants take turns, and none may fill the queue."""
+    server, shares = config.server, None
+    if config.several_tenants:
+        planner.take_turns()
+        shares = QueueShares(server.tenant_share, server.class_share)
+    elif config.keys:
+        shares = QueueShares()  # for keys.max_queued
+    return Controller(planner, lengths.lengths, server.max_queued, shares)
+
+
+def _bodies(config: Config) -> ByteBudget:
+    share = config.server.tenant_share if config.several_tenants else 1.0
+    return ByteBudget(config.server.max_queued_mib * 2**20, share)
 
 
 def _dispatcher(config: Config, controller: Controller, metrics: Metrics, log_dir: Path | None) -> Dispatcher:

@@ -20,6 +20,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from headway.config import Config
+from headway.config.keys import reveal, revealed
 from headway.core.engine_spec import check
 from headway.engines.vllm.process.launch import check_installed, installed, spec
 from headway.errors import ConfigError, HeadwayError
@@ -57,6 +58,7 @@ def preflight(config: Config) -> None:
     if recipe.lengths == "padded":
         locate(config.predictor.embedding)
     _check_models(config)
+    _check_secrets(config)
     base_models(config.engines)
     names = {name for engine in config.engines for name in engine.served}
     kinds = {(*named, e.max_model_len) for e in config.engines for named in e.served.items()}
@@ -75,6 +77,20 @@ def preflight(config: Config) -> None:
                 f"{engine.url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
                 param="engines.url",
             )  # fmt: skip
+
+
+def _check_secrets(config: Config) -> None:
+    """Raise ConfigError for secrets that are not where the configuration says, or that all could read."""
+    revealed(config.keys)
+    if config.server.operator_key is not None:
+        reveal(config.server.operator_key, "server.operator_key")
+    for i, engine in enumerate(config.engines):
+        if engine.api_key is not None:
+            reveal(engine.api_key, f"engines.{i}.api_key")
+        if engine.url is None and any(word.split("=")[0] == "--api-key" for word in engine.args):
+            problem = f"engines.{i}.args has --api-key, which every local user can read."
+            hint = "Take it out: an engine that Headway starts gets a random one, which only Headway knows."
+            raise ConfigError(problem, hint, param="engines.args")
 
 
 def _check_models(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.errors import RequestError
-from headway.types import Reject, Shortfall
+from headway.types import QueueLimit, Reject, Shortfall
 
 _WHAT = {
     "queue_full": "The queue is full (server.max_queued).",
@@ -16,9 +16,10 @@ _OTHER = "use a class without drop to be served late"
 def refusal(reject: Reject) -> RequestError:
     """Return the 429 that says why, and when to try again if that may help."""
     seconds = None if reject.retry_after is None else f"{reject.retry_after:.0f}"
-    what = _late(reject.shortfall) if reject.shortfall is not None else _WHAT[reject.reason]
-    hint = f"Try again in {seconds} s."
-    if seconds is None:
+    what, hint = _what(reject), f"Try again in {seconds} s."
+    if reject.limit is not None:
+        hint = f"Wait for some of their answers before you send more; the next may end in {seconds} s."
+    elif seconds is None:
         hint = f"Ask for less or allow more time, or {_OTHER}."
     elif reject.shortfall is not None:
         hint = f"Try again in {seconds} s, or {_OTHER}."
@@ -28,6 +29,17 @@ def refusal(reject: Reject) -> RequestError:
     return RequestError(
         what, hint, code=reject.reason, status=429, kind="rate_limit_error", headers=headers
     )  # fmt: skip
+
+
+def _what(reject: Reject) -> str:
+    if reject.shortfall is not None:
+        return _late(reject.shortfall)
+    return _WHAT[reject.reason] if reject.limit is None else _many(reject.limit)
+
+
+def _many(limit: QueueLimit) -> str:
+    of = "of yours" if limit.tier is None else f"of yours in the class {limit.tier}"
+    return f"{limit.waiting} requests {of} are waiting; at most {limit.most} may now ({limit.setting})."
 
 
 def _late(shortfall: Shortfall) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 
 from headway import clock
 from headway.broker.port import Broker
 from headway.config import Server
+from headway.core.shares import Group
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.engines.vllm.request_metadata import write_metadata
@@ -42,19 +44,30 @@ class RequestPath:
         self._lengths, self._metrics = lengths, metrics
         self.closings = Closings(broker)
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
-        self._storing = 0  # admitted requests that the broker has not stored yet
+        self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
 
     # ---- in
 
-    def check_capacity(self, request: Request) -> None:
+    def check_room(self, tenant: str, most: int | None = None) -> None:
+        """Refuse a request before its body is read (429), if its tenant may not have more of any class.
+
+        most: requests of its tenant that may wait, as far as its key is concerned.
+        """
+        reject = self._dispatcher.controller.full(tenant, None, clock.now(), self._storing, most)
+        if reject is not None:
+            self._metrics.dropped(reject.reason)
+            raise refusal(reject)
+
+    def check_capacity(self, request: Request, most: int | None = None) -> None:
         """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.
 
         Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up.
+        most: as in `check_room`.
         """
         unavailable = self._dispatcher.swaps.unavailable(request.model)
         if unavailable is not None:
             raise unavailable
-        reject = self._dispatcher.controller.admit(request, clock.now(), self._storing)
+        reject = self._dispatcher.controller.admit(request, clock.now(), self._storing, most)
         if reject is None:
             return
         self._metrics.dropped(reject.reason)
@@ -77,12 +90,13 @@ class RequestPath:
         """Store a request durably; it keeps what its body holds of the memory."""
         in_flight = InFlightRequest.of(parsed)
         in_flight.waited = self._dispatcher.swaps.obstacle(parsed.request.model)
-        self._storing += 1
+        group = parsed.request.tenant, parsed.request.tier
+        self._storing[group] += 1
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
             await self._put(in_flight)
         finally:
-            self._storing -= 1
+            self._storing -= Counter([group])  # drops what is 0
         in_flight.held = held.keep()
         return in_flight
 

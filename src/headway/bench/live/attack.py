@@ -21,7 +21,17 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from headway.bench.live.attack_clients import ATTACKS, BURST, HANG_S, Target
+from headway.bench.live.attack_clients import (
+    ATTACKS,
+    BETA,
+    BURST,
+    FLOOD,
+    HANG_S,
+    KEYS,
+    TENANTS,
+    Target,
+    bearer,
+)
 from headway.bench.live.fake_engine import NAME
 from headway.bench.live.peers import Peer, servers
 from headway.bench.output.plots import png, sheet
@@ -38,7 +48,8 @@ _SERVER: dict[str, Any] = {
 _FILES = BURST + 1000  # of this process
 # Row -> the goal, at most.
 GOALS = {"attack.health_ms.p99": 50.0, "attack.rss_mb": 100.0, "attack.lost": 0.0, "attack.5xx": 0.0}
-_UNITS = dict(zip(GOALS, ("ms", "MB", "requests", "answers"), strict=True))
+REFUSED = "attack.refused"  # 429s of the honest client; the goal is 0 where it is another tenant
+_UNITS = dict(zip((*GOALS, REFUSED), ("ms", "MB", "requests", "answers", "answers"), strict=True))
 WORKLOAD = (
     f"Headway's gateway (sqlite broker, synchronous = full, server.max_queued_mib = {_QUEUED_MIB}, "
     f"{_CLIENT_S:g} s for bodies and for clients that do not read) in front of a {NAME} (health_timeout_s = "
@@ -48,7 +59,8 @@ WORKLOAD = (
 _NOTES = (
     "health_ms: answers of /health during the attack. rss_mb: the gateway's largest resident memory "
     "meanwhile, minus that before. lost: accepted requests without an answer, and connections that were "
-    "reset. 5xx: except 503, and 502 for what is no answer.",
+    "reset. 5xx: except 503, and 502 for what is no answer. refused: 429s that the honest client got; it is "
+    "another tenant where one tenant attacks, and none is the goal there.",
 )
 
 
@@ -56,7 +68,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     """Attack, print the result, and write page and plot when a folder is given."""
     _raise_file_limit()
     began = time.perf_counter()
-    rows = measure(1.4 if quick else 20.0)
+    rows = measure(1.3 if quick else 20.0)
     report = build(rows, time.perf_counter() - began, seed)
     deliver(report, as_json=as_json, out=out, pictures=lambda: {"attack": plot(rows)})
 
@@ -72,16 +84,30 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, _FILES), most))
 
 
-def measure(seconds: float, names: tuple[str, ...] = tuple(ATTACKS)) -> list[Row]:
-    """Carry out each attack for so many seconds; return its rows, those of no attack first."""
+def measure(seconds: float, names: tuple[str, ...] = (*ATTACKS, *TENANTS), flood: int = FLOOD) -> list[Row]:
+    """Carry out each attack for so many seconds; return its rows, those of no attack first.
+
+    flood: requests of a tenant that floods the others; the queue has room for a quarter.
+    """
     with tempfile.TemporaryDirectory(prefix="headway-attack-") as name:
         folder = Path(name)
         with servers(folder, server=_SERVER, engines={"health_timeout_s": _HEALTH_S}) as (engine, gateway):
             rows = list[Row]()
             _attacked(Target(gateway, engine, folder), "", 1.0)  # warms up
-            for attack in ("", *names):
+            for attack in ("", *(name for name in names if name in ATTACKS)):
                 rows += _attacked(Target(gateway, engine, folder), attack, seconds)
-            return rows
+        return rows + _between_tenants(folder, [name for name in names if name in TENANTS], seconds, flood)
+
+
+def _between_tenants(folder: Path, names: list[str], seconds: float, flood: int) -> list[Row]:
+    rows = list[Row]()
+    for name in names:
+        (here := folder / f"tenants-{len(rows)}").mkdir()
+        limits = {"max_queued_mib": _QUEUED_MIB, "max_queued": flood // 4}
+        with servers(here, "headway", limits, KEYS) as (engine, gateway):
+            _attacked(Target(gateway, engine, here, headers=bearer(BETA)), "", 1.0)  # warms up
+            rows += _attacked(Target(gateway, engine, here, headers=bearer(BETA), flood=flood), name, seconds)
+    return rows
 
 
 def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
@@ -92,6 +118,7 @@ def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
         "attack.rss_mb": (max(seen.rss) - seen.rss[0]) / 1e6,
         "attack.lost": float(target.lost),
         "attack.5xx": float(target.broken),
+        REFUSED: float(target.refused),
     }
     return [Row(id, _SYSTEM, attack or "no attack", value, _UNITS[id]) for id, value in figures.items()]
 
@@ -99,7 +126,7 @@ def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
 async def _clients(target: Target, attack: str, seconds: float) -> None:
     """Run the attackers and an honest client beside them."""
     target.stop = asyncio.get_running_loop().time() + seconds
-    work, clients = ATTACKS[attack] if attack else (_honest, 0)
+    work, clients = (ATTACKS | TENANTS)[attack] if attack else (_honest, 0)
     await asyncio.gather(_honest(target), *(work(target) for _ in range(clients)))
 
 
@@ -148,9 +175,9 @@ def build(rows: list[Row], seconds: float, seed: int) -> Report:
     """Return the report with a line per attack."""
     settings = list(dict.fromkeys(row.setting for row in rows))
     values = {(row.setting, row.id): row.ours for row in rows}
-    lines = [[setting, *(show(values[setting, id]) for id in GOALS)] for setting in settings]
-    goals = ["goal, at most", *(show(goal) for goal in GOALS.values())]
-    header = ("attack", *(id.removeprefix("attack.") for id in GOALS))
+    lines = [[setting, *(show(values[setting, id]) for id in _UNITS)] for setting in settings]
+    goals = ["goal, at most", *(show(goal) for goal in GOALS.values()), "see notes"]
+    header = ("attack", *(id.removeprefix("attack.") for id in _UNITS))
     return Report(
         "attack", "vllm", "The gateway under attack", rows, seconds, About(WORKLOAD, seed),
         Grid(header, [lines, [goals]]), notes=_NOTES,

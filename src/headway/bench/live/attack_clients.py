@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ _SAY = [{"role": "user", "content": "Say something."}]
 _ANSWER_S = 20.0  # an answer that takes longer is none
 HANG_S = 3.0  # for which an engine hangs
 BURST = 5000  # connections
+FLOOD = 4000
+ALPHA, BETA = "sk-alpha-123", "sk-beta-1234"  # keys of two tenants
+KEYS = ({"key": ALPHA, "tenant": "alpha"}, {"key": BETA, "tenant": "beta"})
 
 
 @dataclass(slots=True)
@@ -29,16 +33,20 @@ class Target:
 
     engine: the FAKE engine behind it. folder: its queue's directory.
     stop: instant of the event loop's clock at which attackers end.
+    headers: of the honest client. flood: how many requests a tenant sends that floods the others.
     broken: 5xx that no client should see, and nonsense that was passed on.
-    lost: requests that were accepted and got no answer.
+    lost: requests that were accepted and got no answer. refused: 429s that the honest client got.
     """
 
     gateway: Peer
     engine: Peer
     folder: Path
     stop: float = 0.0
+    headers: str = ""
+    flood: int = FLOOD
     broken: int = 0
     lost: int = 0
+    refused: int = 0
     numbers: count[int] = field(default_factory=count)
 
     @property
@@ -70,7 +78,8 @@ class Target:
 
     async def chat(self, **fields: Any) -> int:
         """Ask as an honest client; return the status. No answer is a loss, a refusal (429, 503) is none."""
-        status, body = await self.send(request(_CHAT, say(**fields)))
+        status, body = await self.send(request(_CHAT, say(**fields), self.headers))
+        self.refused += status == 429
         self.lost += status not in (200, 429, 503) or (status == 200 and b"fake " not in body)
         return status
 
@@ -192,12 +201,34 @@ async def untrusted(target: Target) -> None:
             target.broken += 0 < status < 500
 
 
-async def _completed(target: Target, ids: list[str]) -> None:
+async def tenant(target: Target) -> None:
+    """Send a flood of requests as one tenant, all at once; those accepted that do not complete are lost."""
+    ids, header = list[str](), bearer(ALPHA)
+    slow = {"fake_tokens": 8, "fake_delay": 0.5}
+    data = request(_CHAT, say(background=True, vllm_xargs=slow), header)
+
+    async def some() -> None:
+        while next(target.numbers) < target.flood:
+            status, body = await target.send(data)
+            ids.extend([json.loads(body)["id"]] if status == 202 else [])
+
+    target.stop = inf  # the honest client goes on as long as the flood does
+    await asyncio.gather(*(some() for _ in range(64)))
+    await _completed(target, ids, header)
+    target.stop = 0.0
+
+
+def bearer(key: str) -> str:
+    """Return the header that carries a key."""
+    return f"authorization: Bearer {key}\r\n"
+
+
+async def _completed(target: Target, ids: list[str], headers: str = "") -> None:
     """Count as lost what is not completed in time."""
     left, deadline = set(ids), asyncio.get_running_loop().time() + _ANSWER_S
     while left and asyncio.get_running_loop().time() < deadline:
         for id in list(left):
-            get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n"
             _, body = await target.send(get.encode())
             if b'"status":"completed"' in body:
                 left.discard(id)
@@ -300,3 +331,5 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "streams that are not read": (unread, 1),
     "5,000 connections at once": (burst, 1),
 }
+# One tenant against another, where keys are configured.
+TENANTS: dict[str, tuple[Attack, int]] = {"4,000 requests by one tenant": (tenant, 1)}

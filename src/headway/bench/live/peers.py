@@ -54,17 +54,18 @@ Peers = tuple[Peer, Peer]  # direct, then Headway
 @contextmanager
 def servers(
     folder: Path, recipe: str = "slack", server: Mapping[str, Any] | None = None,
-    engines: Mapping[str, float] | None = None,
+    engines: Mapping[str, float] | None = None, keys: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[Peers]:  # fmt: skip
     """Start the FAKE engine and a gateway in front of it; stop both at the end.
 
-    server, engines: more settings of the gateway and of its engine.
+    server, engines: more settings of the gateway and of its engine. keys: its `[[keys]]`.
     """
     engine, gateway = free_port(), free_port()
     config = {
         "recipe": recipe,
         "server": {"port": gateway, "max_queued": 10_000, **(server or {})},
         "engines": [{"url": f"http://127.0.0.1:{engine}", "max_running": 256, **(engines or {})}],
+        "keys": list(keys),
         "broker": {"kind": "sqlite", "sqlite": {"path": str(folder / "queue.sqlite"), "synchronous": "full"}},
     }
     (folder / "headway.toml").write_text(tomli_w.dumps(config))

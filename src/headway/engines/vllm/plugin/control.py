@@ -34,6 +34,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from headway.engines.vllm.plugin import adapters, models
+from headway.engines.vllm.plugin.guard import Guard, keep_keys
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
@@ -206,6 +207,7 @@ class ControlPlugin:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
+        app.add_middleware(Guard)
         models.attach(app)
         adapters.attach(app)
 
@@ -216,4 +218,5 @@ class ControlPlugin:
             return JSONResponse(answer, 400 if "error" in answer else 200)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Nothing to prepare: the engine core is reached through the app's state."""
+        """Note the keys; the engine core is reached through the app's state."""
+        keep_keys(state, args)

@@ -5,6 +5,7 @@ A sleeping vLLM has its weights in host memory and next to nothing on the accele
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 from headway.config import Engine
@@ -16,11 +17,13 @@ class Children:
     """Starts and ends the processes; every method but the properties may block for seconds.
 
     current: the one that serves, None before the first and of an engine that is attached to.
+    secret: what they ask for, so that other users of this machine cannot reach them.
     """
 
     def __init__(self, id: str, config: Engine, recipe: str, log_dir: Path) -> None:
         self._id, self._recipe, self._log = id, recipe, log_dir / f"{id}.log"
         self._port = config.port or (free_port() if config.url is None else 0)
+        self.secret = secrets.token_urlsafe(32)
         self.current: Child | None = None
         self._sleeping: dict[str, tuple[Child, int]] = {}
 
@@ -40,7 +43,7 @@ class Children:
     def replace(self, config: Engine) -> None:
         """End the current process and start one with this configuration in its place."""
         self.end_current()
-        child = Child(command(config, self._port, self._recipe), environment(config), self._log)
+        child = Child(command(config, self._port, self._recipe), environment(config, self.secret), self._log)
         child.start()
         self.current = child
 

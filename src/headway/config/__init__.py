@@ -17,13 +17,16 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from headway.config_hints import explain
+from headway.config.keys import Key as Key
+from headway.config.keys import Secret
+from headway.config.problems import explain
 from headway.errors import ConfigError
 from headway.types import Slo
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1, strict=False)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -38,6 +41,9 @@ class Server:
     max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
         that have no request in progress make room for new ones.
     drain_s: that requests in progress get when the gateway is stopped.
+    tenant_share: where keys name several tenants: what one may take of the queue (max_queued and
+        max_queued_mib) that the others leave. class_share: what one class of a tenant may take of its part.
+    Secrets here, in keys and in engines are themselves, "env:NAME" or "file:PATH".
     """
 
     host: str = "127.0.0.1"
@@ -47,7 +53,9 @@ class Server:
     max_queued: Count = 1000
     max_queued_mib: Count = 256
     max_answer_mib: Count = 16  # of an answer that is not streamed; four times it for all large ones
-    operator_key: Annotated[str, Field(min_length=8)] | None = None
+    tenant_share: Share = 0.5
+    class_share: Share = 0.75
+    operator_key: Secret | None = None
     operator_only: bool = False
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
     head_timeout_s: Positive = 10.0
@@ -87,6 +95,7 @@ class Engine:
     slots: requests that may hold KV, running or paused.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
+    api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
     """
 
     model: str = "smollm2"
@@ -97,6 +106,7 @@ class Engine:
     sleep_mode: bool = False
     drain_timeout_s: Positive = 300.0
     url: str | None = None
+    api_key: Secret | None = None
     port: Port | None = None
     max_running: Count = 16
     slots: Count | None = None
@@ -250,14 +260,6 @@ class Tier:
         return Slo(*(None if value is None else value / 1000 for value in ms))
 
 
-@dataclass(frozen=True, config=_STRICT)
-class Key:
-    """An API key and the tenant of its requests."""
-
-    key: Annotated[str, Field(min_length=8)]
-    tenant: Annotated[str, Field(min_length=1)]
-
-
 def _tiers() -> dict[str, Tier]:
     return {
         "default": Tier(),
@@ -279,6 +281,11 @@ class Config:
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
+
+    @property
+    def several_tenants(self) -> bool:
+        """Tell whether requests can come from more than one tenant."""
+        return len({key.tenant for key in self.keys}) > 1
 
     @property
     def history(self) -> Path | None:
@@ -330,6 +337,7 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     if config.server.operator_only and config.server.operator_key is None:
         problem = f"server.operator_only in {where} asks for a key that there is not."
         raise ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
+    _check_keys(config, where)
     for name, tier in config.classes.items():
         if tier.drop and tier.ttft_ms is None and tier.e2e_ms is None:
             raise ConfigError(
@@ -340,6 +348,18 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     return config
 
 
+def _check_keys(config: Config, where: str) -> None:
+    """Raise ConfigError for keys that may claim a class that there is not, and for a key without a url."""
+    for i, key in enumerate(config.keys):
+        if unknown := set(key.classes or ()) - set(config.classes):
+            problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."
+            raise ConfigError(problem, f"Use some of {', '.join(sorted(config.classes))}.")
+    for i, engine in enumerate(config.engines):
+        if engine.api_key is not None and engine.url is None:
+            problem = f"engines.{i} in {where} has an api_key, but no url."
+            raise ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
+
+
 def write(config: Config) -> str:
     """Return a configuration as the TOML that `load` reads; options left unset are left out."""
     return tomli_w.dumps(_drop(asdict(config)))
@@ -348,10 +368,9 @@ def write(config: Config) -> str:
 def show(config: Config) -> str:
     """Return the effective configuration as TOML for people: keys masked, so that it does not load again."""
     data = asdict(config)
-    for key in data["keys"]:
-        key["key"] = "****"
-    if config.server.operator_key is not None:
-        data["server"]["operator_key"] = "****"
+    masked = [(key, "key") for key in data["keys"]] + [(data["server"], "operator_key")]
+    for table, name in (*masked, *((engine, "api_key") for engine in data["engines"])):
+        table[name] = None if table[name] is None else "****"
     return tomli_w.dumps(_drop(data))
 
 

@@ -1,4 +1,4 @@
-"""What is said of a configuration that pydantic refuses: what is wrong, and how to correct it."""
+"""What a wrong configuration file is told: what is wrong and how to mend it, without quoting a secret."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from headway.errors import ConfigError
 _UNKNOWN = "unexpected_keyword_argument"
 
 
-def explain(error: ValidationError, where: str, root: Any, tables: Mapping[str, Any]) -> ConfigError:
+def explain(error: ValidationError, where: str, top: type, tables: Mapping[str, Any]) -> ConfigError:
     """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it.
 
-    root, tables: dataclasses of the whole file and, by name, of its tables.
+    top, tables: the classes of the whole file, and of its tables by name.
     """
     first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
     names = [str(part) for part in first["loc"]]
-    secret = (
-        names[:1] == ["keys"] or names[-1] == "operator_key"
-    )  # the value may be an API key, in the wrong place too
+    # The value may be an API key, in the wrong place too.
+    secret = names[:1] == ["keys"] or names[-1] in ("operator_key", "api_key")
     if first["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
-        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, root, tables), param=path)
+        return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, top, tables), param=path)
     path = ".".join(names)
     if first["type"] == "missing":
         return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
@@ -34,11 +33,11 @@ def explain(error: ValidationError, where: str, root: Any, tables: Mapping[str, 
     return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
 
 
-def _hint(names: list[str], root: Any, tables: Mapping[str, Any]) -> str:
+def _hint(names: list[str], top: Any, tables: Mapping[str, Any]) -> str:
     """Say what to do about a key that its table does not have: the table that has it, else a near name."""
     *place, key = names
-    table = tables.get(".".join(place), tables[place[0]]) if place else root
-    if key in root.__dataclass_fields__:
+    table = tables.get(".".join(place), tables[place[0]]) if place else top
+    if key in top.__dataclass_fields__:
         return "Put it at the top of the file, before the first [table]."
     for name, cls in tables.items():
         if key in cls.__dataclass_fields__:
