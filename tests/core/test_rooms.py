@@ -23,7 +23,6 @@ GROUND = {
     "ports",
     "errors",
     "config",
-    "config_hints",
     "compiled",
     "plugins",
     "forecast",

@@ -104,7 +104,7 @@ def _between_tenants(folder: Path, names: list[str], seconds: float, flood: int)
     for name in names:
         (here := folder / f"tenants-{len(rows)}").mkdir()
         limits = {"max_queued_mib": _QUEUED_MIB, "max_queued": flood // 4}
-        with servers(here, "headway", limits, KEYS) as (engine, gateway):
+        with servers(here, "headway", limits, keys=KEYS) as (engine, gateway):
             _attacked(Target(gateway, engine, here, headers=bearer(BETA)), "", 1.0)  # warms up
             rows += _attacked(Target(gateway, engine, here, headers=bearer(BETA), flood=flood), name, seconds)
     return rows
