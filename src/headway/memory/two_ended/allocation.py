@@ -12,8 +12,8 @@ no copy; among equals in the preemption table the one that came last goes first;
 share a block, and when they meet, the best-effort one moves to an empty block, or stops running if there is
 none.
 
-With `most_empty` blocks are chosen as in 5.2, by their empty slots alone: an empty block has most; a real-time
-request takes the best-effort block with most (of equals the first), whoever has lost what; a best-effort one
+With `most_empty` blocks are chosen as in 5.2, by their empty slots alone: an empty block has most; a
+real-time request takes the best-effort block with most (of equals the first), a best-effort one
 that of a real-time request with most.
 """
 
@@ -84,7 +84,7 @@ def find_preempt_block(table: TwoEndedTable) -> int:
 
 @compiled
 def _emptiest_block(table: TwoEndedTable) -> int:
-    """Return the block with most empty slots of the best-effort rows that do not run; its left end is free."""
+    """Return the block of a paused best-effort row, free on the left, with most empty slots; or NONE."""
     emptiest, least = NONE, table.state[0]["block_size"] + 1
     for block in range(table.right_row.size):
         row = table.right_row[block]
