@@ -34,8 +34,8 @@ _RECIPES = (
     "anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
     "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; Hermes and its ablation "
     "hermes, hermes-ddl, hermes-no-refine, hermes-mean; the papers' baselines vllm-priority, "
-    "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr; over "
-    "a fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
+    "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr, tgi; "
+    "over a fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
     "llm-d-like; or module:attribute"
 )
 ConfigFile = Annotated[

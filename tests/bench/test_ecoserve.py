@@ -12,6 +12,7 @@ from headway.bench.papers import ecoserve, ecoserve_tables
 from headway.bench.papers.ecoserve import Plan
 from headway.bench.papers.ecoserve_setup import DATA, bound, options_of, tables, workload
 from headway.bench.papers.ecoserve_tables import Case
+from headway.bench.papers.parts import Experiment
 from headway.bench.papers.trial import trial
 
 MEASURED = {
@@ -25,14 +26,18 @@ CLAIMED = {
     "sweet_spot.padding", "sweet_spot.reserve", "sweet_spot.buffer",
 }  # fmt: skip
 TINY = Plan(
-    {Case(): ("ecoserve", "ecoserve-oracle", "vllm-v0-swap"), Case(copies=5.0): ("vllm-v0-swap",)},
-    {"alpaca": (5.0, 36.0, 190.0), "sharegpt": (2.0, 28.0), "bookcorpus": (0.1, 1.2)}, 0.05, 1, 2, False,
+    (
+        Experiment("rates", (Case(),), ("ecoserve", "ecoserve-oracle", "vllm-v0-swap")),
+        Experiment("copies", (Case(copies=5.0),), ("vllm-v0-swap",)),
+    ),
+    {"alpaca": (5.0, 36.0, 190.0), "sharegpt": (2.0, 28.0), "bookcorpus": (0.1, 1.2)}, 0.05, 1, 2,
+    frozenset({"sweeps"}),
 )  # fmt: skip
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> object:
-    monkeypatch.setattr(ecoserve, "QUICK", TINY)
+    monkeypatch.setattr(ecoserve, "quick_plan", lambda: TINY)
     monkeypatch.setattr(ecoserve, "_compile", lambda seed: None)
     monkeypatch.setattr(ecoserve_tables, "LIMIT", 0.05)  # exceeded within these few seconds
     ecoserve.main(quick=True, as_json=True, seed=1, out=tmp_path)
@@ -81,3 +86,15 @@ def test_the_papers_numbers_are_a_data_sets_own() -> None:
     assert (shipped.reserve, text.reserve) == (0.05, 0.05)
     assert (shipped.buffer, shipped.buffer_share, text.buffer, text.buffer_share) == (8, 0.0, 0, 0.10)
     assert options_of("vllm", DATA[2]) is None
+
+
+def test_parts_are_run_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ecoserve, "quick_plan", lambda: TINY)
+    monkeypatch.setattr(ecoserve, "_compile", lambda seed: None)
+    ecoserve.main(quick=True, as_json=True, seed=1, out=tmp_path, only=("copies",))
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["setting"].rpartition(", ")[2] for row in rows if row["id"] == "jct.mean"} == {"copies x5"}
+    assert not any(row["id"].startswith("sweet_spot") for row in rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json", "report.md"}

@@ -11,9 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.bench.cli import bench_app
-from headway.bench.papers import PAPERS, PARTED, bros, closed_loop
-from headway.bench.papers.bros import Point, judge
+from headway.bench.papers import PAPERS, PARTED, bros, bros_choices, closed_loop
+from headway.bench.papers.bros import judge
+from headway.bench.papers.bros_choices import CHOICES, OURS, TEXT, system
+from headway.bench.papers.bros_claims import Case, Point, claims
 from headway.bench.papers.observers import TokenDeadlines, inside
+from headway.bench.papers.parts import Experiment
+from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
 from headway.recipes.registry import find
 from headway.sim.observer import Observer
@@ -22,8 +26,8 @@ from headway.sim.workload.traffic import concat, single
 
 
 def outcome(first: list[float], end: list[float]) -> Outcome:
-    none = np.zeros(len(first), np.int64)
-    return Outcome(np.array(first), np.array(end), none, none, iterations=10, busy=2.0)
+    none, lost = np.zeros(len(first), np.int64), np.ones(len(first), np.int64)
+    return Outcome(np.array(first), np.array(end), none, lost, iterations=10, busy=2.0)
 
 
 def test_figures_by_hand() -> None:
@@ -38,18 +42,22 @@ def test_figures_by_hand() -> None:
     assert found == pytest.approx({
         "rt.normalized_latency": (1.3 + 2.0 + 4.4) / 33, "rt.ttft_attainment": 50.0,
         "rt.tpot_attainment": 50.0, "rt.token_attainment": 50.0, "rt.token_due_attainment": 37.5,
-        "rt.req_per_s": 0.3, "be.req_per_s": 0.1, "sched.share_pct": 100 * 0.002 * 10 / 2.0,
+        "rt.req_per_s": 0.3, "be.req_per_s": 0.1, "kv.preemptions": 6 / 5,
+        "sched.share_pct": 100 * 0.002 * 10 / 2.0,
     })  # fmt: skip
 
 
-CASE = bros.Case(bros.PROFILE, 1.0, "sharegpt", (1.0, 2.0))
+CASE = Case(bros.OPT_13B, 1.0, "sharegpt", (1.0, 2.0))
 
 
-def point(system: str, rate: float, latency: float | None, ttft: float, batch: float, seed: int = 0) -> Point:
-    return Point(system, CASE, rate, seed, {
+def point(
+    system: str, rate: float, latency: float | None, ttft: float, batch: float, seed: int = 0,
+    case: Case = CASE,
+) -> Point:  # fmt: skip
+    return Point(system, case, rate, seed, {
         "rt.normalized_latency": latency, "rt.ttft_attainment": ttft, "rt.tpot_attainment": 100.0,
         "rt.token_attainment": 90.0, "rt.token_due_attainment": 90.0, "rt.req_per_s": rate,
-        "be.req_per_s": batch, "sched.share_pct": 1.0,
+        "be.req_per_s": batch, "kv.preemptions": 0.0, "sched.share_pct": 1.0,
     })  # fmt: skip
 
 
@@ -60,22 +68,83 @@ def test_claims_are_averages_over_rates_with_the_extremes_of_the_seeds() -> None
         point("bros", 1, 0.1, 90, 1.0, 1), point("vllm-v0", 1, 0.1, 9, 1.0, 1),
         point("bros", 2, None, 90, 1.0, 1), point("vllm-v0", 2, 0.4, 9, 1.0, 1),
     ]  # fmt: skip
-    found = {row.id: (row.ours, row.paper) for row in bros.claims(points)}
+    found = {row.id: (row.ours, row.paper) for row in claims(points)}
     assert found["rt.normalized_latency.change"] == (pytest.approx((-62.5 + 0) / 2), -74.2)
     assert found["rt.normalized_latency.change.least"] == (pytest.approx(-62.5), None)
     assert found["rt.ttft_attainment.times"] == (pytest.approx((180 / 5 + 10) / 2), 36.38)
+    assert found["rt.ttft_attainment.times_each"] == (pytest.approx((20 + 10) / 2), 36.38)
+    assert found["rt.ttft_attainment.mean"] == (pytest.approx((2.5 + 9) / 2), 1.28)
     assert found["be.req_per_s.change.most"] == (pytest.approx(0.0), None)
     assert "rt.req_per_s.times" not in found
+
+
+def test_the_papers_figure_stands_beside_the_mean_of_the_models() -> None:
+    other = Case(bros.OPT_30B, 1.0, "sharegpt", (1.0,))
+    slower = Case(bros.OPT_13B, 1.6, "sharegpt", (1.0,))
+    points = [
+        point(name, 1, latency, 50, 1.0, case=case)
+        for case, ours, theirs in ((CASE, 0.1, 0.2), (other, 0.1, 0.8), (slower, 0.3, 0.4))
+        for name, latency in (("bros", ours), ("vllm-v0", theirs))
+    ]
+    found = {
+        row.setting: (row.ours, row.paper)
+        for row in claims(points)
+        if row.id == "rt.normalized_latency.change"
+    }
+    assert found == {
+        "opt-13b-a100 + opt-30b-a100-40g-tp4 x1, sharegpt": (pytest.approx((-50 - 87.5) / 2), -74.2),
+        "opt-13b-a100 x1, sharegpt": (pytest.approx(-50), None),
+        "opt-30b-a100-40g-tp4 x1, sharegpt": (pytest.approx(-87.5), None),
+        "opt-13b-a100 x1.6, sharegpt": (pytest.approx(-25), -74.2),
+    }
+
+
+def test_the_ablation_is_compared_only_where_the_paper_has_it() -> None:
+    shared = Case(bros.OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")
+    points = [point(name, 10, 0.1, 50, 1.0, case=case) for case in (CASE, shared)
+              for name in ("bros", "bros-recompute")]  # fmt: skip
+    found = {(row.id, row.setting, row.paper) for row in claims(points) if row.system.endswith("recompute")}
+    assert found == {
+        (f"rt.{name}_attainment.{how}", shared.setting, paper)
+        for name, paper in (("ttft", 1.23), ("tpot", 1.63))
+        for how in ("times", "times_each")
+    }
+
+
+def test_the_choices_are_all_by_which_the_text_differs() -> None:
+    spec = EngineSpec(256, 2048, copy_seconds=1e-5, host_tokens=1000, two_ended=True)
+    ours, text = (bros_choices._options(name, spec) for name in (OURS, TEXT))
+    chosen = [option for options in CHOICES.values() for option in options]
+    assert sorted(chosen) == sorted(name for name in ours if ours[name] != text[name])
+    for name, options in CHOICES.items():
+        one = system(f"{OURS}, {name}").packer(spec)
+        other = system(f"{TEXT}, not {name}").packer(spec)
+        for option in options:
+            assert getattr(one, option) == getattr(find(TEXT).packer(spec), option)
+            assert getattr(other, option) == getattr(find(OURS).packer(spec), option)
+
+
+def test_every_figure_of_the_evaluation_has_a_part() -> None:
+    cases = [case for one in bros.full().experiments for case in one.settings]
+    assert {(case.profile, case.lengths) for case in cases if case.kind == "hybrid"} == {
+        (model, data)
+        for model in (bros.OPT_13B, bros.OPT_30B, bros.LLAMA_3)
+        for data in ("sharegpt", "lmsys")
+    }
+    assert {case.kind for case in cases} == {"hybrid", "real-time only", "shared blocks", "choices"}
+    assert len({(case.setting, rate) for case in cases for rate in case.rates}) == sum(
+        len(case.rates) for case in cases
+    )
 
 
 def test_every_system_has_a_recipe_and_a_line() -> None:
     assert {find(name).name for name in bros.SYSTEMS} >= {"bros", "vllm-v0", "rr", "vllm-priority"}
     assert tuple(bros._STYLE) == bros.SYSTEMS
-    assert set(bros.QUICK_SYSTEMS) <= set(bros.SYSTEMS)
+    assert all(set(one.systems) <= set(bros.SYSTEMS) for one in bros.quick_plan().experiments)
 
 
 def test_the_workload_is_the_papers() -> None:
-    work = bros.traffic("sharegpt", 6.0, 600.0, 0, 256)
+    work = bros.traffic(CASE, 6.0, 600.0, 0)
     promised = np.isfinite(work.ttft)
     assert promised.sum() / 600 == pytest.approx(6.0, rel=0.1)
     assert not promised[int(promised.sum()) :].any()
@@ -85,15 +154,15 @@ def test_the_workload_is_the_papers() -> None:
     assert work.output[promised].mean() == pytest.approx(234.51, rel=0.1)
     assert work.prompt[~promised].min() >= 512
     assert work.output[~promised].max() <= 128
-    assert np.isfinite(bros.traffic("lmsys", 2.0, 30.0, 0, 0).ttft).all()
+    alone = Case(bros.OPT_13B, 1.0, "lmsys", (2.0,), "real-time only")
+    assert np.isfinite(bros.traffic(alone, 2.0, 30.0, 0).ttft).all()
 
 
 def test_a_best_effort_batch_comes_when_the_one_before_has_ended() -> None:
-    case = bros.Case(bros.PROFILE, 1.0, "sharegpt", (1.0,))
     chat = single(np.array([0.5]), 10, 5, slo=bros.SLO, tier="rt")
     work = concat(chat, single(np.zeros(4), 600, 20, priority=10, tier="be"))
     ended = closed_loop.run(
-        inside(find("vllm-v0"), []), bros.instance(case), work, open=1, batch=2, stop=1.0, until=60.0,
+        inside(find("vllm-v0"), []), bros.instance(CASE), work, open=1, batch=2, stop=1.0, until=60.0,
         observer=Observer(),
     )  # fmt: skip
     assert ended.end[0] > 0.5
@@ -103,15 +172,15 @@ def test_a_best_effort_batch_comes_when_the_one_before_has_ended() -> None:
 def test_the_command_prints_one_object_and_writes_pages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bros, "QUICK_SYSTEMS", ("bros", "vllm-v0"))
-    monkeypatch.setattr(bros, "QUICK", (bros.Case(bros.PROFILE, 1.0, "sharegpt", (2.0,)),))
+    one = Experiment("opt-13b", (Case(bros.OPT_13B, 1.0, "sharegpt", (2.0,)),), ("bros", "vllm-v0"))
+    monkeypatch.setattr(bros, "quick_plan", lambda: bros.Plan((one,), 30.0, 1))
     ended = CliRunner().invoke(bench_app, ["papers", "bros", "--quick", "--json", "--out", str(tmp_path)])
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)
     assert (found["bench"], found["host"]) == ("papers bros", "sim")
     rows = {(row["id"], row["system"]): row for row in found["rows"]}
     assert rows["rt.ttft_attainment", "bros"]["ours"] > 90
-    assert rows["sched.share_pct", "bros"]["paper"] == 9.0
+    assert rows["sched.share_pct", "bros"]["paper"] == 9.12
     assert rows["rt.normalized_latency.change", "bros vs vllm-v0"]["paper"] == -74.2
     names = {"report.json", "report.html", "report.md", "bros-sharegpt.png"}
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench.live import predictor
+from headway.bench.live import predictor, repeated_answers
 from headway.bench.live.predictor import DataSet, Forecasts
 from headway.errors import ConfigError
 from headway.forecast.lengths.padding import QUANTILE
@@ -131,6 +131,31 @@ def test_data_sets_are_read_and_shuffled_together(tmp_path: Path, monkeypatch: p
         file.write("\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigError, match="without 'output_tokens'"):
         predictor.read("alpaca", None, Letters())  # type: ignore[arg-type]
+
+
+def test_a_length_is_known_as_well_as_other_answers_to_the_prompt_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to one prompt differ by a tenth at most, those to different prompts by a factor of 50."""
+    monkeypatch.setenv("HEADWAY_DATA", str(tmp_path))
+    (tmp_path / "lengths").mkdir()
+    rng = np.random.default_rng(0)
+    usual = np.exp(rng.uniform(np.log(10), np.log(500), 1000))
+    rows = np.rint(usual[:, None] * rng.uniform(0.95, 1.05, (1000, 4)))
+    rows[3, 1] = 0
+    lines = [",".join(repeated_answers._COLUMNS), *(",".join(map(str, row)) for row in rows)]
+    with gzip.open(tmp_path / "lengths" / repeated_answers.FILE, "wt") as file:
+        file.write("\n".join(lines))
+    found = figures(one := predictor.repeated())
+    assert len(one.output_tokens) == 1000 - 1 - int(999 * 0.7)
+    assert 65 < (found["covered_pct"] or 0) < 90
+    assert (found["over_pct"] or 100) < 10
+
+
+def test_without_lengths_of_other_answers_it_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as refused:
+        repeated_answers.read(tmp_path)
+    assert "vicuna7b_t0_7" in refused.value.hint
 
 
 def test_without_data_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

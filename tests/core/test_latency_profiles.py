@@ -246,6 +246,8 @@ def test_unknown_optional_numbers_stay_unknown() -> None:
 # (decode batch, context of each, prompt) -> plausible seconds; what whole engines were seen to need.
 PLAUSIBLE = [
     ("opt-13b-a100", Batch(128, 128 * 512, 0), 0.020, 0.080),
+    ("opt-30b-a100-40g-tp4", Batch(32, 32 * 512, 0), 0.025, 0.060),  # between OPT-13B's and OPT-66B's
+    ("llama-3-70b-a100-tp8", Batch(16, 16 * 512, 0), 0.020, 0.050),  # less than llama-2-70b's on four
     ("opt-66b-a100-tp4", Batch(32, 32 * 512, 0), 0.040, 0.090),
     ("llama-2-7b-a100", Batch(1, 512, 0), 0.008, 0.016),
     ("llama-2-7b-a100", Batch(0, 0, 1024, 1024 * 512), 0.05, 0.12),

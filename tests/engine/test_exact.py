@@ -13,6 +13,7 @@ from headway.memory.budget import KvBudget
 from headway.pack.allocation import allocate
 from headway.pack.ecoserve.packer import EcoServe, Options
 from headway.ports import Packer
+from headway.recipes.ecoserve import TEXT
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts
@@ -155,6 +156,7 @@ def plain(engine: Engine) -> list[list[int]]:
     [
         (1e-6, Options(reserve=0.03)),
         (np.inf, Options(reserve=0.25)),
+        (1e-6, replace(TEXT, reserve=0.03)),
     ],
 )
 def test_reserved_and_lent_kv_changes_no_token(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from headway.memory.two_ended import allocation
 from headway.models import resolve
 from headway.pack.bros.packer import BatchSize, Bros
 from headway.ports import Packer
+from headway.recipes.bros import BROS
 from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import ENV, Engine
@@ -99,6 +100,13 @@ def bros(scheduler: Any) -> Bros:
     return Bros(replace(scheduler.spec, max_running=8), batch_size=BatchSize(base=8))
 
 
+def bros_paper(scheduler: Any) -> Bros:
+    packer = BROS["bros-paper"].packer(replace(scheduler.spec, max_running=8))
+    assert isinstance(packer, Bros)
+    scheduler.kv_policy.kv.state["most_empty"] = packer.kv.most_empty  # as where it is inside from the start
+    return packer
+
+
 def run_all(engine: Engine, order: Sequence[int] = range(12)) -> dict[str, list[int]]:
     """Every second request is promised something; some come while others run."""
     done: dict[str, list[int]] = {}
@@ -122,10 +130,11 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
     whole(scheduler)
 
 
-def test_bros_changes_no_token(engine: Engine, alone: list[list[int]]) -> None:
+@pytest.mark.parametrize("packer", [bros, bros_paper])
+def test_bros_changes_no_token(engine: Engine, alone: list[list[int]], packer: Callable[[Any], Bros]) -> None:
     scheduler = engine.scheduler
     before = scheduler.kv_policy.counters()
-    scheduler.packer = bros(scheduler)
+    scheduler.packer = packer(scheduler)
     done = run_all(
         engine, [*range(0, 12, 2), *range(1, 12, 2)]
     )  # best effort has the memory when others come
@@ -134,6 +143,7 @@ def test_bros_changes_no_token(engine: Engine, alone: list[list[int]]) -> None:
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert did["shared_blocks"] > 0
     whole(scheduler)
+    scheduler.kv_policy.kv.state["most_empty"] = False
 
 
 def test_without_the_window_tokens_would_be_wrong(

@@ -33,6 +33,7 @@ class Pool:
     rows: int = 6
     longest: int = 40
     decode_only: bool = False
+    most_empty: bool = False
     table: TwoEndedTable = field(init=False)
     device: dict[tuple[int, int], Token] = field(default_factory=dict)
     host: dict[tuple[int, int], Token] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Pool:
     def __post_init__(self) -> None:
         self.table = block_table.new(
             self.blocks, self.size, self.longest, self.host_limit, self.rows,
-            decode_only=self.decode_only,
+            decode_only=self.decode_only, most_empty=self.most_empty,
         )  # fmt: skip
         self.lives = [0] * self.rows
 
@@ -153,7 +154,7 @@ def random_program(seed: int, steps: int = 14) -> Pool:
     """Run a random program on a small pool, checking as it goes; all have left at the end."""
     rng = np.random.default_rng(seed)
     size = int(rng.integers(1, 9)), int(rng.integers(2, 6)), int(rng.integers(0, 30))
-    pool = Pool(*size, decode_only=bool(rng.integers(2)))
+    pool = Pool(*size, decode_only=bool(rng.integers(2)), most_empty=bool(rng.integers(2)))
     for _ in range(steps):
         inside = np.flatnonzero(pool.table.kind)
         pool.begin([int(row) for row in inside if rng.random() < 0.4])

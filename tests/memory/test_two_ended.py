@@ -60,6 +60,34 @@ def test_find_block_prefers_an_empty_block_then_free_slots_then_who_has_lost_mos
     pool.check()
 
 
+def test_by_the_text_the_block_with_most_empty_slots_goes_first() -> None:
+    """Row 0 leaves 3 of 4 slots of its last block empty, row 1, which came later, 2."""
+    for most_empty, victim in ((True, 0), (False, 1)):
+        pool = Pool(blocks=4, size=4, rows=3, most_empty=most_empty)
+        for row, kind in enumerate((BEST_EFFORT, BEST_EFFORT, REAL_TIME)):
+            pool.enter(row, kind)
+        pool.begin([0, 1])
+        assert pool.grow(0, 5)
+        assert pool.grow(1, 6)
+        pool.begin([])
+        assert pool.grow(2, 2)
+        assert pool.table.right_row[pool.table.block_ids[2, 0]] == victim
+        pool.check()
+
+
+def test_by_the_text_a_best_effort_row_shares_the_block_with_most_empty_slots() -> None:
+    for most_empty, beside in ((True, 1), (False, 0)):
+        pool = Pool(blocks=2, size=8, rows=3, most_empty=most_empty)
+        for row, kind in enumerate((REAL_TIME, REAL_TIME, BEST_EFFORT)):
+            pool.enter(row, kind)
+        pool.begin([2])
+        assert pool.grow(0, 4)
+        assert pool.grow(1, 2)
+        assert pool.grow(2, 3)
+        assert pool.table.left_row[pool.table.block_ids[2, 0]] == beside
+        pool.check()
+
+
 def test_a_row_is_read_back_into_its_own_slots_when_they_are_free_again() -> None:
     pool = Pool(blocks=1, size=4)
     pool.enter(0, BEST_EFFORT), pool.enter(1, REAL_TIME)

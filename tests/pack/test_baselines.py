@@ -33,6 +33,7 @@ from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 NAMES = (
     "vllm-priority",
     "vllm-v0", "vllm-v0-swap", "orca", "fastserve", "srtf", "sjf", "fastgen", "sarathi", "multires", "rr",
+    "tgi",
 )  # fmt: skip
 every = pytest.mark.parametrize("name", NAMES)
 

@@ -27,15 +27,18 @@ from tools.latency_profiles.layers import Attention, Gpu, Layers, Model, Rows, c
 _CHOICE = ("additive", "roofline", "bros")
 _GIB = 2**30
 A100 = Gpu("A100-SXM4-80GB", 80 * _GIB, 2.039e12, 312e12)
+A100_40 = Gpu("A100-SXM4-40GB", 40 * _GIB, 1.555e12, 312e12)
 A100_PCIE = Gpu("A100-PCIe-80GB", 80 * _GIB, 1.935e12, 312e12)
 H100 = Gpu("H100-SXM5-80GB", 80 * _GIB, 3.352e12, 989e12)
 A40 = Gpu("A40-48GB", 48 * _GIB, 0.696e12, 149.7e12)
 A30 = Gpu("A30-24GB", 24 * _GIB, 0.933e12, 165e12)
 A10 = Gpu("A10-24GB", 24 * _GIB, 0.6e12, 125e12)
 OPT_13B = Model("facebook/opt-13b", 40, 5120, 40, 40, 128, 50272, 25_700_000_000)
+OPT_30B = Model("facebook/opt-30b", 48, 7168, 56, 56, 128, 50272, 59_950_000_000)
 OPT_66B = Model("facebook/opt-66b", 64, 9216, 72, 72, 128, 50272, 131_400_000_000)
 LLAMA_7B = Model("meta-llama/Llama-2-7b-hf", 32, 4096, 32, 32, 128, 32000, 13_476_000_000)
 LLAMA_70B = Model("meta-llama/Llama-2-70b-hf", 80, 8192, 64, 8, 128, 32000, 137_950_000_000)
+LLAMA_3_70B = Model("meta-llama/Meta-Llama-3-70B", 80, 8192, 64, 8, 128, 128256, 141_110_000_000)
 YI_34B = Model("01-ai/Yi-34B-200K", 60, 7168, 56, 8, 128, 64000, 68_780_000_000)
 QWEN_7B = Model("Qwen/Qwen2-7B", 28, 3584, 28, 4, 128, 152064, 15_230_000_000)
 SMOLLM = Model("HuggingFaceTB/SmolLM2-135M-Instruct", 30, 576, 9, 3, 64, 49152, 269_000_000)
@@ -132,19 +135,47 @@ def distserve(data: Data, model: Model, tp: int) -> Sample:
     )  # fmt: skip
 
 
-def vidur(data: Data, model: Model, gpu: Gpu, tp: int, attention: Attention, cpu: str) -> Sample:
-    """Return iteration times added up from Vidur's operator profiles."""
-    short, kind = model.name.split("/")[1].lower().removesuffix("-hf"), gpu.name.split("-")[0].lower()
+def between(data: Data, model: Model, less: Model, more: Model, there: Gpu, tp: int) -> Sample:
+    """Return a model that was not measured, between two that were: their laws, weighted by bytes of weights.
+
+    Only the size of the memory is that of `there`; both were measured on 80 GB.
+    """
+    laws = json.loads((data.folder / "profiles" / "distserve_a100_80g_fits.json").read_text())["vllm_engine"]
+    share = (model.weights_bytes - less.weights_bytes) / (more.weights_bytes - less.weights_bytes)
+    pairs = ((1 - share, laws[less.name][str(tp)]), (share, laws[more.name][str(tp)]))
+    tokens = _room(model, there, tp)
+    return _sample(
+        data, model, there, tp, grid(tokens, 2048, mixed=False),
+        lambda batch: sum(weight * _distserve_ms(law, batch) for weight, law in pairs) / 1000,
+        coefficients=f"NOT measured: {1 - share:.2f} x {less.name} + {share:.2f} x {more.name}, by bytes of "
+        f"weights, both of distserve_a100_80g_fits.json, vllm_engine, tp {tp}, measured on {A100.name} (this "
+        f"one reads memory at {there.bandwidth / A100.bandwidth:.0%} of that). Errors are against that sum. "
+        "No mixed batch was measured.",
+        kv=None,
+    )  # fmt: skip
+
+
+def vidur(
+    data: Data, model: Model, gpu: Gpu, tp: int, attention: Attention, cpu: str,
+    cpu_as: tuple[Model, int] | None = None,
+) -> Sample:  # fmt: skip
+    """Return iteration times added up from Vidur's operator profiles.
+
+    cpu_as: model and tensor parallelism whose CPU overheads stand in for its own, which were not profiled.
+    """
+    short = model.name.split("/")[1].lower().removesuffix("-hf").removeprefix("meta-")
+    kind = gpu.name.split("-")[0].lower()
     layers = Layers(
         model, gpu, tp, attention,
         operators=read(data.folder, f"vidur_mlp_{kind}_{short}.csv.gz"),
-        cpu=_cpu_rows(data, cpu, model, tp),
+        cpu=_cpu_rows(data, cpu, *(cpu_as or (model, tp))),
         reduce_rows=read(data.folder, f"vidur_allreduce_{kind}_dgx.csv.gz") if tp > 1 else None,
     )  # fmt: skip
+    other = f" ({cpu_as[0].name}, tp {cpu_as[1]})" if cpu_as else ""
     tokens = _room(model, gpu, tp)
     profile = "A100 llama-2-70b TP 2" if attention is data.on_a100 else "A30 qwen2-7b"
     text = (
-        f"vidur_mlp_{kind}_{short} layer medians x {model.layers}; CPU overheads of {cpu} without Ray "
+        f"vidur_mlp_{kind}_{short} layer medians x {model.layers}; CPU overheads of {cpu}{other} without Ray "
         f"communication; {'all-reduce ' + kind + ' twice a layer; ' if tp > 1 else ''}"
         f"attention is MODELLED, not measured: KV bytes at {attention.bandwidth_share:.0%} of the data "
         f"sheet's bandwidth, prefill arithmetic at {attention.flops_share:.0%} of its peak, both "
@@ -231,7 +262,9 @@ FILES: dict[str, Callable[[Data], Sample]] = {
     "llama-2-7b-a100": lambda d: vidur(d, LLAMA_7B, A100, 1, d.on_a100, "a100"),
     "llama-2-7b-a40": lambda d: vidur(d, LLAMA_7B, A40, 1, d.on_a30, "a40"),
     "llama-2-7b-h100": lambda d: vidur(d, LLAMA_7B, H100, 1, d.on_a100, "a100"),
+    "llama-3-70b-a100-tp8": lambda d: vidur(d, LLAMA_3_70B, A100, 8, d.on_a100, "a100", (LLAMA_70B, 4)),
     "opt-13b-a100": lambda d: distserve(d, OPT_13B, 1),
+    "opt-30b-a100-40g-tp4": lambda d: between(d, OPT_30B, OPT_13B, OPT_66B, A100_40, 4),
     "opt-66b-a100-tp4": lambda d: distserve(d, OPT_66B, 4),
     "smollm2-135m-cpu2": smollm,
     "yi-34b-a100-tp2": sarathi,

@@ -62,12 +62,14 @@ class KvUse:
     reserves: it uses `Step.reserve` and `Step.lend`.
     two_ended: it counts on two-ended blocks.
     overlaps_copies: copies run beside the computation, not before it (as simulations charge them).
+    most_empty: two-ended blocks are chosen by their empty slots alone (BROS 5.2).
     """
 
     saves: bool = False
     reserves: bool = False
     two_ended: bool = False
     overlaps_copies: bool = False
+    most_empty: bool = False
 
 
 class KeepOptions(NamedTuple):

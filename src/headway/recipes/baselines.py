@@ -17,6 +17,7 @@ from headway.pack.baselines.multires import MultiRes
 from headway.pack.baselines.orca import Orca
 from headway.pack.baselines.round_robin import RoundRobin
 from headway.pack.baselines.srtf import Srtf
+from headway.pack.baselines.tgi import Tgi
 from headway.pack.baselines.vllm_v0 import VllmV0
 from headway.plan.baselines import load_balancing
 from headway.plan.baselines.flow_control import FlowControl
@@ -94,6 +95,11 @@ BASELINES = {
             "rr",
             "round robin between real-time and best-effort requests (BROS's baseline)",
             lambda spec: RoundRobin(spec.max_running, spec.token_budget),
+        ),
+        _baseline(
+            "tgi",
+            "Text Generation Inference: prompts in iterations of their own, KV for the whole answer",
+            lambda spec: Tgi(spec.max_running, spec.token_budget),
         ),
     )
 }

@@ -19,7 +19,7 @@ def _without_batch_size(spec: EngineSpec) -> Bros:
 def _by_the_text(spec: EngineSpec) -> Bros:
     return Bros(
         spec, spare=0.0, crowded=1.0, watermark=0.0, parts_below=-1.0, from_last=True, fixed_bound=True,
-        returns_early=True, replaces_long=True, batch_size=BatchSize(by_check=True),
+        returns_early=True, replaces_long=True, most_empty=True, batch_size=BatchSize(by_check=True),
     )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[str, Callable[[EngineSpec], Bros]]] = {
         "BROS with whole best-effort prompts only",
         partial(Bros, parts_below=-1.0),
     ),
-    "bros-paper": ("Algorithm 1 of BROS by its text, on our two-ended blocks", _by_the_text),
+    "bros-paper": ("Algorithm 1, FindBlock and FindPreemptBlock of BROS by their text", _by_the_text),
     "bros-no-replacement": (
         "BROS without putting best effort in the place of real-time requests that can wait",
         partial(Bros, replaces=False),

@@ -3,7 +3,8 @@
 Real prompts with recorded outputs from `$HEADWAY_DATA/prompts`, in the order of the file; no engine runs and
 nothing is simulated. A data set's plain name is the static split: fitted once to the first 70 % (EcoServe
 2.3), evaluated on the rest. "online": forecast, then learn, from the first request on, with the objects that
-`headway serve` uses. "all": the data sets shuffled together, unlabelled.
+`headway serve` uses. "all": the data sets shuffled together, unlabelled. System "other-answers" reads no
+prompt, but has seen three other answers to it (`repeated_answers.py`): how well a length can be known.
 
 accuracy_pct: outputs not longer than the expected length with 10 % padding (EcoServe 2.3 as we read it)
 overpredicted_tokens_pct: tokens predicted with that padding but never generated, over all generated
@@ -31,6 +32,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
+from headway.bench.live import repeated_answers
 from headway.bench.live.boosted import boosted
 from headway.bench.load.prompts import find
 from headway.bench.output.plots import colour, legend, png, sheet
@@ -143,7 +145,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
         sets.append(together(sets, np.random.default_rng(seed)))
         static = {data.name: trial(data, embed) for data in bar.track(sets)}
         online = {f"{data.name}, online": prequential(data) for data in bar.track(sets)}
-    results = {**static, **online}
+    results = {**static, **online, "alpaca (Vicuna-7B)": {"other-answers": repeated()}}
     sizes = ", ".join(f"{data.name} {len(data):,}" for data in sets)
     workload = f"prompts with recorded answers: {sizes}; {TOKENS} tokens; {NOTE}"
     rows = list(rows_of(results))
@@ -232,6 +234,12 @@ def _trial(data: DataSet, system: System, embed: Embedder) -> Forecasts:
     padded = np.array([Padded(system.lengths, QUANTILE).forecast(request).mean for request in requests])
     batched = _ms_batched(data.texts[cut : cut + _TIMED], embed) if system.columns > PLAIN else None
     return Forecasts(expected, padded, data.output_tokens[cut:], None, seconds, ms, batched)
+
+
+def repeated() -> Forecasts:
+    """Return forecasts of one answer's length from other answers to the same prompt."""
+    lengths = repeated_answers.read(Path(os.environ["HEADWAY_DATA"]))
+    return Forecasts(*repeated_answers.forecast(lengths, _TRAINED))
 
 
 def prequential(data: DataSet) -> dict[str, Forecasts]:

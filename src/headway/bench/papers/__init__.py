@@ -9,4 +9,4 @@ PAPERS = {
     "qlm": "headway.bench.papers.qlm:main",
 }
 # Those whose `main` takes `only`.
-PARTED = ("hermes", "qlm")
+PARTED = ("bros", "ecoserve", "hermes", "qlm")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -49,6 +50,7 @@ from headway.bench.papers.ecoserve_tables import (
     measured,
     rates,
 )
+from headway.bench.papers.parts import Experiment, choose
 from headway.bench.papers.trial import Trial, trial
 
 BASELINES = (BASE, "vllm-v0", "vllm", "fastgen", "multires", *MAX_ALLOCATION)
@@ -56,45 +58,62 @@ _COMPARED = (ECOSERVE, ORACLE, BASE, "fastgen")
 _SPREAD = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen", "orca")  # run with every seed
 
 
+_MEASURED = ("choices", "sweeps")  # parts beside the experiments
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is run.
 
-    cases: {case: systems}
+    experiments: cases and their systems
     rates: {data set: rates}, low ones for systems with max-allocation; None = all of the data set
     share: seconds of arrivals, as a share of the data set's
     seeds: of them, from the given one on; other cases than the plain one, and systems that no claim is
         about, use the first
     points: points of each sweep
-    choices: run every choice alone
+    measured: the parts of `_MEASURED` that are run: every choice alone, the sweeps
     """
 
-    cases: dict[Case, tuple[str, ...]]
+    experiments: tuple[Experiment[Case], ...]
     rates: dict[str, tuple[float, ...]] | None
     share: float
     seeds: int
     points: int
-    choices: bool
+    measured: frozenset[str]
 
 
-FULL = Plan(
-    {
-        Case(): (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES),
-        Case(copies=2.0): _COMPARED,
-        Case(copies=5.0): _COMPARED,
-        Case(span=5.0): (ECOSERVE, ORACLE, BASE),
-    },
-    None, 1.0, 3, 6, True,
-)  # fmt: skip
-QUICK = Plan(
-    {Case(): (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen")},
-    {"alpaca": (36.0, 60.0, 96.0), "sharegpt": (2.0, 3.0, 5.0), "bookcorpus": (0.2, 0.3)}, 0.3, 1, 3, False,
-)  # fmt: skip
+def full() -> Plan:
+    """Return the whole evaluation."""
+    experiments = (
+        Experiment("rates", (Case(),), (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES)),
+        Experiment("copies", (Case(copies=2.0), Case(copies=5.0)), _COMPARED),
+        Experiment("long", (Case(span=5.0),), (ECOSERVE, ORACLE, BASE)),
+    )
+    return Plan(experiments, None, 1.0, 3, 6, frozenset(_MEASURED))
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Simulate and print; `quick` runs fewer systems at few rates, one seed, a third of the arrivals."""
-    began, plan = time.perf_counter(), QUICK if quick else FULL
+def quick_plan() -> Plan:
+    """Return fewer systems at few rates, one seed, a third of the arrivals.
+
+    The highest rates are more than any of these systems sustains for so long.
+    """
+    rates = {
+        "alpaca": (36.0, 60.0, 96.0, 108.0), "sharegpt": (2.0, 3.0, 5.0, 8.0, 13.0),
+        "bookcorpus": (0.3, 0.4, 0.5),
+    }  # fmt: skip
+    systems = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen")
+    return Plan((Experiment("rates", (Case(),), systems),), rates, 0.3, 1, 3, frozenset({"sweeps"}))
+
+
+def part(plan: Plan, only: Sequence[str]) -> Plan:
+    """Return the named parts of a plan, () = all. ConfigError for names that are of no part."""
+    experiments, chosen = choose(plan.experiments, _MEASURED, only)
+    return replace(plan, experiments=experiments, measured=plan.measured & chosen)
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+    """Simulate and print; `quick`: about a minute. only: parts, () = all."""
+    began, plan = time.perf_counter(), part(quick_plan() if quick else full(), only)
     seeds = [seed + i for i in range(plan.seeds)]
     with Progress(disable=as_json, transient=True) as bar:
         _compile(seed)
@@ -102,19 +121,19 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
         total = sum(1 for _ in _planned(plan, seeds))
         for case, one in bar.track(_trials(plan, seeds), total=total, description="rates"):
             trials.setdefault(case, []).append(one)
-        swept_count = len(DATA) * len(SWEEPS) * plan.points
-        swept = list(
-            bar.track(sweeps(seeds, plan.share, plan.points), total=swept_count, description="sweeps")
-        )
-        chosen = choices(seeds, plan.share) if plan.choices else iter(())
-        alone = list(bar.track(chosen, total=count_choices(seeds), description="choices"))
+        points = plan.points if "sweeps" in plan.measured else 0
+        swept_count = len(DATA) * len(SWEEPS) * points
+        swept = list(bar.track(sweeps(seeds, plan.share, points), total=swept_count, description="sweeps"))
+        alone: list[tuple[str, Trial]] = []
+        if "choices" in plan.measured:
+            chosen = choices(seeds, plan.share)
+            alone += bar.track(chosen, total=count_choices(seeds), description="choices")
     rows = [*measured(trials), *choice_rows(alone), *sweep_rows(swept), *_claims(trials, seed)]
     report = Report(
         "ecoserve", "sim", f"EcoServe ({SIMULATED})", rows, time.perf_counter() - began,
         About(_describe(plan), seed), row_grid(rows), notes=NOTES,
     )  # fmt: skip
-    pictures = {"rates": _rates_plot(trials[Case()], seed), "sweeps": _sweep_plot(swept)} if out else {}
-    deliver(report, as_json=as_json, out=out, pictures=lambda: pictures)
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(trials, swept, seed))
 
 
 NOTES = (
@@ -168,13 +187,12 @@ def _rates(plan: Plan, data: Data, name: str) -> tuple[float, ...]:
 
 
 def _planned(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Data, float, int, str]]:
-    for case, systems in plan.cases.items():
-        for data in DATA:
-            for name in systems:
-                for rate in _rates(plan, data, name):
-                    spread = case == Case() and name in _SPREAD
-                    for seed in seeds if spread else seeds[:1]:
-                        yield case, data, rate, seed, name
+    cases = ((case, one.systems) for one in plan.experiments for case in one.settings)
+    for (case, systems), data in product(cases, DATA):
+        for name in systems:
+            spread = case == Case() and name in _SPREAD
+            for rate, seed in product(_rates(plan, data, name), seeds if spread else seeds[:1]):
+                yield case, data, rate, seed, name
 
 
 def _trials(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Trial]]:
@@ -186,6 +204,12 @@ def _trials(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Trial]]:
 
 
 # ---- plots
+
+
+def _pictures(trials: Trials, swept: Sequence[Swept], seed: int) -> dict[str, bytes]:
+    """Return {name: PNG} of what was run."""
+    found = {"rates": _rates_plot(trials[Case()], seed)} if Case() in trials else {}
+    return found | ({"sweeps": _sweep_plot(swept)} if swept else {})
 
 
 _PANELS = (("normalized", "s/token", "log"), ("jct", "JCT, s", "log"), ("ssr", "SSR", "linear"),

@@ -137,6 +137,7 @@ def sweep_rows(swept: Sequence[Swept]) -> list[Row]:
     for name, papers in SPOTS.items():
         for data, paper in zip(DATA, papers, strict=True):
             mine = [s for s in swept if s.name == name and s.trials[0].data == data.name]
-            best = min(mine, key=lambda s: s.jct)
-            rows.append(Row(f"sweet_spot.{name}", ECOSERVE, data.name, 100 * best.value, "%", 100 * paper))
+            if mine:
+                best = min(mine, key=lambda s: s.jct).value
+                rows.append(Row(f"sweet_spot.{name}", ECOSERVE, data.name, 100 * best, "%", 100 * paper))
     return rows

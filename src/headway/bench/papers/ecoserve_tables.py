@@ -113,11 +113,21 @@ def rates(trials: Trials) -> Iterator[Row]:
                 yield _mean("rate_sustained", system, f"{data}, {LIMIT:g} s/token, {case}", found, "req/s")
         for other in RATES:
             yield from _ratios(mine, case, other, seeds)
-        gaps = [_over(mine, data, ORACLE, ECOSERVE, seed) for data in _DATA for seed in seeds]
-        known = [100 * (gap - 1) for gap in gaps if gap is not None]
+        yield from _gaps(mine, case, seeds)
+
+
+def _gaps(mine: Sequence[Trial], case: Case, seeds: Sequence[int]) -> Iterator[Row]:
+    """Yield by how much more the oracle sustains: by data set, where it is known, and the mean of these."""
+    means, name = [], f"{ORACLE} over {ECOSERVE}"
+    for data in _DATA:
+        found = [_over(mine, data, ORACLE, ECOSERVE, seed) for seed in seeds]
+        known = [100 * (gap - 1) for gap in found if gap is not None]
         if known:
-            yield Row("rate_sustained.more", f"{ORACLE} over {ECOSERVE}", f"mean of data sets, {case}",
-                      float(np.mean(known)), "%", _paper(case, 8.0))  # fmt: skip
+            means.append(float(np.mean(known)))
+            yield Row("rate_sustained.more", name, f"{data}, {LIMIT:g} s/token, {case}", means[-1], "%")
+    if means:
+        yield Row("rate_sustained.more", name, f"mean of data sets, {case}", float(np.mean(means)), "%",
+                  _paper(case, 8.0))  # fmt: skip
 
 
 def _ratios(mine: Sequence[Trial], case: Case, other: str, seeds: Sequence[int]) -> Iterator[Row]:
@@ -234,7 +244,7 @@ def bounds(trials: Trials, seed: int) -> Iterator[Row]:
         load = workload(data, data.rates[-1], 5 * data.seconds, seed)
         for name, exact in (("any schedule", False), ("any schedule with exact allocation", True)):
             yield Row("throughput.bound", name, data.name, bound(load, exact=exact), "req/s")
-        best = [t.throughput for t in trials[Case()] if (t.system, t.data) == (BASE, data.name)]
+        best = [t.throughput for t in trials.get(Case(), []) if (t.system, t.data) == (BASE, data.name)]
         if best:
             gain = 100 * (bound(load, exact=False) / max(best) - 1)
             gains.append(gain)

@@ -130,7 +130,7 @@ class Keep:
 
 
 def chat_and_batch(chat: Slo, models: Sequence[str] = ("default",)) -> tuple[TrafficClass, ...]:
-    """Return 60 % ShareGPT-like chat with an SLO and 40 % best effort (BROS 6.1's lengths) for each model."""
+    """Return 60 % ShareGPT-like chat with an SLO and 40 % best effort (BROS 7.1's lengths) for each model."""
     return tuple(
         traffic
         for model in models

@@ -39,7 +39,7 @@ class Ground:
     kv_tokens: tokens of KV; None = the profile's.
     burstiness: shape of the gamma-distributed gaps, 1 = Poisson.
     swing: peak of a day to its mean, 1 = even.
-    idle_scale: e2e targets as a multiple of each request's seconds on an idle engine (EcoServe 4.1); 0 = the
+    idle_scale: e2e targets as a multiple of each request's seconds on an idle engine (EcoServe 4); 0 = the
         classes' own.
     predictor: share of the answers within the predicted length padded by that much (EcoServe 2.3); None =
         lengths are learned per class.
@@ -130,14 +130,14 @@ _MIX = (
     _of("code", 3, "alpaca", e2e=10.0),
     _of("batch", 2, "bros-best-effort", 10),
 )
-_ECOSERVE_KV = 14_640  # tokens: 12 GB of OPT-13B (EcoServe 4.1)
+_ECOSERVE_KV = 14_640  # tokens: 12 GB of OPT-13B (EcoServe 2.1)
 _OPT, _LLAMA, _LLAMA_70B = "opt-13b-a100", "llama-2-7b-a100", "llama-2-70b-a100-tp4"
 
 
 def _ecoserve(
     lengths: str, predictor: tuple[float, float], longest: int = 2048, requests: int = 2000
 ) -> Ground:
-    """Return a ground of EcoServe 4.1: deadlines of twice the idle seconds, its predictor's accuracy."""
+    """Return a ground of EcoServe 4: deadlines of twice the idle seconds, its predictor's accuracy."""
     return Ground(
         f"{lengths}-idle", _OPT, (_of("all", 1, lengths),), longest=longest, kv_tokens=_ECOSERVE_KV,
         idle_scale=2.0, predictor=predictor, requests=requests,

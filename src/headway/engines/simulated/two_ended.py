@@ -104,7 +104,9 @@ class TwoEndedEngine(HostPoolEngine):
             host=host, copy_seconds=copy_seconds, overlap=overlap,
         )  # fmt: skip
         rows = self.target.size
-        self.kv = slots_of.new(blocks, size, max_model_len, host, rows, decode_only=decode_only)
+        self.kv = slots_of.new(
+            blocks, size, max_model_len, host, rows, decode_only=decode_only, most_empty=packer.kv.most_empty
+        )
         self.dropped = 0
 
     @property

@@ -11,6 +11,10 @@ The paper names the layout, FindBlock and FindPreemptBlock. Assumed here: empty 
 no copy; among equals in the preemption table the one that came last goes first; two running requests may
 share a block, and when they meet, the best-effort one moves to an empty block, or stops running if there is
 none.
+
+With `most_empty` blocks are chosen as in 5.2, by their empty slots alone: an empty block has most; a
+real-time request takes the best-effort block with most (of equals the first), a best-effort one
+that of a real-time request with most.
 """
 
 from __future__ import annotations
@@ -58,6 +62,9 @@ def find_preempt_block(table: TwoEndedTable) -> int:
     the first victim on; last blocks with free slots of requests that run.
     """
     state = table.state[0]
+    if state["most_empty"]:
+        block = _emptiest_block(table)
+        return block if block != NONE else _block_of_running(table)
     if state["num_victims"] == NONE:
         _rank_victims(table)
     while state["next_tail"] < state["num_victims"]:
@@ -73,6 +80,20 @@ def find_preempt_block(table: TwoEndedTable) -> int:
                 return int(table.block_ids[row, k])
         state["next_victim"] += 1
     return _block_of_running(table)
+
+
+@compiled
+def _emptiest_block(table: TwoEndedTable) -> int:
+    """Return the block of a paused best-effort row, free on the left, with most empty slots; or NONE."""
+    emptiest, least = NONE, table.state[0]["block_size"] + 1
+    for block in range(table.right_row.size):
+        row = table.right_row[block]
+        if row == NONE or table.left_row[block] != NONE or table.pinned[row]:
+            continue
+        used = resident(table, block)
+        if used < least:
+            emptiest, least = block, used
+    return int(emptiest)
 
 
 @compiled
@@ -119,15 +140,15 @@ def find_shared_block(table: TwoEndedTable, tokens: int) -> int:
     block = pop_empty(table)
     if block != NONE:
         return block
+    best, most = NONE, table.state[0]["block_size"] - tokens  # it leaves the real-time row a slot at least
     for row in range(table.kind.size):
         if table.kind[row] == REAL_TIME and table.num_blocks[row] > 0:
             last = table.block_ids[row, table.num_blocks[row] - 1]
-            if (
-                table.right_row[last] == NONE
-                and table.left_tokens[last] + tokens < table.state[0]["block_size"]
-            ):
-                return int(last)
-    return NONE
+            if table.right_row[last] == NONE and table.left_tokens[last] < most:
+                best, most = last, table.left_tokens[last]
+                if not table.state[0]["most_empty"]:
+                    break
+    return int(best)
 
 
 # ---- growth

@@ -33,6 +33,7 @@ _STATE = np.dtype([
     ("next_tail", int),
     ("next_victim", int),
     ("decode_only", int),
+    ("most_empty", int),
 ])  # fmt: skip
 _OPS_PER_BLOCK = 8
 
@@ -77,6 +78,7 @@ class TwoEndedTable(NamedTuple):
             last_entered: the last `entered`.
             decode_only: 1 = the engine attends from the right to single tokens only, so a best-effort row
                 that computes more of them has its last block to itself.
+            most_empty: 1 = blocks are chosen by their empty slots alone, as the paper has it.
     """
 
     left_row: Ints
@@ -107,8 +109,9 @@ _PER_ROW = (
 
 
 def new(
-    blocks: int, size: int, longest: int, host: int, rows: int, *, decode_only: bool = False
-) -> TwoEndedTable:
+    blocks: int, size: int, longest: int, host: int, rows: int, *, decode_only: bool = False,
+    most_empty: bool = False,
+) -> TwoEndedTable:  # fmt: skip
     """Return the table of a free pool.
 
     longest: most tokens of a request.
@@ -119,7 +122,7 @@ def new(
     row = np.zeros((8, rows), np.int64)
     state = np.zeros(1, _STATE)
     state["block_size"], state["num_empty"], state["host_capacity"] = size, blocks, host
-    state["num_victims"], state["decode_only"] = NONE, decode_only
+    state["num_victims"], state["decode_only"], state["most_empty"] = NONE, decode_only, most_empty
     return TwoEndedTable(
         left_row=ends[0], right_row=ends[1], left_tokens=block[0], right_tokens=block[1],
         saved_tokens=block[2], right_index=block[3], mirrored=block[4],

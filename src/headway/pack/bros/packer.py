@@ -122,6 +122,7 @@ class Bros(Packer):
         Taken to the letter, a late one would let nothing run beside it.
     returns_early: the first real-time request that is not in time ends the batch (lines 11-12).
     replaces_long: replacing also where only time is short, and whoever waits (lines 24-33).
+    most_empty: FindBlock and FindPreemptBlock choose two-ended blocks by their empty slots alone (5.2).
     batch_size: the adaptive B; its `most` is the engine's `max_running`.
     """
 
@@ -140,6 +141,7 @@ class Bros(Packer):
     fixed_bound: bool = False
     returns_early: bool = False
     replaces_long: bool = False
+    most_empty: bool = False
     batch_size: BatchSize = field(default_factory=BatchSize)
     _seen: _LastTokens = field(default_factory=lambda: _LastTokens())
 
@@ -152,8 +154,9 @@ class Bros(Packer):
         """It saves where the engine has a pool of stated size, or two-ended blocks, which include one."""
         shared = self.two_ended and self.saves and self.spec.two_ended
         return KvUse(
-            shared or (self.saves and bool(self.spec.host_tokens)), two_ended=shared, overlaps_copies=True
-        )
+            shared or (self.saves and bool(self.spec.host_tokens)), two_ended=shared, overlaps_copies=True,
+            most_empty=shared and self.most_empty,
+        )  # fmt: skip
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""

@@ -1,4 +1,4 @@
-"""Parrot (OSDI '24), a baseline of Hermes and QLM: application runs first come, first served.
+"""Parrot (OSDI '24) as Hermes 2.2 and 5.1 describe it: application runs first come, first served.
 
 Requests of one run are ordered by the arrival of the run's first request, so that a late stage does not queue
 behind runs that came after it. Not modelled: sharing of prompt prefixes, placement by data dependence.

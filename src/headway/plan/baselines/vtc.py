@@ -1,4 +1,4 @@
-"""Virtual Token Counter (Sheng et al., OSDI '24, algorithm 2 and 4.4): equal service for tenants.
+"""Virtual Token Counter (OSDI '24, algorithm 2 and 4.4; a baseline of Hermes 5.1): equal service of tenants.
 
 The tenant with the smallest counter of served tokens is next; prompt tokens count 1, output tokens 2. A
 tenant that returns is lifted to the smallest counter among those that wait, so that service cannot be saved

@@ -1,0 +1,56 @@
+"""The choices by which `bros` differs from the paper's text (BROS 4.2, 5.2), one at a time, SIMULATED."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from headway.core.engine_spec import EngineSpec
+from headway.pack.bros.packer import BatchSize, Bros
+from headway.recipes.bros import BROS
+from headway.recipes.recipe import Recipe
+from headway.recipes.registry import find
+
+OURS, TEXT = "bros", "bros-paper"
+# The options of `Bros` by which the two differ, and that belong together.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "time from the last token": ("from_last",),
+    "fixed bound": ("fixed_bound",),
+    "early return": ("returns_early",),
+    "replaces at once": ("replaces_long", "spare", "crowded"),
+    "batch by the check": ("batch_size",),
+    "most empty blocks": ("most_empty",),
+    "no watermark": ("watermark",),
+    "whole prompts": ("parts_below",),
+}
+SYSTEMS = (
+    OURS, TEXT, *(f"{OURS}, {name}" for name in CHOICES), *(f"{TEXT}, not {name}" for name in CHOICES),
+)  # fmt: skip
+
+
+def system(name: str) -> Recipe:
+    """Return the recipe of a name, or of one of `SYSTEMS`."""
+    base, _, choice = name.partition(", ")
+    if not choice:
+        return find(name)
+    other = TEXT if base == OURS else OURS
+    return replace(find(base), packer=_packer(base, other, CHOICES[choice.removeprefix("not ")]))
+
+
+def _packer(base: str, other: str, options: tuple[str, ...]) -> Callable[[EngineSpec], Bros]:
+    """Return the factory of a recipe's packer with these options of another one's."""
+
+    def packer(spec: EngineSpec) -> Bros:
+        mine, theirs = (_options(name, spec) for name in (base, other))
+        return Bros(**mine | {option: theirs[option] for option in options})
+
+    return packer
+
+
+def _options(name: str, spec: EngineSpec) -> dict[str, Any]:
+    packer = BROS[name].packer(spec)
+    assert isinstance(packer, Bros)
+    options = {field.name: getattr(packer, field.name) for field in fields(packer) if field.name[0] != "_"}
+    size: BatchSize = options["batch_size"]
+    return options | {"batch_size": replace(size, size=0)}
