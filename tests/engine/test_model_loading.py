@@ -293,7 +293,7 @@ async def _slept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int) -
                 asyncio.run_coroutine_threadsafe(self.server.close(), loop).result(10)
 
     monkeypatch.setattr(children, "command", lambda engine, port, recipe: [engine.name, str(port)])
-    monkeypatch.setattr(children, "environment", lambda engine: {})
+    monkeypatch.setattr(children, "environment", lambda engine, secret: {})
     monkeypatch.setattr(children, "Child", FakeChild)
     monkeypatch.setattr(client, "check_installed", lambda: None)
     paths = [str(model(tmp_path, name, num_hidden_layers=i)) for i, name in enumerate("ab")]

@@ -115,7 +115,7 @@ def use_fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     monkeypatch.setattr(children, "command", command)
-    monkeypatch.setattr(children, "environment", lambda engine: {**os.environ, "PYTHONPATH": path})
+    monkeypatch.setattr(children, "environment", lambda engine, secret: {**os.environ, "PYTHONPATH": path})
     monkeypatch.setattr(client, "check_installed", lambda: None)
 
 

@@ -114,9 +114,9 @@ def _generation(app: FastAPI, state: AppState) -> None:
                 if not parsed.background:
                     in_flight = await gateway.path.accept(parsed, held)
                     return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
+                obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
                 await gateway.background.accept(parsed, held)
                 body = _response(parsed.request.id, "queued", parsed.request.arrival)
-                obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
                 return JSONResponse(body | _waiting_for(obstacle), 202)
 
         handle.__name__ = kind
