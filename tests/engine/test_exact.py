@@ -156,7 +156,6 @@ def plain(engine: Engine) -> list[list[int]]:
     [
         (1e-6, Options(reserve=0.03)),
         (np.inf, Options(reserve=0.25)),
-        (1e-6, replace(TEXT, reserve=0.03)),
     ],
 )
 def test_reserved_and_lent_kv_changes_no_token(
@@ -178,4 +177,16 @@ def test_reserved_and_lent_kv_changes_no_token(
     assert (seen["swapped_tokens"] > 0) == (copy_seconds < 1)
     assert (seen["recomputed"] > 0) == (copy_seconds > 1)
     assert not scheduler.connector.saved
+    assert not len(scheduler.requests)
+
+
+def test_ecoserve_by_the_papers_text_changes_no_token(plain: list[list[int]], reserving: Engine) -> None:
+    scheduler = reserving.scheduler
+    before = reserving.counters()
+    scheduler.packer = EcoServe(replace(scheduler.spec, max_running=8), replace(TEXT, reserve=0.03))
+    assert run_long(reserving) == plain
+    after, counts = reserving.counters(), scheduler.packer.counts
+    assert after["loans"] - before.get("loans", 0) == counts.lent > 0
+    assert counts.extended > 0, "some answers were predicted too short"
+    assert after["alloc_failures"] == before.get("alloc_failures", 0)
     assert not len(scheduler.requests)
