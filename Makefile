@@ -25,7 +25,7 @@ serve: install
 
 test: install
 	$(BIN)/headway model fetch
-	$(BIN)/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 # Decisions only: no engine, no server. Compiled code is cached, so the first run takes minutes longer.
 test-fast: install

@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parent
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
@@ -33,6 +35,7 @@ MARKERS = {
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
 # `make test` has two workers: one runs these folders, whose engines fill a core each, the other all else.
 ENGINES = ("e2e", "engine")
+FOLDERS = tuple(f"{ROOT.name}/{folder}/" for folder in ENGINES)
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
@@ -46,17 +49,26 @@ settings.load_profile("headway")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the markers, the worker and the time limit of its file and folder; engines first."""
+    """Give every test the markers and the time limit of its file and folder; engines go first."""
     items.sort(key=lambda item: item.path.relative_to(ROOT).parts[0] not in ENGINES)
     for item in items:
         path = item.path.relative_to(ROOT)
-        group = "engines" if path.parts[0] in ENGINES else path.as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
         for key in (path.parts[0], path.as_posix()):
             for name in MARKERS.get(key, ()):
                 item.add_marker(name)
         if path.parts[0] in TIMEOUTS:
             item.add_marker(pytest.mark.timeout(TIMEOUTS[path.parts[0]]))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Return what gives tests to workers: file by file, those of `ENGINES` to one worker."""
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "engines" if file.startswith(FOLDERS) else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
