@@ -128,11 +128,11 @@ def test_silence_between_requests(serve: Serve) -> None:
 
 def test_a_request_that_waits_for_the_gateway_is_not_slow(serve: Serve, fake: Fake) -> None:
     limits = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "write_timeout_s": 0.2}
-    with serve(server=limits) as gateway, hanging(gateway, **fakes(hold="slow")) as line:
+    with serve(server=limits) as gateway, hanging(gateway, **fakes(hold="not slow")) as line:
         until(lambda: fake.last()["open"] == 1)
         with connected(gateway) as silent:
             rest(silent)  # the limits have been looked at
-        fake.release("slow")
+        fake.release("not slow")
         assert line.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
