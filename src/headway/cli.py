@@ -102,6 +102,9 @@ KvTokens = Annotated[
 PlanUs = Annotated[
     float, typer.Option(min=0, help="Virtual microseconds that a plan takes per queued request.")
 ]
+JournalDir = Annotated[
+    Path | None, typer.Option(help="Folder of a gateway's journal (journal.dir in headway config show).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
 Seed = Annotated[int, typer.Option(help="Seed of the workload.")]
@@ -245,21 +248,40 @@ def _rates(text: str) -> list[float]:
 @app.command()
 def explain(
     run: Annotated[
-        Path, typer.Argument(help="Folder of a run: DIR/runs/RECIPE after headway simulate --out DIR.")
-    ],
+        str | None,
+        typer.Argument(
+            help="Folder of a run: DIR/runs/RECIPE after headway simulate --out DIR; with --journal, a request."
+        ),
+    ] = None,
     request: Annotated[
         str | None, typer.Argument(help="Request id, r17 or 17; default: list the latest requests.")
+    ] = None,
+    journal: JournalDir = None,
+    since: Annotated[
+        str | None, typer.Option(help="With --journal: requests that ended since; 24h, 7d.")
     ] = None,
     worst: Annotated[int | None, typer.Option(min=1, help="List so many requests, the latest first.")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Explain why a request of a simulated run was late: time per state, requests served meanwhile."""
-    from headway.bench.simulate.explain import main
+    """Explain why a request was late (simulated, or of a journal): time per state, what was served meanwhile."""
+    asked = run if journal else request
+    if asked is not None and worst is not None:
+        raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
+    if journal is None:
+        from headway.bench.simulate.explain import main
 
-    if request is not None and worst is not None:
-        raise ConfigError(f"--worst lists requests, and {request} is one.", "Give one of the two.")
-    main(run, request, worst=worst, as_json=as_json, whole=whole)
+        if run is None:
+            raise ConfigError("Explain what?", "Give the folder of a run, or --journal DIR and a request.")
+        main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
+        return
+    from headway.bench.journal import explain as real
+    from headway.bench.journal.times import instant
+
+    if request is not None:
+        raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give the request alone.")
+    begin = None if since is None else instant(since)
+    real.main(journal, asked, since=begin, worst=worst, as_json=as_json, whole=whole)
 
 
 @app.command()

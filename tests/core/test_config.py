@@ -16,6 +16,7 @@ from headway.config import (
     Broker,
     Config,
     Engine,
+    Journal,
     Key,
     Model,
     Predictor,
@@ -103,6 +104,11 @@ history = "lengths.npz"
 dir = "graphs"
 run_timeout_s = 30
 
+[journal]
+dir = "/var/lib/headway/journal"
+max_mib = 64
+days = 3.5
+
 [backends.python]
 kind = "sandbox"
 load = "module:function"
@@ -176,6 +182,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)
+    assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
     assert config.backends["python"] == Backend(
         "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
@@ -191,6 +198,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Sqlite: data["broker"]["sqlite"],
         Predictor: data["predictor"],
         Apps: data["apps"],
+        Journal: data["journal"],
         Backend: data["backends"]["python"],
         Tier: data["classes"]["gold"],
         Key: data["keys"][0],

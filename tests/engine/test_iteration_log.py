@@ -38,11 +38,12 @@ def test_a_request_s_iterations_are_written_down_with_shape_and_times() -> None:
     for _ in range(5):
         made.step(0.05)
     state = asked(made, iterations=100, requests=100, log=1)
-    shapes = [row[3:] for row in state["iterations"]]
+    shapes = [row[3:7] for row in state["iterations"]]
     assert shapes == [[0, 0, 64, 2048], [0, 0, 36, 36 * 64 + 648], [1, 100, 0, 0], [1, 101, 0, 0]]
     assert [row[0] for row in state["iterations"]] == pytest.approx([0.0, 0.05, 0.1, 0.15])
     assert all(row[1] == row[2] == pytest.approx(0.05) for row in state["iterations"])
-    assert state["requests"] == [["ours", 0.0, pytest.approx(0.1), pytest.approx(0.2)]]
+    assert state["requests"] == [["ours", 0.0, pytest.approx(0.1), pytest.approx(0.2), 0.0, []]]
+    assert [row[7:] for row in state["iterations"]] == [[4, 0], [7, 0], [7, 0], [7, 0]]
     assert state["log"][0][4] == state["iterations"][-1], "the log shows the same row"
     assert (state["max_running"], state["token_budget"]) == (2, 64)
 
@@ -63,7 +64,9 @@ def test_an_answer_of_one_token_begins_when_it_ends() -> None:
     made.add("a", 10, 1, metadata={"headway_id": "x"})
     made.step(0.05)
     made.step(0.05)
-    assert asked(made, requests=9)["requests"] == [["x", 0.0, pytest.approx(0.05), pytest.approx(0.05)]]
+    assert asked(made, requests=9)["requests"] == [
+        ["x", 0.0, pytest.approx(0.05), pytest.approx(0.05), 0.0, []]
+    ]
 
 
 def test_the_diary_forgets_its_oldest_rows() -> None:

@@ -150,7 +150,7 @@ def test_the_hook_learns_from_what_was_cached() -> None:
     tasks = tuple(Task(0.0, 170 + i, 3, Slo(), 0, prefix=prefix) for i in range(2))
     both = Caching(Case(tasks, 2, 512, 40, 368, 0), "edf", HOOK)
     assert not any(both.steps())
-    decodes, context, prefill, pairs = both.real.scheduler.iteration_log.iterations[0][3:]
+    decodes, context, prefill, pairs = both.real.scheduler.iteration_log.iterations[0][3:7]
     assert (decodes, context, prefill) == (0, 0, 170 + 11)
     assert pairs == 170 * 170 // 2 + 11 * 160 + 11 * 11 // 2
 

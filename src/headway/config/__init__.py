@@ -17,6 +17,8 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headway.config.backends import Backend as Backend
+from headway.config.journal import Journal as Journal
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
 from headway.config.problems import explain
@@ -206,38 +208,6 @@ class Apps:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Backend:
-    """What serves units of applications outside the LLM, for `POST /v1/backends/NAME`.
-
-    kind: "sandbox" executes Python code that clients send; "model" calls a model of your own; "module:Class"
-        is a backend of your own (`headway.backends.port.Backend`).
-    load: of a model: "module:function", which returns a callable; options: the function's arguments.
-    isolation: of a sandbox: "namespaces" (own processes, no network; Linux) or "process".
-    imports: modules that a sandbox has imported before it gets code.
-    env: names of environment variables that a sandbox is given; it has none of the gateway's otherwise.
-    processes: workers at a time, started ahead ones included. waiting: units that may wait for one.
-    keep_s: how long a model stays loaded after a unit.
-    timeout_s: of one unit. memory_mib, disk_mib: of a sandbox's processes, and of the files that it writes,
-        each. output_kib: of a unit's output.
-    """
-
-    kind: Annotated[str, Field(pattern=r"^(sandbox|model|[\w.]+:\w+)$")]
-    load: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    isolation: Literal["namespaces", "process"] = "namespaces"
-    imports: tuple[str, ...] = ()
-    env: tuple[str, ...] = ()
-    processes: Count = 4
-    waiting: Count = 64
-    start_timeout_s: Positive = 60.0
-    timeout_s: Positive = 30.0
-    keep_s: Positive = 300.0
-    memory_mib: Count = 1024
-    disk_mib: Count = 64
-    output_kib: Count = 256
-
-
-@dataclass(frozen=True, config=_STRICT)
 class Tier:
     """A class of requests that clients can name instead of spelling out SLOs; milliseconds.
 
@@ -278,6 +248,7 @@ class Config:
     broker: Broker = field(default_factory=Broker)
     predictor: Predictor = field(default_factory=Predictor)
     apps: Apps = field(default_factory=Apps)
+    journal: Journal = field(default_factory=Journal)
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
@@ -297,6 +268,11 @@ class Config:
         """Return the directory that keeps the applications' demand graphs, None = nowhere."""
         return self._beside_queue(self.apps.dir, ".apps")
 
+    @property
+    def journal_dir(self) -> Path | None:
+        """Return the folder of the journal, None = none is kept."""
+        return self._beside_queue(self.journal.dir, ".journal")
+
     def _beside_queue(self, given: str | None, suffix: str) -> Path | None:
         if given == "none" or (given is None and self.broker.kind == "memory"):
             return None
@@ -306,7 +282,7 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
-    "apps": Apps, "backends": Backend, "classes": Tier, "keys": Key,
+    "apps": Apps, "journal": Journal, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
 
 

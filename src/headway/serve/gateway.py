@@ -28,6 +28,7 @@ from headway.serve.background import BackgroundWork
 from headway.serve.budget import ByteBudget
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
+from headway.serve.journal import JournalKeeper
 from headway.serve.lengths.service import LengthService, open_lengths
 from headway.serve.metrics import Metrics
 from headway.serve.prefixes import PrefixBook, PrefixWarmer
@@ -68,6 +69,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
     requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
     """
     recipe, metrics = find(config.recipe), Metrics()
+    journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
     models = {name: model for engine in config.engines for name, model in engine.served.items()}
     counters = {name: await TokenCounter.load(model) for name, model in models.items()}
     async with (
@@ -79,12 +81,13 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         controller = _controller(config, planner, lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
-        path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
+        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, journal)
         background = BackgroundWork(path, dispatcher)
         bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
-        loops = recovery.run, forget, path.closings.run
+        loops = [recovery.run, forget, path.closings.run]
+        loops += journal.loops(dispatcher.engines, config.recipe)
         try:
             async with (
                 kept_graphs(planner.knowledge, config.apps_dir),
@@ -100,6 +103,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         finally:
             await path.fail_foreground("gateway_stopped")
             await path.closings.retry()
+            await journal.close()
 
 
 def _controller(config: Config, planner: Planner, lengths: LengthService) -> Controller:

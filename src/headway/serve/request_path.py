@@ -23,6 +23,7 @@ from headway.serve import tasks
 from headway.serve.budget import AnswerBudget, Held
 from headway.serve.closing import Closings
 from headway.serve.dispatcher import Dispatcher
+from headway.serve.journal import JournalKeeper
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
 from headway.serve.offload import offload
@@ -38,10 +39,11 @@ class RequestPath:
     """Takes requests from acceptance to their end."""
 
     def __init__(
-        self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService, metrics: Metrics
-    ) -> None:
+        self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService,
+        metrics: Metrics, journal: JournalKeeper,
+    ) -> None:  # fmt: skip
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
-        self._lengths, self._metrics = lengths, metrics
+        self._lengths, self._metrics, self._journal = lengths, metrics, journal
         self.closings = Closings(broker)
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
@@ -56,6 +58,7 @@ class RequestPath:
         reject = self._dispatcher.controller.full(tenant, None, clock.now(), self._storing, most)
         if reject is not None:
             self._metrics.dropped(reject.reason)
+            self._journal.refused(reject.reason, tenant)
             raise refusal(reject)
 
     def check_capacity(self, request: Request, most: int | None = None) -> None:
@@ -73,6 +76,9 @@ class RequestPath:
         self._metrics.dropped(reject.reason)
         if reject.reason == "infeasible":
             self._metrics.failed(request, "refused")
+            self._journal.infeasible(request)
+        else:
+            self._journal.refused(reject.reason, request.tenant, request)
         raise refusal(reject)
 
     @property
@@ -171,6 +177,7 @@ class RequestPath:
 
     async def _open_on(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
         forecast = self._lengths.lengths.forecast(in_flight.request)
+        in_flight.forecast = forecast.mean
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
         body = upstream.parts(write_metadata(in_flight.request, forecast, in_flight.rank))
         try:
@@ -219,6 +226,7 @@ class RequestPath:
             first, streamed = in_flight.first_token, in_flight.streams
             ttft = (first if streamed and first is not None else now) - request.arrival
             self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
+            self._journal.finished(in_flight, ttft, now, output_tokens)
         return done
 
     async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
@@ -227,6 +235,7 @@ class RequestPath:
             return
         self.abandon(in_flight, reason)
         self._metrics.failed(in_flight.request, outcome)
+        self._journal.failed(in_flight, reason, outcome)
         await self.closings.fail(in_flight.id, reason, clock.now())
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:

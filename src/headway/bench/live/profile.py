@@ -260,7 +260,7 @@ def _both(shown: dict[str, tuple[float, float]], requests: Sequence[Sequence[Any
     """Join the client's times of single prompts with the scheduler's."""
     return [
         Seen(shown[id][0], float(entered), float(first), shown[id][1])
-        for id, entered, first, _ in requests
+        for id, entered, first, *_ in requests
         if id in shown
     ]
 

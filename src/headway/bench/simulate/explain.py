@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,32 @@ _COLOURS = {
 
 
 def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool, whole: bool) -> None:
-    """Print the story of a request; without one, the requests with the largest SLO violations."""
+    """Print the story of a simulated request; without one, those with the largest SLO violations."""
     run = run_folder.load(folder)
+    tell(run, Reader(run).timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
+
+
+def tell(
+    run: Run, timeline: Callable[[int], Timeline], source: str, request: str | None, *, worst: int | None,
+    as_json: bool, whole: bool,
+) -> None:  # fmt: skip
+    """Print the story of a request of a run, or those with the largest SLO violations.
+
+    timeline: what happened to the request of a row. source: where the run is from.
+    """
     if request is None:
-        rows = _worst(run, worst or 10)
+        rows = _worst(run, timeline, worst or 10)
         shown: RenderableType = _worst_table(run, rows)
         data: dict[str, Any] = {
-            "simulated": True,
-            "run": str(folder),
+            "simulated": run.began is None,
+            "run": source,
             "recipe": run.header.recipe,
             "worst": rows,
         }
     else:
         number = slo_violations.find(run, request)
-        story = Reader(run).timeline(number)
-        shown, data = render(run, story, whole=whole), describe(run, story) | {"run": str(folder)}
+        story = timeline(number)
+        shown, data = render(run, story, whole=whole), describe(run, story) | {"run": source}
     emit(data, lambda: shown, as_json=as_json)
 
 
@@ -59,11 +71,12 @@ def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool,
 
 def verdict(run: Run, story: Timeline) -> str:
     """Return one sentence: whether the request was late, by how much, and the largest cause."""
-    name = f"r{story.request} ({_tier(run, story.request)})"
+    name = f"{run.name(story.request)} ({_tier(run, story.request)})"
     kept = slo_violations.of(run, story.request)
     missed = [one for one in kept if not one.met]
     if not story.finished:
-        return f"{name} never finished: {_cause(run, story, story.arrival, story.end)}."
+        ending = run.endings.get(story.request, "never finished")
+        return f"{name} {ending}: {_cause(run, story, story.arrival, story.end)}."
     if missed:
         worst = missed[0]
         return f"{name} {_missed(worst)}: {_cause(run, story, *_window(story, worst.promise))}."
@@ -194,9 +207,9 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
     """Return the story as JSON types; times are seconds of virtual time, never NaN or infinite."""
     i, first = story.request, story.first if math.isfinite(story.first) else None
     return {
-        "simulated": True,
+        "simulated": run.began is None,
         "recipe": run.header.recipe,
-        "request": f"r{i}",
+        "request": run.name(i),
         "class": _tier(run, i),
         "verdict": verdict(run, story),
         "prompt_tokens": int(run.workload.prompt[i]),
@@ -217,19 +230,18 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
     }
 
 
-def _worst(run: Run, count: int) -> list[dict[str, Any]]:
+def _worst(run: Run, timeline: Callable[[int], Timeline], count: int) -> list[dict[str, Any]]:
     """Return the requests with the largest SLO violations and their verdicts."""
-    reader = Reader(run)
     rows = slo_violations.worst(run, count).tolist()
     return [
         {
-            "request": f"r{i}",
+            "request": run.name(i),
             "class": _tier(run, i),
             "promise": worst.promise,
             "promised": worst.promised,
             "seen": _finite(worst.seen),
             "late": _finite(worst.late),
-            "verdict": verdict(run, reader.timeline(i)),
+            "verdict": verdict(run, timeline(i)),
         }
         for i in rows
         for worst in slo_violations.of(run, i)[:1]
@@ -244,8 +256,8 @@ def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
     latency = story.end - story.arrival
     work = run.workload
     about = (
-        f"{SIMULATED}: recipe {run.header.recipe}; {int(work.prompt[story.request]):,} tokens in, "
-        f"{int(work.output[story.request]):,} out; arrived at {story.arrival:.3f} s, took {_s(latency)}"
+        f"{_label(run)}: recipe {run.header.recipe}; {int(work.prompt[story.request]):,} tokens in, "
+        f"{int(work.output[story.request]):,} out; arrived at {_instant(run, story.arrival)}, took {_s(latency)}"
     )
     return Group(
         Text(verdict(run, story), style="bold"), Text(about, style="dim"), "",
@@ -304,16 +316,16 @@ def _because(run: Run, span: Span) -> str:
         return f"on {where}{_beside([span])}"
     if span.state == OUT:
         return _sent([span]).strip()
-    parts = [f"on {where}", _takers(span.takers), _while([span]).strip()]
+    parts = [f"on {where}", _takers(run, span.takers), _while([span]).strip()]
     return "; ".join(filter(None, parts))
 
 
-def _takers(takers: Sequence[Taker]) -> str:
+def _takers(run: Run, takers: Sequence[Taker]) -> str:
     """Name the first few requests that gained blocks or a slot when this span began."""
     if not takers:
         return ""
     names = [
-        f"r{t.request} {t.tier}"
+        f"{run.name(t.request)} {t.tier}"
         + (f" +{t.blocks} blocks" if t.blocks else "")
         + (" was admitted" if t.slot else "")
         for t in takers[:3]
@@ -334,11 +346,22 @@ def _worst_table(run: Run, rows: Sequence[dict[str, Any]]) -> Table | Text:
         for row in rows
     ]  # fmt: skip
     grid = Grid(("request", "class", "promise", "late, s", "verdict"), [lines], ("late, s",))
-    return grid.table(f"Most late under {run.header.recipe} ({SIMULATED})")
+    return grid.table(f"Most late under {run.header.recipe} ({_label(run)})")
 
 
 def _tier(run: Run, request: int) -> str:
     return run.workload.tiers[int(run.workload.tier[request])]
+
+
+def _label(run: Run) -> str:
+    return SIMULATED if run.began is None else "served"
+
+
+def _instant(run: Run, seconds: float) -> str:
+    """Show an instant: of a simulated run in its seconds, of a real one as local time."""
+    if run.began is None:
+        return f"{seconds:.3f} s"
+    return datetime.fromtimestamp(run.began + seconds).isoformat(" ", "milliseconds")
 
 
 def _finite(seconds: float) -> float | None:

@@ -88,7 +88,9 @@ def worst(run: Run, count: int) -> Ints:
 
 
 def find(run: Run, request: str) -> int:
-    """Return the row of "r17" or "17". ConfigError for an unknown id, with similar ones."""
+    """Return the row of "r17" or "17", or of the id that the run has. ConfigError for an unknown id."""
+    if run.workload.ids:
+        return _named(run.workload, request.strip())
     text, size = request.strip(), len(run.workload)
     digits = text.removeprefix("r")
     if digits.isdecimal() and int(digits) < size:
@@ -99,6 +101,18 @@ def find(run: Run, request: str) -> int:
         f"There is no request {request!r}: the run has r0 to r{size - 1}.",
         f"Did you mean {', '.join(_near(text, digits, size))}? --worst 10 lists the latest.",
     )
+
+
+def _named(workload: Workload, id: str) -> int:
+    """Return the row of a request with an id of its own. ConfigError, with similar ones, if there is none."""
+    try:
+        return workload.row_of(id)
+    except KeyError:
+        near = get_close_matches(id, workload.ids[-_SPELLED:], _NEAR, 0.4) or [workload.ids[-1]]
+        raise ConfigError(
+            f"There is no request {id!r} among {len(workload)}: it may not have ended yet, or be too old.",
+            f"Did you mean {', '.join(near)}? --worst 10 lists the latest.",
+        ) from None
 
 
 def _near(text: str, digits: str, size: int) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -78,7 +79,7 @@ class Replay:
     calls: list[Call]
     records: list[Record]
     rows: Rows
-    requests: list[tuple[str, float, float, float]]
+    requests: list[tuple[Any, ...]]
     started: float
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,22 @@ class Header:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """A recorded run."""
+    """A recorded run.
+
+    began: of a real one, the instant from which its seconds count; None = it is simulated.
+    endings: of requests that have no end, what became of them, in words.
+    """
 
     header: Header
     workload: Workload
     outcome: Outcome
     recording: Recording
+    began: float | None = None
+    endings: Mapping[int, str] = field(default_factory=dict)
+
+    def name(self, request: int) -> str:
+        """Return the id of a request."""
+        return self.workload.ids[request] if self.workload.ids else f"r{request}"
 
 
 def save(run: Run, folder: str | Path) -> Path:

@@ -8,6 +8,9 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         [instant, tokens by id, paused, evicted, log row]
     {"op": "state", "iterations": 20, "requests": 20}
         return the state with the last 20 rows of the iteration log (`iteration_log.py`)
+    {"op": "state", "iterations": 20, "requests": 20, "since": [instant, instant]}
+        return the state with the first 20 rows of iterations that are over and began after the first instant,
+        and of requests that ended after the second
     {"op": "state", "ids": [...]}
         return the state with only these requests in its list
     {"op": "urgency", "values": {id: number}}
@@ -155,6 +158,10 @@ class ControlMixin(PinsMixin):
         log = self.iteration_log
         kinds: dict[str, deque[Any]] = {"iterations": log.iterations, "requests": log.requests}
         counts = {kind: int(message.get(kind, 0)) for kind in kinds}
+        if "since" in message:
+            start, ended = map(float, message["since"])
+            rows, stays = log.since(counts["iterations"], counts["requests"], start, ended)
+            return {"iterations": rows, "requests": stays}
         return {kind: list(kinds[kind])[-count:] for kind, count in counts.items() if count > 0}
 
     def _latency(self) -> dict[str, Any] | None:

@@ -163,6 +163,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
         self._prefix_cache.enter(request, row)
         self.jobs.running[row] = False
         self.jobs.evictions[row] += 1
+        self.iteration_log.stop(request.request_id, self.clock(), "e")
         self._blocked.preempted(request)
 
     def _tokens_on_host(self) -> int:  # called by `StatsMixin`, as the next one

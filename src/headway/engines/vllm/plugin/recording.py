@@ -42,6 +42,9 @@ class RecordingMixin:
     # The hook's attributes used here.
     jobs: Jobs
     kv_policy: KvPolicy
+    running: list[Any]
+    _blocks: Any
+    _total: int
     _prefix_cache: PrefixCache
     timer: Callable[[], float]
 
@@ -73,7 +76,10 @@ class RecordingMixin:
             rows = ints(map(self.jobs.row_of.__getitem__, order))
             order = list(dict.fromkeys([*(name for name in names if name in ran), *order]))
         batch = batch_of(self.jobs, rows, ints(ran.values()))
-        row = self.iteration_log.begin(now, batch)
+        used = self._total - self._blocks.get_num_free_blocks()
+        row = self.iteration_log.begin(now, batch, used, len(self.jobs) - len(self.running))
+        fresh = (request.req_id for request in output.scheduled_new_reqs)
+        self.iteration_log.ran(now, fresh, (request.request_id for request in paused), ran)
         self._decided[id(output)] = _Decided(batch, self.timer(), order, row)
         self.counters["steps"] += 1
         self.counters["pauses"] += len(paused)

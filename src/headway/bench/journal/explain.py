@@ -1,0 +1,29 @@
+"""`headway explain ID --journal DIR`: why a request that was really served was late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.bench.journal.past import Past
+from headway.bench.output.results import command_line, say
+from headway.bench.simulate import explain
+from headway.journal.reader import Journal, read
+
+
+def main(
+    folder: Path, request: str | None, *, since: float | None, worst: int | None, as_json: bool, whole: bool
+) -> None:
+    """Print the story of a request; without one, the requests with the largest SLO violations.
+
+    since: instant from which requests count, None = all of the journal.
+    """
+    past = Past.of(load(folder, since), command_line())
+    explain.tell(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
+
+
+def load(folder: Path, since: float | None) -> Journal:
+    """Read a journal and say which of its files could not be read."""
+    journal = read(folder, since=since)
+    for name, why in journal.damaged.items():
+        say(f"{folder}/{name} is left out: {why}")
+    return journal

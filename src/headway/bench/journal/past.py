@@ -1,0 +1,285 @@
+"""A journal as a recorded run, so that what explains simulated requests explains real ones in the same words.
+
+What the journal does not have is left out rather than guessed: of an engine without Headway's scheduler all
+time before the first token is `waiting`. Tokens that others computed meanwhile are in proportion to time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.journal.reader import Journal
+from headway.journal.rows import ITERATION, RequestRow, StayRow
+from headway.sim.outcome import Outcome
+from headway.sim.record.recorder import CHANGES, ITERATIONS, MOVES, TAKERS, Log, Recording
+from headway.sim.record.run_folder import Header, Machine, Run
+from headway.sim.record.timeline import OUT, WORKS, Share, Span, Timeline
+from headway.sim.workload.traffic import Workload
+from headway.types import Floats, Ints
+
+_STOPS = {"p": "paused", "e": "evicted"}
+_ENDINGS = {
+    "dropped": "was refused ({})", "failed": "failed ({})", "cancelled": "was given up by its client ({})",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """A journal whose requests can be explained. Seconds count from the first arrival."""
+
+    journal: Journal
+    run: Run
+
+    @classmethod
+    def of(cls, journal: Journal, command: str) -> Past:
+        """Return the run that a journal tells of. ConfigError when it has no requests."""
+        rows = journal.requests
+        if not rows:
+            raise ConfigError("The journal has no requests of that time.", "Ask for a longer time: --since.")
+        began = rows[0].arrival
+        instances = _instances(journal)
+        header = Header(_recipes(journal), tuple(_machine(journal, name) for name in instances), 0, command)
+        iterations = _iterations(journal, instances, began)
+        none = (np.empty(0, kind) for kind in (CHANGES, TAKERS, MOVES))
+        endings = {i: _ending(row) for i, row in enumerate(rows) if row.outcome != "finished"}
+        run = Run(
+            header, workload_of(rows), _outcome(rows, instances, began), Recording(iterations, *none), began,
+            endings,
+        )  # fmt: skip
+        return cls(journal, run)
+
+    def timeline(self, request: int) -> Timeline:
+        """Return what happened to a request (its row in the workload)."""
+        row, began = self.journal.requests[request], self.run.began or 0.0
+        arrival, end = row.arrival - began, row.ended - began
+        spans = tuple(self._explained(request, span) for span in self._spans(row, began))
+        first = float(self.run.outcome.first[request])
+        finished = row.outcome == "finished"
+        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans))
+
+    # ---- where its time went
+
+    def _spans(self, row: RequestRow, began: float) -> list[Span]:
+        """Return its states in order, without gaps, equal neighbours as one."""
+        turns = [(row.arrival, OUT, -1), *self._turns(row), (row.ended, "", -1)]
+        spans: list[Span] = []
+        for (start, state, instance), (end, _, _) in zip(turns, turns[1:], strict=False):
+            low, high = (min(max(at, row.arrival), row.ended) - began for at in (start, end))
+            if spans:
+                low = max(low, spans[-1].end)
+            if high <= low:
+                continue
+            if spans and (spans[-1].state, spans[-1].instance) == (state, instance):
+                spans[-1] = replace(spans[-1], end=high)
+            else:
+                spans.append(Span(state, low, high, instance))
+        return spans
+
+    def _turns(self, row: RequestRow) -> list[tuple[float, str, int]]:
+        """Return the instants at which its state changed: (instant, state from then on, instance)."""
+        stays = sorted(self._stays.get(row.id, []), key=lambda stay: stay.entered)
+        turns: list[tuple[float, str, int]] = []
+        sends = [at for at in dict.fromkeys((row.sent, row.resent)) if at is not None]
+        for at in sends:
+            turns.append((at, "waiting", self._number(row.instance)))
+        for stay in stays:
+            turns += self._inside(stay)
+            if row.resent is not None and stay.ended < row.resent:
+                turns.append((stay.ended, OUT, -1))  # it came back to the queue
+        if sends and row.first is not None and not any(stay.ended >= sends[-1] for stay in stays):
+            turns.append((row.first, "running", self._number(row.instance)))
+        return sorted(turns, key=lambda turn: turn[0])
+
+    def _inside(self, stay: StayRow) -> list[tuple[float, str, int]]:
+        """Return the turns inside one engine."""
+        number = self._number(stay.instance)
+        turns = [(stay.entered, "waiting", number)]
+        if stay.admitted is None:
+            return turns
+        turns.append((stay.admitted, "prefill", number))
+        spans = stay.spans
+        stopped = [low for low, high, _ in spans if low <= stay.first < high]
+        turns += [(stay.first, "running", number)] if not stopped else []
+        for low, high, kind in spans:
+            turns.append((low, _STOPS[kind], number))
+            turns.append((high, "running" if high >= stay.first else "prefill", number))
+        return turns
+
+    def _number(self, instance: str | None) -> int:
+        return next((i for i, one in enumerate(self.run.header.fleet) if one.id == instance), -1)
+
+    @cached_property
+    def _stays(self) -> dict[str, list[StayRow]]:
+        found: dict[str, list[StayRow]] = {}
+        for stay in self.journal.stays:
+            found.setdefault(stay.id, []).append(stay)
+        return found
+
+    # ---- who was served meanwhile
+
+    def _explained(self, request: int, span: Span) -> Span:
+        if span.state == "running":
+            return span
+        if span.state == OUT:
+            return replace(span, behind=self._sent(request, span))
+        return replace(span, behind=self._served(request, span))
+
+    def _sent(self, request: int, span: Span) -> tuple[Share, ...]:
+        """Return the requests for its model that were sent while it was outside, up to its own turn."""
+        work, sent = self.run.workload, self._sends
+        there = (sent >= span.start) & (sent < span.end) & (work.model == work.model[request])
+        there[request] = False
+        others = np.flatnonzero(there)
+        return self._shares(request, others, (work.prompt + work.output)[others].astype(float))
+
+    def _served(self, request: int, span: Span) -> tuple[Share, ...]:
+        """Return the other requests that computed in its engine meanwhile."""
+        rows, table = self._inner
+        if not rows.size:
+            return ()
+        instance, admitted, first, ended = table.T
+        work = self.run.workload
+        prompts = _overlap(admitted, first, span) * work.prompt[rows]
+        answers = _overlap(first, ended, span) * work.output[rows]
+        mine = (instance == span.instance) & (rows != request) & (prompts + answers > 0)
+        return self._shares(request, rows[mine], (prompts + answers)[mine])
+
+    @cached_property
+    def _sends(self) -> Floats:
+        began = self.run.began or 0.0
+        return np.array([
+            np.nan if row.sent is None else row.sent - began for row in self.journal.requests
+        ])  # fmt: skip
+
+    @cached_property
+    def _inner(self) -> tuple[Ints, Floats]:
+        """Return the rows of requests with a stay, and of each (instance, admitted, first, ended)."""
+        work, began = self.run.workload, self.run.began or 0.0
+        rows, table = list[int](), list[tuple[float, ...]]()
+        for id, stays in self._stays.items():
+            try:
+                row = work.row_of(id)
+            except KeyError:  # it has not ended at the gateway yet
+                continue
+            for stay in stays:
+                if stay.admitted is not None:
+                    times = (at - began for at in (stay.admitted, stay.first, stay.ended))
+                    rows.append(row)
+                    table.append((float(self._number(stay.instance)), *times))
+        return np.array(rows, np.int64), np.array(table, float).reshape(-1, 4)
+
+    def _shares(self, request: int, others: Ints, tokens: Floats) -> tuple[Share, ...]:
+        """Sum up by class, the class that got most first."""
+        work = self.run.workload
+        tier, later = work.tier[others], work.arrival[others] > work.arrival[request]
+        shares = [
+            Share(work.tiers[code], np.unique(others[mine]).size, round(float(tokens[mine].sum())),
+                  np.unique(others[mine & later]).size)
+            for code in np.unique(tier).tolist()
+            for mine in [tier == code]
+        ]  # fmt: skip
+        return tuple(sorted(shares, key=lambda share: -share.tokens))
+
+    def _crowded(self, spans: Iterable[Span]) -> float:
+        """Return the seconds of `running` in iterations that computed prompts as well."""
+        lines, total = self.run.recording.iterations, 0.0
+        for span in spans:
+            if span.state == WORKS[1]:
+                inside = (lines["start"] >= span.start) & (lines["start"] < span.end)
+                mine = inside & (lines["instance"] == span.instance) & (lines["prefill"] > 0)
+                total += float(lines["seconds"][mine].sum())
+        return total
+
+
+def workload_of(rows: Sequence[RequestRow], outputs: Ints | None = None) -> Workload:
+    """Return requests as a workload; seconds count from the first arrival.
+
+    outputs: tokens of their answers; None = as they were, at least 1. A cancelled one has no SLO.
+    """
+    output = np.array([row.output_tokens for row in rows], np.int64) if outputs is None else outputs
+    output = np.maximum(output, 1)
+    counted = [row.outcome != "cancelled" for row in rows]
+    targets = {
+        name: np.array([
+            getattr(row, name) or np.inf if counts else np.inf for row, counts in zip(rows, counted, strict=True)
+        ])
+        for name in ("ttft", "tpot", "e2e")
+    }  # fmt: skip
+    names = {
+        name: [str(getattr(row, name) or "") for row in rows]
+        for name in ("tier", "model", "tenant", "app", "run", "unit")
+    }
+    codes: dict[str, Ints] = {}
+    tables: dict[str, tuple[str, ...]] = {}
+    for name, values in names.items():
+        known = dict.fromkeys(["", *values] if name in ("app", "run", "unit") else values)
+        place = {value: code for code, value in enumerate(known)}
+        codes[name] = np.array([place[value] for value in values], np.int64)
+        tables[f"{name}s"] = tuple(known)
+    arrival = np.array([row.arrival for row in rows]) - rows[0].arrival
+    most = np.maximum([row.max_tokens for row in rows], output)
+    return Workload(
+        arrival=arrival, prompt=np.maximum([row.prompt_tokens for row in rows], 1), output=output,
+        max_tokens=most, priority=np.array([row.priority for row in rows], np.int64),
+        ids=tuple(row.id for row in rows), **targets, **codes, **tables,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def _outcome(rows: Sequence[RequestRow], instances: Sequence[str], began: float) -> Outcome:
+    outcome = Outcome.of(len(rows))
+    for i, row in enumerate(rows):
+        if row.first is not None:
+            outcome.first[i] = row.first - began
+        if row.outcome == "finished":
+            outcome.end[i] = row.ended - began
+        if row.instance in instances:
+            outcome.instance[i] = instances.index(row.instance)
+    return outcome
+
+
+def _ending(row: RequestRow) -> str:
+    return _ENDINGS[row.verdict].format(row.reason or "no reason is known")
+
+
+def _instances(journal: Journal) -> list[str]:
+    names = {row.instance for row in journal.requests if row.instance} | set(journal.iterations)
+    return sorted(names | {stay.instance for stay in journal.stays} | set(journal.engines))
+
+
+def _recipes(journal: Journal) -> str:
+    return ", ".join(sorted({engine.recipe for engine in journal.engines.values()})) or "unknown"
+
+
+def _machine(journal: Journal, name: str) -> Machine:
+    """Return an engine as it last said it was; 0 = not known."""
+    engine = journal.engines.get(name)
+    if engine is None:
+        return Machine(name, 0, 0, 0, 0, 0)
+    return Machine(
+        name, engine.blocks or 0, engine.block_size or 0, engine.max_running, engine.max_running,
+        engine.token_budget or 0,
+    )  # fmt: skip
+
+
+def _iterations(journal: Journal, instances: Sequence[str], began: float) -> Log:
+    parts = []
+    for name, table in journal.iterations.items():
+        part = np.zeros(len(table), ITERATIONS)
+        part["instance"] = instances.index(name)
+        for field in ("start", "seconds", "decodes", "prefill", "blocks", "waiting"):
+            part[field] = table[:, ITERATION.index(field)]
+        part["start"] -= began
+        parts.append(part)
+    whole = np.concatenate([np.empty(0, ITERATIONS), *parts])
+    return whole[np.argsort(whole["start"], kind="stable")]
+
+
+def _overlap(low: Floats, high: Floats, span: Span) -> Floats:
+    """Return which share of [low, high] lies within a span."""
+    inside = np.minimum(high, span.end) - np.maximum(low, span.start)
+    return np.asarray(np.clip(inside, 0.0, None) / np.maximum(high - low, 1e-9))

@@ -1,0 +1,27 @@
+"""Times as people give them: so long ago, or an instant."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+
+from headway.errors import ConfigError
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def instant(text: str, now: float | None = None) -> float:
+    """Return the instant of "24h" (so long ago; s, m, h, d, w) or of "2026-11-23 10:00" (local time).
+
+    now: seconds since the epoch, None = now. ConfigError for anything else.
+    """
+    given = text.strip()
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", given):
+        return (time.time() if now is None else now) - float(match[1]) * _UNITS[match[2]]
+    try:
+        return datetime.fromisoformat(given).timestamp()
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is no time.", "Write it like 90m, 24h or 7d, or like 2026-11-23 10:00."
+        ) from None
