@@ -20,6 +20,8 @@ from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.backend_endpoints import add_backend_endpoints
 from headway.serve.gateway import Gateway
+from headway.serve.metrics import relabelled
+from headway.serve.offload import offload
 from headway.serve.request_parsing import (
     HEADERS,
     ChatBody,
@@ -236,7 +238,9 @@ def _operations(app: FastAPI, state: AppState) -> None:
         state.check_status(request)
         await _gauge(gateway)
         pages = {id: await engine.metrics() for id, engine in engines.items() if engine.up.is_set()}
-        return PlainTextResponse(gateway.metrics.render(pages), media_type="text/plain; version=0.0.4")
+        size = sum(len(page) for page in pages.values())
+        theirs = await offload(size, lambda: relabelled(pages))
+        return PlainTextResponse(gateway.metrics.render(theirs), media_type="text/plain; version=0.0.4")
 
     @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 403, 404, 502, 503))
     async def control(engine: str, request: Request) -> Response:
@@ -275,7 +279,7 @@ async def _gauge(gateway: Gateway) -> None:
         metrics.up.labels(id).set(engine.up.is_set())
         if engine.up.is_set():
             try:
-                state = await engine.control({"op": "state"})
+                state = await engine.control({"op": "state", "jobs": False})
                 metrics.evictions.labels(id).set(state["counters"]["evictions"])
                 metrics.counted(id, state["counters"])
             except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):

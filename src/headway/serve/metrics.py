@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +20,7 @@ _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser takes 20 us and more for a line
 
 
 class Metrics:
@@ -154,11 +155,11 @@ class Metrics:
         self._met.labels(*by).inc(met)
         self._attainment.labels(*by).set(kept[0] / kept[1])
 
-    def render(self, engines: Mapping[str, str]) -> bytes:
-        """Return the page: ours, then each engine's page (instance -> text) with its label."""
+    def render(self, engines: Sequence[Metric]) -> bytes:
+        """Return the page: ours, then the engines' own families (`relabelled`)."""
         page = generate_latest(self.registry)
         merged = CollectorRegistry()
-        merged.register(_Relabelled(engines))
+        merged.register(_Families(engines))
         return page + generate_latest(merged)
 
 
@@ -192,32 +193,37 @@ class _Planned(Collector):
         ]
 
 
-class _Relabelled(Collector):
-    """The engines' own families, each sample with an `instance` label."""
+class _Families(Collector):
+    """Families as they are given."""
 
-    def __init__(self, pages: Mapping[str, str]) -> None:
-        self._pages = pages
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
-    def collect(self) -> list[Metric]:
-        families: dict[str, Metric] = {}
-        for instance, page in self._pages.items():
-            for family in _parse(instance, page):
-                # Process metrics of the API server would collide with those of other exporters.
-                if not family.name.startswith("vllm:"):
-                    continue
-                merged = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                merged.samples += [
-                    sample._replace(labels={**sample.labels, "instance": instance})
-                    for sample in family.samples
-                ]
-        return list(families.values())
+    def collect(self) -> Sequence[Metric]:
+        return self._families
+
+
+def relabelled(pages: Mapping[str, str]) -> list[Metric]:
+    """Return the engines' own families, each sample with an `instance` label; pages: instance -> its page."""
+    families: dict[str, Metric] = {}
+    for instance, page in pages.items():
+        for family in _parse(instance, page):
+            # Process metrics of the API server would collide with those of other exporters.
+            if not family.name.startswith("vllm:"):
+                continue
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += [
+                sample._replace(labels={**sample.labels, "instance": instance}) for sample in family.samples
+            ]
+    return list(families.values())
 
 
 def _parse(instance: str, page: str) -> list[Metric]:
     """Return an engine's families; none when it serves no metrics but something else."""
     try:
+        lines = page.splitlines()
+        if len(lines) > _MOST_LINES or max(map(len, lines), default=0) > _LONGEST_LINE:
+            raise ValueError(f"more than {_MOST_LINES:,} lines, or one of {_LONGEST_LINE:,} characters")
         return list(text_string_to_metric_families(page))
     except ValueError as error:
         log.warning("the metrics of engine %s cannot be read: %s", instance, error)

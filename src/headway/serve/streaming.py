@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from contextlib import suppress
+from functools import partial
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +20,7 @@ from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
 from headway.serve import tasks
+from headway.serve.offload import offload
 from headway.serve.request_path import RequestPath
 from headway.serve.requests import EngineResponse, InFlightRequest, reason_of
 
@@ -114,7 +116,7 @@ class ResponseStream(Response):
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader, chunk = EventReader(self._wants_usage), response.head
         while chunk:
-            data = reader.feed(chunk)
+            data = await offload(reader.kept + len(chunk), partial(reader.feed, chunk))
             if data and not self._started:
                 await self._start(response, send)
             if reader.complete:

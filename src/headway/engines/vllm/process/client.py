@@ -202,7 +202,7 @@ class VllmEngine(EngineConnection):
         """Return the instance; without Headway's scheduler inside it is assumed to have KV for all slots."""
         config = self.config
         try:
-            state = await self.control({"op": "state"}, config.silence_timeout_s)
+            state = await self.control({"op": "state", "jobs": False}, config.silence_timeout_s)
             block, total = int(state["block_size"]), int(state["blocks_total"])
             self.prefix_caching = bool(state.get("prefix_caching"))
             self._has_scheduler = True
