@@ -11,6 +11,7 @@ import logging
 import re
 import resource
 import socket
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,9 @@ from headway.serve.lengths.embedding import locate
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
+# Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
+# new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
+_ACCEPTED = 16
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.serve")
 _URL = re.compile(r"https?://[^/\s]+")
@@ -139,19 +143,27 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -> int:
     """Serve until a signal ends it; return the exit status."""
-    logging.basicConfig(
-        level=logging.WARNING if quiet else logging.INFO, format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
-    )  # fmt: skip
+    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
     preflight(config)
     _return_memory()
     _raise_file_limit()
-    with bind(config.server.host, config.server.port) as sock:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(bind(config.server.host, config.server.port))
+        same = [stack.enter_context(sock.dup()) for _ in range(_ACCEPTED - 1)]
         server = Server(config, log_dir)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
-            server.run(sockets=[sock])
+            server.run(sockets=[sock, *same])
     gc.unfreeze()  # or libraries would complain of leaks at the end
     return 1 if server.failed else 0
+
+
+def _log_to_stderr(level: int) -> None:
+    """Log in colour on a terminal, else lines that nothing wraps, which take a hundredth of the time."""
+    if sys.stderr.isatty():
+        rich = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=level, format="%(message)s", handlers=[rich])
+    else:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
 
 
 def _raise_file_limit() -> None:

@@ -43,6 +43,7 @@ class RequestPath:
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
         self._lengths, self._metrics = lengths, metrics
         self.closings = Closings(broker)
+        self.turn = asyncio.Lock()  # of streams that bring much at a time
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
 

@@ -80,6 +80,8 @@ def read_answer(data: bytes) -> Answer:
 
 def _check_text(data: bytes) -> None:
     """Raise ValueError unless it is UTF-8; the decoder looks only at what it keeps."""
+    if data.isascii():
+        return
     utf8, view = codecs.getincrementaldecoder("utf-8")(), memoryview(data)
     try:
         for start in range(0, len(data), _PIECE):
@@ -90,8 +92,10 @@ def _check_text(data: bytes) -> None:
 
 def _check_numbers(data: bytes) -> None:
     """Raise ValueError when a number in valid JSON is beyond a double."""
-    pieces = range(0, len(data), _PIECE)
-    if not any(_LARGE.search(data, start, start + _PIECE + _LARGE_WIDTH) for start in pieces):
+    for start in range(0, len(data), _PIECE):
+        if _LARGE.search(data, start, start + _PIECE + _LARGE_WIDTH):
+            break
+    else:
         return
     for literal in _LITERAL.finditer(data):
         start, end = literal.span()
