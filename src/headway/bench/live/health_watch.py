@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 _PAUSE = 0.01  # seconds between two questions
 _SLOW = 60.0  # seconds after which no answer is waited for
