@@ -228,7 +228,7 @@ def sweep(
     }  # fmt: skip
     mine, machines = ({k: v for k, v in table.items() if v is not None} for table in (given, fleet))
     setup = sweeps.build(mine, machines) if file is None else sweeps.read(file, mine, machines)
-    main(setup.quick() if quick else setup, jobs=jobs, as_json=as_json, out=out)
+    main(setup.quick(mine) if quick else setup, jobs=jobs, as_json=as_json, out=out)
 
 
 def _names(text: str) -> list[str]:

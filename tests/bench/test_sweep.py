@@ -323,3 +323,4 @@ def test_quick_is_small() -> None:
     few = Sweep().quick()
     assert len(few.cells()) <= 24
     assert few.duration <= 20
+    assert Sweep(duration=50).quick(("duration",)).duration == 50, "the user's own"
