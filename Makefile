@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
+LOCKS := -r requirements.lock -r requirements-dev.lock
+TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
 
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
@@ -15,8 +18,11 @@ $(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Headway needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock -r requirements-dev.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(PIP) $(LOCKS) && echo "all packages are from pip's own index" \
+	  || { echo "pip's own index has not all of them; with PyTorch's ($(TORCH)):"; \
+	       $(PIP) --extra-index-url $(TORCH) $(LOCKS); }
+	$(PIP) --editable .
+	$(BIN)/python -m headway.engines.vllm.process.metadata
 	@touch $@
 
 serve: install

@@ -319,10 +319,13 @@ def vary(
 
 @config_app.command()
 def show(config: ConfigFile = None) -> None:
-    """Print the effective configuration as TOML."""
+    """Print the effective configuration as TOML; fail where headway serve would refuse it."""
     from headway import config as configuration
+    from headway.serve.main import preflight
 
-    print(configuration.show(configuration.load(config)), end="")
+    setup = configuration.load(config)
+    print(configuration.show(setup), end="")
+    preflight(setup)
 
 
 GraphDir = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from typing import Any
 
@@ -265,3 +266,13 @@ def speak(gateway: Gateway, pieces: list[bytes]) -> bytes:
         except ConnectionResetError:
             assert answer
         return answer
+
+
+def test_what_is_refused_leaves_a_trace(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "headway.serve"):
+        assert gateway.post(gateway.chat(model="no\nsuch")).status_code == 404
+        assert gateway.get("/v1/none%0Asuch").status_code == 404
+    lines = [one.getMessage() for one in caplog.records if ": 404, " in one.getMessage()]
+    assert len(lines) == 2
+    assert not any("\n" in line for line in lines), "a client forges no line"
+    assert 'headway_http_errors_total{status="404",type="' in gateway.get("/metrics").text

@@ -20,7 +20,7 @@ from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.backend_endpoints import add_backend_endpoints
 from headway.serve.gateway import Gateway
-from headway.serve.metrics import relabelled
+from headway.serve.metrics import Metrics, relabelled
 from headway.serve.offload import offload
 from headway.serve.request_parsing import (
     HEADERS,
@@ -34,6 +34,8 @@ from headway.serve.streaming import ResponseStream, error_response
 
 log = logging.getLogger("headway.serve")
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
+_FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged
+_LOGGED = 300  # characters of an error's message; part of it may be the client's
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -44,7 +46,7 @@ def new_app() -> FastAPI:
 
 def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
-    _errors(app)
+    _errors(app, state.gateway.metrics)
     _generation(app, state)
     _background(app, state)
     add_run_endpoints(app, state)
@@ -53,17 +55,24 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _operations(app, state)
 
 
-def _errors(app: FastAPI) -> None:
-    @app.exception_handler(HeadwayError)
-    async def ours(_: Request, error: HeadwayError) -> JSONResponse:
+def _errors(app: FastAPI, metrics: Metrics) -> None:
+    def answer(request: Request, error: HeadwayError) -> JSONResponse:
+        metrics.error(error.status, error.kind)
+        if error.status not in _FLOODS:
+            path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
+            log.info("%s %s: %d, %s", request.method, path, error.status, why)
         return error_response(error)
+
+    @app.exception_handler(HeadwayError)
+    async def ours(request: Request, error: HeadwayError) -> JSONResponse:
+        return answer(request, error)
 
     @app.exception_handler(HTTPException)
     async def theirs(request: Request, error: HTTPException) -> JSONResponse:
         what = f"{request.method} {request.url.path}: {error.detail}."
         wrapped = RequestError(what, "/docs lists the endpoints.", status=error.status_code)
         wrapped.headers = dict(error.headers or {})
-        return error_response(wrapped)
+        return answer(request, wrapped)
 
     @app.exception_handler(ClientDisconnect)
     async def aborted(request: Request, error: ClientDisconnect) -> Response:
@@ -71,13 +80,13 @@ def _errors(app: FastAPI) -> None:
         return Response(status_code=400)  # which nobody reads
 
     @app.exception_handler(RecursionError)
-    async def deep(_: Request, error: RecursionError) -> JSONResponse:
-        return error_response(RequestError("The body is nested too deeply.", "Send a flatter one."))
+    async def deep(request: Request, error: RecursionError) -> JSONResponse:
+        return answer(request, RequestError("The body is nested too deeply.", "Send a flatter one."))
 
     @app.exception_handler(Exception)
-    async def unforeseen(_: Request, error: Exception) -> JSONResponse:
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         hint = "This is a bug; its trace is in the log."
-        return error_response(EngineError(f"Headway failed: {error!r}.", hint, status=500))
+        return answer(request, EngineError(f"Headway failed: {error!r}.", hint, status=500))
 
 
 class _PlainRoute(APIRoute):

@@ -23,7 +23,8 @@ from rich.markup import escape
 from headway.config import Config
 from headway.config.keys import reveal, revealed
 from headway.core.engine_spec import check
-from headway.engines.vllm.process.launch import check_installed, installed, spec
+from headway.engines.vllm.process.launch import check_installed, spec
+from headway.engines.vllm.process.metadata import installed
 from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
@@ -145,6 +146,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
     """Serve until a signal ends it; return the exit status."""
     _log_to_stderr(logging.WARNING if quiet else logging.INFO)
     preflight(config)
+    _make(log_dir)
     _return_memory()
     _raise_file_limit()
     with contextlib.ExitStack() as stack:
@@ -155,6 +157,17 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
             server.run(sockets=[sock, *same])
     gc.unfreeze()  # or libraries would complain of leaks at the end
     return 1 if server.failed else 0
+
+
+def _make(log_dir: Path | None) -> None:
+    """Make the directory of logs; ConfigError when that cannot be."""
+    try:
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The logs' directory {log_dir} cannot be made: {error.strerror}.", "Give --logs another."
+        ) from error
 
 
 def _log_to_stderr(level: int) -> None:

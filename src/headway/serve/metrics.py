@@ -39,6 +39,10 @@ class Metrics:
         self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
         self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
         self._drops = Counter("headway_dropped", "Requests refused.", ["reason"], registry=r)
+        self._errors = Counter(
+            "headway_http_errors", "Answers from 400 on before a request was accepted, and of what is none.",
+            ["status", "type"], registry=r,
+        )  # fmt: skip
         self._failures = Counter(
             "headway_loop_failures", "Errors of what runs beside the requests.", ["loop"], registry=r
         )
@@ -122,6 +126,10 @@ class Metrics:
     def connection_ended(self, limit: str) -> None:
         """Count a connection that a limit ended."""
         self._ended.labels(limit).inc()
+
+    def error(self, status: int, kind: str) -> None:
+        """Count an answer that is an error, by OpenAI's error type."""
+        self._errors.labels(status, kind).inc()
 
     def dropped(self, reason: str) -> None:
         """Count a refusal."""
