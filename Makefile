@@ -10,7 +10,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: install serve test test-fast explore lint bench clean
+.PHONY: chromium install serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -29,7 +29,13 @@ serve: install
 	$(BIN)/headway model fetch
 	exec $(BIN)/headway serve $(ARGS)
 
-test: install
+# The dashboard's tests need Chromium; where it can be installed, it is, and where not, they say so.
+chromium:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
+	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
+	  || echo "Chromium cannot be installed here, so the dashboard is not tested in a browser."
+
+test: install chromium
 	$(BIN)/headway model fetch
 	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 

@@ -48,6 +48,7 @@ class AppState:
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
         self.started = int(time.time())
+        self.stopping = asyncio.Event()  # the gateway is being stopped
         self._salt = secrets.token_bytes(32)
         self._keys = {self._digest(text): key for text, key in revealed(self.config.keys).items()}
         operator = self.config.server.operator_key

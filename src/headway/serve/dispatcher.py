@@ -112,6 +112,7 @@ class Dispatcher:
     def add(self, in_flight: InFlightRequest) -> None:
         """Queue a request that was stored."""
         self.in_flight[in_flight.id] = in_flight
+        in_flight.queued = clock.now()
         self.dispatch(Arrived(in_flight.request))
         unavailable = self.swaps.unavailable(in_flight.request.model)
         if unavailable is not None:  # given up while the request was stored, or before it was recovered
@@ -163,6 +164,7 @@ class Dispatcher:
     def _send(self, send: Send) -> None:
         in_flight = self.in_flight[send.id]
         in_flight.rank = send.rank
+        in_flight.sends += ((clock.now(), send.instance),)
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])
         if in_flight.returned is not None:

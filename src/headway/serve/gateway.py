@@ -26,6 +26,7 @@ from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
 from headway.serve.budget import ByteBudget
+from headway.serve.dashboard.history import History
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
 from headway.serve.lengths.service import LengthService, open_lengths
@@ -43,6 +44,7 @@ class Gateway:
 
     counters: model name -> what counts its prompts' tokens.
     bodies: the memory that bodies may take.
+    history: promises kept over the last minutes.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -58,6 +60,7 @@ class Gateway:
     bodies: ByteBudget
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
+    history: History
 
 
 @asynccontextmanager
@@ -84,7 +87,8 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
-        loops = recovery.run, forget, path.closings.run
+        history = History(metrics)
+        loops = recovery.run, forget, path.closings.run, history.run
         try:
             async with (
                 kept_graphs(planner.knowledge, config.apps_dir),
@@ -95,7 +99,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background, bodies,
-                        backends, prefixes,
+                        backends, prefixes, history,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")

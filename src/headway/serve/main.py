@@ -214,6 +214,7 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         self._settings, self._log_dir = config, log_dir
         self.failed = False
+        self._stopping = asyncio.Event()  # until the gateway is open
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the gateway and serve until a signal; HeadwayError when it cannot be opened."""
@@ -222,7 +223,9 @@ class Server(uvicorn.Server):
                 await self._serve_gateway(gateway, sockets)
 
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
-        add_endpoints(self._app, AppState(gateway))
+        state = AppState(gateway)
+        add_endpoints(self._app, state)
+        self._stopping = state.stopping
         self._connections.ended = gateway.metrics.connection_ended
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
@@ -231,6 +234,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests in progress end, at most `drain_s`; tell clients whose requests are cut short."""
+        self._stopping.set()
         state = self.server_state
         if state.tasks:
             log.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,6 +22,15 @@ _TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser takes 20 us and more for a line
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What has ended since the start. tokens: in and out. by_class: class -> (promises kept, owed)."""
+
+    requests: int
+    tokens: int
+    by_class: dict[str, tuple[int, int]]
 
 
 class Metrics:
@@ -59,6 +69,7 @@ class Metrics:
         self._add_swaps(r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
+        self._served = [0, 0]  # requests and their tokens
         self._counted = _Counted()
         r.register(self._counted)
         self._planned = _Planned()
@@ -145,7 +156,17 @@ class Metrics:
         self._e2e.labels(*by).observe(e2e)
         self._tokens.labels(request.model, "prompt").inc(request.prompt_tokens)
         self._tokens.labels(request.model, "output").inc(output_tokens)
+        self._served[0] += 1
+        self._served[1] += request.prompt_tokens + output_tokens
         self._judge(request, request.slo.met(ttft, tpot, e2e))
+
+    def totals(self) -> Totals:
+        """Return what has been served and kept so far."""
+        by_class: dict[str, tuple[int, int]] = {}
+        for (_, tier), (kept, owed) in self._by_class.items():
+            before = by_class.get(tier, (0, 0))
+            by_class[tier] = before[0] + kept, before[1] + owed
+        return Totals(self._served[0], self._served[1], by_class)
 
     def failed(self, request: Request, outcome: str) -> None:
         """Count a request without a complete response; a client that left does not count against the SLO."""

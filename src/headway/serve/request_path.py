@@ -22,6 +22,7 @@ from headway.events import Failed, Finished, Started
 from headway.serve import tasks
 from headway.serve.budget import AnswerBudget, Held
 from headway.serve.closing import Closings
+from headway.serve.dashboard.late import LateRequests
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
@@ -43,6 +44,7 @@ class RequestPath:
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
         self._lengths, self._metrics = lengths, metrics
         self.closings = Closings(broker)
+        self.late = LateRequests()
         self.turn = asyncio.Lock()  # of streams that bring much at a time
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
@@ -220,6 +222,7 @@ class RequestPath:
             first, streamed = in_flight.first_token, in_flight.streams
             ttft = (first if streamed and first is not None else now) - request.arrival
             self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
+            self.late.note(in_flight, now, output_tokens, "finished")
         return done
 
     async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
@@ -228,6 +231,8 @@ class RequestPath:
             return
         self.abandon(in_flight, reason)
         self._metrics.failed(in_flight.request, outcome)
+        if outcome != "cancelled":
+            self.late.note(in_flight, clock.now(), 0, outcome)
         await self.closings.fail(in_flight.id, reason, clock.now())
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:

@@ -82,6 +82,9 @@ class InFlightRequest:
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine.
     attempts: engines that died over it since it was accepted or recovered.
     first_token: instant of the first token, None before it.
+    queued: instant at which it was in line for an engine, once it was stored.
+    sends: (instant, engine) of each time that it was sent to one.
+    forecast: output tokens that were expected when it was sent last.
     closed: it has its end.
     """
 
@@ -100,6 +103,9 @@ class InFlightRequest:
     rank: float = 0.0
     attempts: int = 0
     first_token: float | None = None
+    queued: float | None = None
+    sends: tuple[tuple[float, str], ...] = ()
+    forecast: float | None = None
     closed: bool = False
 
     @property
