@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 
 from headway.bench.output.plots import colour, colours, line_legend, png, sheet
 from headway.bench.output.results import SIMULATED
+from headway.bench.papers.qlm_estimates import Estimate
 from headway.bench.papers.qlm_tables import Results, Trial
 from headway.bench.papers.qlm_workloads import Setting
 
@@ -33,7 +34,8 @@ def plots(results: Results) -> dict[str, bytes]:
     bars = [(name, title) for name, title in _BARS if name in trials]
     if bars:
         drawn["qlm-ablation"] = _ablation([(title, trials[name]) for name, title in bars])
-    return drawn | {"qlm-estimator": _estimator(results)}
+    shown = [one for one in results.estimates if one.name.startswith("completion")]
+    return drawn | ({"qlm-estimator": _estimator(shown)} if shown else {})
 
 
 def _lines(trials: Sequence[Trial], panel: _Panel) -> bytes:
@@ -69,8 +71,7 @@ def _bars(axes: Axes, title: str, trials: Sequence[Trial], name: str) -> None:
     axes.set(title=title, xlabel=name)
 
 
-def _estimator(results: Results) -> bytes:
-    shown = [one for one in results.estimates if one.name.startswith("completion")]
+def _estimator(shown: Sequence[Estimate]) -> bytes:
     figure, panels = sheet(1, len(shown), 3.2 * len(shown), 3.2)
     for axes, one in zip(panels, shown, strict=True):
         axes.plot(one.simulated, one.forecast, ".", ms=2, color=colour(0))
