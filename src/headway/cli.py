@@ -140,6 +140,15 @@ def serve(
 
 
 @app.command()
+def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
+    """Look for what is wrong with this machine or configuration, and what mends it. Exits with 1 if so."""
+    from headway.serve.doctor import main
+
+    if not main(config, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def simulate(
     recipes: Recipes = "vllm,slack,headway",
     profile: Profile = "opt-13b-a100",
