@@ -79,6 +79,8 @@ cores = "0-1"
 eager = false
 async_scheduling = true
 args = ["--gpu-memory-utilization", "0.5"]
+tool_parser = "hermes"
+reasoning_parser = "none"
 start_timeout_s = 60
 health_timeout_s = 5
 silence_timeout_s = 50
@@ -170,6 +172,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5, api_key=SECRET,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
             cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
+            tool_parser="hermes", reasoning_parser="none",
             start_timeout_s=60.0, health_timeout_s=5.0, silence_timeout_s=50.0, request_timeout_s=500.0,
         ),
     )  # fmt: skip

@@ -12,6 +12,9 @@ import openai
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headway.config import Engine
+from headway.errors import RequestError
+from headway.serve.app_state import _check_tools
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, WEB, Gateway, until
 
@@ -276,3 +279,17 @@ def test_what_is_refused_leaves_a_trace(gateway: Gateway, caplog: pytest.LogCapt
     assert len(lines) == 2
     assert not any("\n" in line for line in lines), "a client forges no line"
     assert 'headway_http_errors_total{status="404",type="' in gateway.get("/metrics").text
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_tools_that_nothing_reads_are_refused_in_our_words(choice: str | None) -> None:
+    with pytest.raises(RequestError, match="tool_parser in"):
+        _check_tools(Engine(), "smollm2", choice)
+
+
+@pytest.mark.parametrize(
+    ("engine", "choice"),
+    [(Engine(tool_parser="hermes"), None), (Engine(), "none"), (Engine(url="http://a"), "auto")],
+)
+def test_tools_that_are_read_or_are_not_known_of_pass(engine: Engine, choice: str | None) -> None:
+    _check_tools(engine, "smollm2", choice)

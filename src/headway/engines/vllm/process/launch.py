@@ -23,6 +23,7 @@ from pathlib import Path
 
 from headway.config import Engine
 from headway.core.engine_spec import EngineSpec, Obstacle
+from headway.engines.vllm import parsers
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
 from headway.engines.vllm.process.metadata import installed
@@ -59,6 +60,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     if engine.adapters:
         line += ["--enable-lora", "--lora-modules", *(f"{name}={at}" for name, at in engine.adapters.items())]
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
+    line += parsers.options(engine)
     line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
 
