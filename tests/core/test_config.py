@@ -138,6 +138,8 @@ tpot_ms = 40
 e2e_ms = 3000.5
 priority = -1
 max_queued = 7
+requests_per_min = 60
+tokens_per_min = 90000
 """
 
 
@@ -184,7 +186,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25)
-    assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7),)
+    assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000),)
 
 
 def test_the_example_above_names_every_field_there_is() -> None:

@@ -146,7 +146,7 @@ class AppState:
         arrival, key = clock.now(), self.key(request)
         if key is not None:
             held.tenant = key.tenant
-            self.gateway.path.check_room(key.tenant, key.max_queued)
+            self.gateway.path.check_limits(key, arrival)
         data = await self.read(request, held)
         if len(data) <= INLINE:
             return await self._parse(kind, request, data, key, arrival)

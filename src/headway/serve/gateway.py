@@ -36,6 +36,7 @@ from headway.serve.prewarm import BackendWarmer
 from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
 from headway.serve.tokens import TokenCounter
+from headway.serve.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         controller = _controller(config, planner, lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
-        path = RequestPath(config.server, dispatcher, broker, lengths, metrics)
+        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, Usage(config.keys))
         background = BackgroundWork(path, dispatcher)
         bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
