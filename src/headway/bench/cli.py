@@ -181,6 +181,20 @@ def attack(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out
 
 
 @bench_app.command()
+def soak(
+    only: Annotated[str, typer.Option(help="Comma-separated: streams, kills, requests, calls.")] = "",
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Test the gateway's endurance: 10,000 streams, 200 kills, 200,000 requests, 10,000 made-up calls."""
+    from headway.bench.live.soak import main
+
+    main(_names(only), quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
 def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
     """Measure the simulator's speed, and a packer's decision time beside vLLM's schedule()."""
     from headway.bench.simulate.speed import main

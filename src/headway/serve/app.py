@@ -241,7 +241,7 @@ def _status(app: FastAPI, state: AppState) -> None:
 def _operations(app: FastAPI, state: AppState) -> None:
     gateway, engines = state.gateway, state.gateway.dispatcher.engines
 
-    @app.get("/metrics", responses=error_docs(401))
+    @app.get("/metrics", responses=error_docs(401), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Return Prometheus metrics: Headway's, and each engine's with an instance label."""
         state.check_status(request)
