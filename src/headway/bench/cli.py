@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
+from headway.bench.gateway_commands import attack, soak
 from headway.bench.load import mix as mixes
 from headway.bench.options import (
     AppSystems,
@@ -172,26 +173,8 @@ def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: O
     main(quick=quick, as_json=as_json, seed=seed, out=out)
 
 
-@bench_app.command()
-def attack(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
-    """Attack the gateway in front of a FAKE engine: what others notice, its memory, what is lost."""
-    from headway.bench.live.attack import main
-
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
-
-
-@bench_app.command()
-def soak(
-    only: Annotated[str, typer.Option(help="Comma-separated: streams, kills, requests, calls.")] = "",
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
-) -> None:
-    """Test the gateway's endurance: 10,000 streams, 200 kills, 200,000 requests, 10,000 made-up calls."""
-    from headway.bench.live.soak import main
-
-    main(_names(only), quick=quick, as_json=as_json, seed=seed, out=out)
+bench_app.command()(attack)
+bench_app.command()(soak)
 
 
 @bench_app.command()

@@ -97,9 +97,7 @@ def measure(names: tuple[str, ...], sizes: Sizes, seed: int) -> list[Row]:
         for name in names:
             task = progress.add_task(name, total=sizes.of(name))
             with tempfile.TemporaryDirectory(prefix=f"headway-soak-{name}-") as folder:
-                rows += PARTS[name](
-                    Path(folder), sizes, seed, lambda by, task=task: progress.advance(task, by)
-                )  # type: ignore[misc]
+                rows += PARTS[name](Path(folder), sizes, seed, partial(progress.advance, task))
     return rows
 
 
