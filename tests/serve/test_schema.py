@@ -42,3 +42,11 @@ def as_documented(_: Any, response: Any, case: schemathesis.Case) -> None:
 )  # fmt: skip
 def test_made_up_calls(case: schemathesis.Case, gateway: Gateway) -> None:
     case.call_and_validate(gateway.url, checks=[not_a_server_error, as_documented], timeout=10)
+
+
+def test_types_of_answers_that_hardly_any_made_up_call_gets() -> None:
+    paths = described()["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        content = paths[path]["post"]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "text/event-stream"}
+    assert set(paths["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
