@@ -90,7 +90,7 @@ def measure(folder: Path, total: int, seed: int, tick: Callable[[int], None]) ->
     for number, (name, (keys, key)) in enumerate(_CLIENTS.items()):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         (here := folder / f"calls-{number}").mkdir()
-        with servers(here, server={"operator_key": _OPERATOR}, keys=keys) as (_, gateway):
+        with servers(here, "headway", {"operator_key": _OPERATOR}, keys=keys) as (_, gateway):
             called = _call(f"http://127.0.0.1:{gateway.port}", total // len(_CLIENTS), seed, headers, tick)
         setting = f"{called.calls:,} calls, {name}"
         rows += [
