@@ -57,7 +57,7 @@ class Sizes:
         return int(getattr(self, part))
 
 
-QUICK = Sizes(streams=400, kills=2, requests=4000, calls=300, period=1.0)
+QUICK = Sizes(streams=300, kills=2, requests=2000, calls=150, period=1.0)
 Part = Callable[[Path, Sizes, int, Callable[[int], None]], list[Row]]
 
 

@@ -36,6 +36,7 @@ _LIFE_S = (0.3, 1.2)  # of a gateway, before a fault and in it
 _ANSWER_S = 30.0  # an answer that takes longer is none
 _END_S = 120.0  # for all that is owed, once nothing is broken
 _LOOKS = 40  # at background requests, in a round
+_REFUSED = (429, 503)
 _MARK = WORD.encode()
 
 
@@ -90,6 +91,8 @@ class Clients:
         """Ask and wait; without an answer, an error or a kill the gateway owes it."""
         life = self.lives
         status, body = await self._send(request("/v1/chat/completions", _ask(stream=stream)))
+        if status in _REFUSED:
+            return
         tokens, told = body.count(_MARK), status not in (0, 200) or b'"error":' in body
         if told or tokens >= _TOKENS:
             self.history.whole += 1
