@@ -85,7 +85,9 @@ def test_wrong_types_name_the_field(gateway: Gateway, fields: dict[str, Any], pa
     assert said["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("prompt", [None, 3, {}, [], [1, "a"], [[1], ["a"]], [None], [["a"]]])
+@pytest.mark.parametrize(
+    "prompt", [None, 3, {}, [], [1, "a"], [[1], ["a"]], [None], [["a"]], [2**31], [-1], [[1], [2**40]]]
+)
 def test_wrong_prompts(gateway: Gateway, prompt: Any) -> None:
     said = error(gateway.post({"model": "smollm2", "prompt": prompt}, COMPLETIONS), 400)
     assert said["param"] == "prompt"

@@ -117,6 +117,13 @@ def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
     return {"requestBody": body, "parameters": headers}
 
 
+# Of generation: FastAPI adds the type of its own default to 200, which is right.
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream`, its events.", "content": {"text/event-stream": {}}},
+    202: {"description": "A background response, to be fetched from /v1/responses."},
+}
+
+
 def _generation(app: FastAPI, state: AppState) -> None:
     gateway = state.gateway
 
@@ -135,14 +142,14 @@ def _generation(app: FastAPI, state: AppState) -> None:
         handle.__name__ = kind
         return handle
 
-    errors = error_docs(202, 400, 401, 403, 404, 413, 429, 502, 503, 504)
+    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 429, 502, 503, 504)}
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),
     )
     for path, kind, model in routes:
         app.router.add_api_route(
-            path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=errors,
+            path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=documented,
             response_model=None, route_class_override=_PlainRoute,
         )  # fmt: skip
 
@@ -243,7 +250,7 @@ def _status(app: FastAPI, state: AppState) -> None:
 def _operations(app: FastAPI, state: AppState) -> None:
     gateway, engines = state.gateway, state.gateway.dispatcher.engines
 
-    @app.get("/metrics", responses=error_docs(401))
+    @app.get("/metrics", responses=error_docs(401), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Return Prometheus metrics: Headway's, and each engine's with an instance label."""
         state.check_status(request)

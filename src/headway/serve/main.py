@@ -33,6 +33,7 @@ from headway.serve.adapters import base_models
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
 from headway.serve.connections import Connections, Limits
+from headway.serve.garbage import collect, spare_old_objects
 from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
@@ -148,6 +149,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
     preflight(config)
     _make(log_dir)
     _return_memory()
+    spare_old_objects()
     _raise_file_limit()
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(bind(config.server.host, config.server.port))
@@ -229,7 +231,8 @@ class Server(uvicorn.Server):
         self._connections.ended = gateway.metrics.connection_ended
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
-        async with tasks.running(partial(self._announce, gateway), self._connections.watch):
+        tidy = partial(collect, lambda: len(gateway.dispatcher.controller.requests))
+        async with tasks.running(partial(self._announce, gateway), self._connections.watch, tidy):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How long a gateway's /health takes to answer, and its memory: asked by a process of its own.
+"""How long a gateway's /health, or a short chat, takes to answer, and its memory: asked by another process.
 
 In a thread of the process that attacks, the answers would wait for the attackers' interpreter.
 """
@@ -21,14 +21,14 @@ _SLOW = 60.0  # seconds after which no answer is waited for
 
 @dataclass(slots=True)
 class Seen:
-    """Seconds that each answer of /health took, and the gateway's resident bytes, the first before all."""
+    """Seconds that each answer took, and the gateway's resident bytes, the first before all."""
 
     health: list[float] = field(default_factory=list)
     rss: list[int] = field(default_factory=list)
 
 
 class HealthWatch:
-    """Asks a gateway for /health while a block runs."""
+    """Asks a gateway for /health, or short chats, while a block runs."""
 
     def __init__(self, line: Connection) -> None:
         self._line = line
@@ -47,11 +47,14 @@ class HealthWatch:
 
 
 @contextmanager
-def health_watch(port: int, pid: int) -> Iterator[HealthWatch]:
-    """Start the process that asks the gateway with this port and process id; end it after the block."""
+def health_watch(port: int, pid: int, chat: str = "") -> Iterator[HealthWatch]:
+    """Start the process that asks the gateway with this port and process id; end it after the block.
+
+    chat: the body of the chat that it asks for, instead of /health.
+    """
     context = get_context("spawn")
     ours, its = context.Pipe()
-    process = context.Process(target=_ask, args=(its, port, pid), daemon=True)
+    process = context.Process(target=_ask, args=(its, port, pid, chat), daemon=True)
     process.start()
     its.close()
     try:
@@ -61,7 +64,7 @@ def health_watch(port: int, pid: int) -> Iterator[HealthWatch]:
         process.join()
 
 
-def _ask(line: Connection, port: int, pid: int) -> None:
+def _ask(line: Connection, port: int, pid: int, chat: str) -> None:
     """Ask between True and False, then send what was seen; return when the other end is closed."""
     gateway = psutil.Process(pid)
     try:
@@ -71,7 +74,7 @@ def _ask(line: Connection, port: int, pid: int) -> None:
             line.send(True)
             while not line.poll(_PAUSE):
                 began = time.perf_counter()
-                client.request("GET", "/health")
+                client.request(*(("POST", "/v1/chat/completions", chat) if chat else ("GET", "/health")))
                 client.getresponse().read()
                 health.append(time.perf_counter() - began)
                 rss.append(gateway.memory_info().rss)
