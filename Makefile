@@ -2,12 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
+LOCKS := -r requirements.lock -r requirements-dev.lock
+TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
 
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: install serve test test-fast explore lint bench clean
+.PHONY: chromium install serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -15,15 +18,24 @@ $(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Headway needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock -r requirements-dev.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(PIP) $(LOCKS) && echo "all packages are from pip's own index" \
+	  || { echo "pip's own index has not all of them; with PyTorch's ($(TORCH)):"; \
+	       $(PIP) --extra-index-url $(TORCH) $(LOCKS); }
+	$(PIP) --editable .
+	$(BIN)/python -m headway.engines.vllm.process.metadata
 	@touch $@
 
 serve: install
 	$(BIN)/headway model fetch
 	exec $(BIN)/headway serve $(ARGS)
 
-test: install
+# The dashboard's tests need Chromium; where it can be installed, it is, and where not, they say so.
+chromium:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
+	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
+	  || echo "Chromium cannot be installed here, so the dashboard is not tested in a browser."
+
+test: install chromium
 	$(BIN)/headway model fetch
 	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 

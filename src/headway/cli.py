@@ -143,6 +143,15 @@ def serve(
 
 
 @app.command()
+def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
+    """Look for what is wrong with this machine or configuration, and what mends it. Exits with 1 if so."""
+    from headway.serve.doctor import main
+
+    if not main(config, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def simulate(
     recipes: Recipes = "vllm,slack,headway",
     profile: Profile = "opt-13b-a100",
@@ -231,7 +240,7 @@ def sweep(
     }  # fmt: skip
     mine, machines = ({k: v for k, v in table.items() if v is not None} for table in (given, fleet))
     setup = sweeps.build(mine, machines) if file is None else sweeps.read(file, mine, machines)
-    main(setup.quick() if quick else setup, jobs=jobs, as_json=as_json, out=out)
+    main(setup.quick(mine) if quick else setup, jobs=jobs, as_json=as_json, out=out)
 
 
 def _names(text: str) -> list[str]:
@@ -341,10 +350,13 @@ def vary(
 
 @config_app.command()
 def show(config: ConfigFile = None) -> None:
-    """Print the effective configuration as TOML."""
+    """Print the effective configuration as TOML; fail where headway serve would refuse it."""
     from headway import config as configuration
+    from headway.serve.main import preflight
 
-    print(configuration.show(configuration.load(config)), end="")
+    setup = configuration.load(config)
+    print(configuration.show(setup), end="")
+    preflight(setup)
 
 
 GraphDir = Annotated[

@@ -14,6 +14,7 @@ from rich.console import Console
 from headway.bench.load import metrics, plots, report
 from headway.bench.load.records import Record
 from headway.bench.output import results as output
+from headway.bench.output.plots import colours
 from headway.bench.output.results import About, Report, save
 from headway.types import Slo
 
@@ -49,11 +50,12 @@ def test_figures_against_a_sheet_of_paper():
     assert seen["requests", "chat"] == 4
     assert seen["failed", "chat"] == 1
     assert seen["attainment.chat", "chat"] == 25.0
-    assert seen["attainment.batch", "batch"] == 100.0
-    assert seen["attainment.all", "all"] == 50.0
+    assert seen["attainment.batch", "batch"] is None, "nothing was promised"
+    assert seen["attainment.all", "all"] == 25.0
     # The makespan is 10 s: from the arrival at 10 to the last completion at 20.
     assert seen["goodput.req_per_s", "chat"] == pytest.approx(0.1)
-    assert seen["goodput.req_per_s", "all"] == pytest.approx(0.3)
+    assert seen["goodput.req_per_s", "batch"] is None
+    assert seen["goodput.req_per_s", "all"] == pytest.approx(0.1)
     assert seen["throughput.output_tokens_per_s", "all"] == pytest.approx((33 + 22) / 10)
     assert seen["throughput.tokens_per_s", "all"] == pytest.approx((33 + 22 + 25) / 10)
     assert seen["throughput.tokens_per_s", "batch"] == pytest.approx((22 + 10) / 10)
@@ -165,7 +167,7 @@ def printed(output_tokens) -> str:
 def test_one_system_is_a_column_per_class():
     text = printed(built({"s": (HAND, {})}, "chat [and] batch").table())
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
-    assert [cell.strip() for cell in lines["attainment %"]] == ["25.0", "100.0", "50.0"]
+    assert [cell.strip() for cell in lines["attainment %"]] == ["25.0", "-", "25.0"]
     assert [cell.strip() for cell in lines["itl.p50 ms"]] == ["500.0", "-", "500.0"]
     assert [cell.strip() for cell in lines["preemptions"]] == ["", "", "-"]
     assert "chat [and] batch" in text
@@ -316,3 +318,15 @@ def test_a_narrow_terminal_keeps_the_names_of_the_lines() -> None:
 def test_a_table_without_lines_has_its_header(capsys: pytest.CaptureFixture[str]) -> None:
     output.emit({}, lambda: output.Grid(("figure", "ours"), []).table("title"), as_json=False)
     assert "figure" in capsys.readouterr().out
+
+
+def test_a_recipe_has_its_colour_in_every_picture():
+    known, beside = ("headway", "vllm-fcfs", "slack", "edf", "bros"), ("s1", "s2", "s3")
+    alone = {name: colours([name])[name] for name in known}
+    assert {name: colours([*beside, *known])[name] for name in known} == alone
+    assert len(set(colours([*beside, *known]).values())) == 8
+
+
+def test_more_systems_than_colours_have_one_each():
+    many = [f"s{number}" for number in range(20)]
+    assert list(colours(many)) == many

@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from headway.bench.simulate import scenario, sweep_plots, sweep_report
 from headway.bench.simulate import sweep as sweeps
-from headway.bench.simulate import sweep_plots, sweep_report
 from headway.bench.simulate.experiment import Fleet
 from headway.bench.simulate.sweep import Cell, Sweep
 from headway.bench.simulate.sweep_curves import collect
@@ -323,3 +323,15 @@ def test_quick_is_small() -> None:
     few = Sweep().quick()
     assert len(few.cells()) <= 24
     assert few.duration <= 20
+    assert Sweep(duration=50).quick(("duration",)).duration == 50, "the user's own"
+
+
+def test_the_documented_fleet_file_is_one(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
+    (tmp_path / "fleet.toml").write_text(text.split("```toml")[1].split("```")[0])
+    specs, traffic = scenario.load(tmp_path / "fleet.toml")
+    mine = scenario.mixed(specs, traffic, 2.0, 10.0, "ttft:400", 0)
+    workload, left_out = mine.workload()
+    assert len(workload) > 10
+    assert left_out < len(workload)
+    assert {one.name for one in traffic} == {"chat", "code", "batch"}

@@ -80,6 +80,8 @@ cores = "0-1"
 eager = false
 async_scheduling = true
 args = ["--gpu-memory-utilization", "0.5"]
+tool_parser = "hermes"
+reasoning_parser = "none"
 start_timeout_s = 60
 health_timeout_s = 5
 silence_timeout_s = 50
@@ -142,6 +144,8 @@ tpot_ms = 40
 e2e_ms = 3000.5
 priority = -1
 max_queued = 7
+requests_per_min = 60
+tokens_per_min = 90000
 """
 
 
@@ -176,6 +180,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5, api_key=SECRET,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
             cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
+            tool_parser="hermes", reasoning_parser="none",
             start_timeout_s=60.0, health_timeout_s=5.0, silence_timeout_s=50.0, request_timeout_s=500.0,
         ),
     )  # fmt: skip
@@ -188,7 +193,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25)
-    assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7),)
+    assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000),)
 
 
 def test_the_example_above_names_every_field_there_is() -> None:

@@ -18,6 +18,7 @@ from aiohttp.test_utils import TestServer
 from headway.config import Engine
 from headway.engines.vllm.process import launch
 from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.connection import EngineConnection, MalformedAnswer
 from headway.errors import EngineError
 
 
@@ -55,6 +56,31 @@ async def _reranked(status: int) -> list[dict[str, Any]]:
         await engine.stop()
         await server.close()
     return came
+
+
+async def _asked(message: dict[str, Any], answer: bytes) -> dict[str, Any]:
+    """Send a control message to an engine with this answer; return what the client makes of it."""
+
+    async def control(request: web.Request) -> web.Response:
+        return web.Response(body=answer)
+
+    app = web.Application()
+    app.router.add_post("/headway/control", control)
+    async with TestServer(app) as server:
+        engine = EngineConnection("e0", str(server.make_url("")).rstrip("/"))
+        engine.connect()
+        try:
+            return await engine.control(message)
+        finally:
+            await engine.disconnect()
+
+
+def test_only_logs_are_long_answers() -> None:
+    """What is asked all the time is read on the event loop, so it must be short."""
+    long = b'{"x": "' + b"x" * 2**20 + b'"}'
+    with pytest.raises(MalformedAnswer, match="more than 1 MiB"):
+        asyncio.run(_asked({"op": "state", "jobs": False}, long))
+    assert asyncio.run(_asked({"op": "state", "iterations": 9}, long)) == json.loads(long)
 
 
 async def _healthy(request: web.Request) -> web.Response:

@@ -41,6 +41,10 @@ NO_ANSWERS = {
     "deep": b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "not UTF-8": b'{"choices":[{"text":"\xff\xfe"}]}',
     "half an object": b'{"choices":[',
+    "deep, beside it": b'{"choices":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "100,000 empty choices": b'{"choices":[' + b"{}," * 100_000 + b"{}]}",
+    "400 digits": b'{"choices":[{"index":0,"p":[0.5,-' + b"9" * 400 + b"]}]}",
+    "half of a million lists": b'{"choices":[{"x":[' + b"[]," * 500_000,
     "5,000 digits": b'{"choices":[{"index":' + b"9" * 5000 + b"}]}",
 }
 

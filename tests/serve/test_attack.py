@@ -26,7 +26,7 @@ def rows() -> list[Row]:
 
 def test_every_attack_has_its_figures(rows: list[Row]) -> None:
     assert {(row.setting, row.id) for row in rows} == {
-        (name, id) for name in ("no attack", *CHOSEN, *TENANTS) for id in (*attack.GOALS, attack.REFUSED)
+        (name, id) for name in ("no attack", *CHOSEN, *TENANTS) for id in attack.UNITS
     }
     assert [row.ours for row in rows if row.id == attack.REFUSED and row.setting in TENANTS] == [0.0]
     assert {row.ours for row in rows if row.id in ("attack.lost", "attack.5xx")} == {0.0}

@@ -70,6 +70,7 @@ MORE: dict[str, Mistake] = {
     "no such file": ("-", [], "cannot be read", "--config"),
     "unknown recipe": ("", ["--recipe", "slak"], "slak", "slack"),
     "not an address": ("", ["--url", "localhost:8000"], "localhost:8000", "http://"),
+    "no place for logs": ("", ["--logs", "/dev/null/logs", "--url", DEAD], "/dev/null/logs", "--logs"),
     "not our host": ("", ["--host", "203.0.113.7", "--url", DEAD], "203.0.113.7", "--host"),
     "two models": ("engines = [{port = 1}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
 }
@@ -109,6 +110,14 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
     _, _, wrong, hint = MORE[name]
     assert wrong in raised.value.message
     assert hint in raised.value.hint
+
+
+def test_what_serve_refuses_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text('recipe = "slak"\n')
+    with pytest.raises(ConfigError, match="slack"):
+        app(["config", "show", "--config", str(file)], standalone_mode=False)
+    assert 'recipe = "slak"' in capsys.readouterr().out
 
 
 # ---- with engines of its own: a program that stands in for `vllm serve`

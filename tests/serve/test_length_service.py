@@ -124,7 +124,7 @@ async def test_reading_leaves_the_event_loop_free_and_a_crowd_is_not_kept_waitin
     await reading
     assert threading.get_ident() not in slow.threads
     assert len(slow.threads) == 3
-    page = metrics.render({}).decode()
+    page = metrics.render([]).decode()
     assert 'headway_forecasts_total{by="task_crowd"} 2.0' in page
     assert sorted(host.predictor._open) == ["r0", "r1", "r2"]
     await host.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from typing import Any
 
@@ -11,6 +12,9 @@ import openai
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headway.config import Engine
+from headway.errors import RequestError
+from headway.serve.app_state import _check_tools
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, WEB, Gateway, until
 
@@ -81,7 +85,9 @@ def test_wrong_types_name_the_field(gateway: Gateway, fields: dict[str, Any], pa
     assert said["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("prompt", [None, 3, {}, [], [1, "a"], [[1], ["a"]], [None], [["a"]]])
+@pytest.mark.parametrize(
+    "prompt", [None, 3, {}, [], [1, "a"], [[1], ["a"]], [None], [["a"]], [2**31], [-1], [[1], [2**40]]]
+)
 def test_wrong_prompts(gateway: Gateway, prompt: Any) -> None:
     said = error(gateway.post({"model": "smollm2", "prompt": prompt}, COMPLETIONS), 400)
     assert said["param"] == "prompt"
@@ -265,3 +271,27 @@ def speak(gateway: Gateway, pieces: list[bytes]) -> bytes:
         except ConnectionResetError:
             assert answer
         return answer
+
+
+def test_what_is_refused_leaves_a_trace(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "headway.serve"):
+        assert gateway.post(gateway.chat(model="no\nsuch")).status_code == 404
+        assert gateway.get("/v1/none%0Asuch").status_code == 404
+    lines = [one.getMessage() for one in caplog.records if ": 404, " in one.getMessage()]
+    assert len(lines) == 2
+    assert not any("\n" in line for line in lines), "a client forges no line"
+    assert 'headway_http_errors_total{status="404",type="' in gateway.get("/metrics").text
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_tools_that_nothing_reads_are_refused_in_our_words(choice: str | None) -> None:
+    with pytest.raises(RequestError, match="tool_parser in"):
+        _check_tools(Engine(), "smollm2", choice)
+
+
+@pytest.mark.parametrize(
+    ("engine", "choice"),
+    [(Engine(tool_parser="hermes"), None), (Engine(), "none"), (Engine(url="http://a"), "auto")],
+)
+def test_tools_that_are_read_or_are_not_known_of_pass(engine: Engine, choice: str | None) -> None:
+    _check_tools(engine, "smollm2", choice)

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.launch import free_port
+from headway.serve.metrics import relabelled
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
 from tests.serve.test_refusals import error
@@ -26,6 +27,22 @@ def families(gateway: Gateway) -> dict[str, list[tuple[str, dict[str, str], floa
         assert family.name not in found, "no family comes twice"
         found[family.name] = [(s.name, s.labels, s.value) for s in family.samples]
     return found
+
+
+@pytest.mark.parametrize(
+    ("page", "kept"),
+    [
+        ("vllm:a 1\n", ["vllm:a"]),
+        ("vllm:a 1\n" * 20_000, ["vllm:a"]),
+        ("vllm:a 1\n" * 20_001, []),
+        ("vllm:a{" + 'b="c",' * 10_000 + "} 1\n", []),
+        ("<html>", []),
+        ("a 1\n", []),
+        ("", []),
+    ],
+)
+def test_only_pages_that_are_read_soon_are_merged(page: str, kept: list[str]) -> None:
+    assert [family.name for family in relabelled({"e0": page})] == kept
 
 
 def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.engines.vllm.process.answers import read_answer
+from headway.engines.vllm.process.answers import Answer, read_answer
 from headway.engines.vllm.process.connection import MalformedAnswer
 from headway.errors import EngineError
 from headway.serve.budget import AnswerBudget
@@ -151,6 +154,60 @@ def test_a_long_text_is_read_as_a_short_one(name: str) -> None:
     assert read_answer(GOOD + blanks).output_tokens == 3
     with pytest.raises(ValueError, match=r"\w"):
         read_answer(NO_ANSWERS[name] + blanks)
+
+
+def long(part: bytes, size: int = 4 * MIB) -> bytes:
+    """Return a valid answer of this size that is made of one part."""
+    return b'{"choices":[{"index":0,"x":[' + part * (size // len(part)) + b'null]}],"x":"' + b'\\n"}'
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"[],", b"99999,", b"-0.5,", b'"ab",', b"[" * 50 + b"{}" + b"]" * 50 + b",", b'"\xf0\x9f\x98\x80",'],
+)
+def test_what_an_answer_holds_takes_no_memory(part: bytes) -> None:
+    data = long(part)
+    tracemalloc.start()
+    try:
+        assert read_answer(data) == Answer()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < MIB, "its own bytes aside"
+
+
+@given(st.from_regex(r"-?(0|[1-9][0-9]{0,400})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,5})?", fullmatch=True))
+def test_a_number_is_refused_if_it_is_beyond_a_double(number: str) -> None:
+    data = b'{"choices":[],"text":"1e999 \\" 1e999","x":' + number.encode() + b"}"
+    if math.isinf(float(number)):
+        with pytest.raises(ValueError, match="beyond all numbers"):
+            read_answer(data)
+    else:
+        assert read_answer(data) == Answer()
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1E+400", b"9" * 310])
+@pytest.mark.parametrize("back", [1, 2, 3, 4, 63, 64, 65, 200, 309, 310, 311])
+def test_a_number_is_found_wherever_it_is(number: bytes, back: int) -> None:
+    """Long answers are looked at piece by piece, of 64 KiB each."""
+    head = b'{"choices":[],"x":'
+    blanks = b" " * (2**16 - len(head) - back)
+    with pytest.raises(ValueError, match="beyond all numbers"):
+        read_answer(head + blanks + number + b" " * 2**16 + b"}")
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from("ab"), _VALUES), _VALUES, st.booleans())
+def test_all_that_is_json_may_be_in_an_answer(choice: Any, more: Any, ascii: bool) -> None:
+    data = json.dumps({"x": more, "choices": [choice]}, ensure_ascii=ascii).encode()
+    assert read_answer(data) == Answer()
 
 
 def test_an_event_in_many_pieces_is_whole() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
+from headway.bench.gateway_commands import attack, soak
 from headway.bench.load import mix as mixes
 from headway.bench.options import (
     AppSystems,
@@ -172,12 +173,8 @@ def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: O
     main(quick=quick, as_json=as_json, seed=seed, out=out)
 
 
-@bench_app.command()
-def attack(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
-    """Attack the gateway in front of a FAKE engine: what others notice, its memory, what is lost."""
-    from headway.bench.live.attack import main
-
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
+bench_app.command()(attack)
+bench_app.command()(soak)
 
 
 @bench_app.command()

@@ -18,6 +18,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from headway.config.backends import Backend as Backend
+from headway.config.engines import Engine as Engine
+from headway.config.engines import Model as Model
 from headway.config.journal import Journal as Journal
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
@@ -66,85 +68,6 @@ class Server:
     idle_timeout_s: Count = 30
     max_connections: Count | None = None
     drain_s: Annotated[int, Field(ge=0)] = 5
-
-
-@dataclass(frozen=True, config=_STRICT)
-class Model:
-    """A model that an instance can load instead of its first one.
-
-    served_name: its name in the gateway; unset, the last part of its path or hub id.
-    """
-
-    model: str
-    served_name: Annotated[str, Field(min_length=1)] | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the model's name in the gateway and in the engine."""
-        return self.served_name or _last_part(self.model)
-
-
-@dataclass(frozen=True, config=_STRICT)
-class Engine:
-    """One instance. With `url` Headway attaches to a running vLLM; without, it starts `vllm serve`.
-
-    models: what it can load instead of `model`, which it serves first.
-    adapters: LoRA adapters of `model`: name -> directory. Requests name one as their model.
-    host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
-    sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
-    drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
-    max_running: requests computed in one iteration.
-    slots: requests that may hold KV, running or paused.
-    kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
-    host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
-    api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
-    """
-
-    model: str = "smollm2"
-    served_name: str | None = None
-    models: tuple[str | Model, ...] = ()
-    adapters: dict[str, str] = field(default_factory=dict)
-    host_weights_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
-    sleep_mode: bool = False
-    drain_timeout_s: Positive = 300.0
-    url: str | None = None
-    api_key: Secret | None = None
-    port: Port | None = None
-    max_running: Count = 16
-    slots: Count | None = None
-    max_model_len: Count = 2048
-    max_batched_tokens: Count = 2048
-    kv_gib: Count = 1
-    host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
-    blocks: Count | None = None  # KV blocks when fewer than fit, for tests of full memory
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    cores: str | None = None  # CPU cores, such as "0-1"; None = all it may use
-    eager: bool = True
-    async_scheduling: bool | None = None  # None: wherever vLLM does
-    args: tuple[str, ...] = ()
-    start_timeout_s: Positive = 300.0
-    health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung
-    silence_timeout_s: Positive = 300.0  # so has a core (with Headway's scheduler) that ends no iteration
-    request_timeout_s: Positive = 21600.0  # inside the engine, waiting included; then 504
-
-    @property
-    def name(self) -> str:
-        """Return the model's name in the gateway and in the engine.
-
-        served_name, else what a vLLM that runs already calls it (its model as given), else the last part of
-        the path or hub id.
-        """
-        return self.served_name or (self.model if self.url is not None else _last_part(self.model))
-
-    @property
-    def others(self) -> tuple[Model, ...]:
-        """Return `models` with their names."""
-        return tuple(Model(other) if isinstance(other, str) else other for other in self.models)
-
-    @property
-    def served(self) -> dict[str, str]:
-        """Return the models that it serves or can load, the first one first: name -> model as given."""
-        return {self.name: self.model} | {other.name: other.model for other in self.others}
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -356,10 +279,6 @@ def state_dir() -> Path:
     path = Path(base) / "headway"
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _last_part(model: str) -> str:
-    return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _drop(value: Any) -> Any:

@@ -28,6 +28,7 @@ class Key:
         for the deadline of a run, too.
     priority: the most urgent (lowest) that a request may ask for itself; that of its class is the class's.
     max_queued: a request is refused while so many of its tenant wait.
+    requests_per_min, tokens_per_min: one is refused while its tenant has used as many in the last minute.
     """
 
     key: Secret
@@ -38,6 +39,8 @@ class Key:
     e2e_ms: _Ms | None = None
     priority: int | None = None
     max_queued: Annotated[int, Field(ge=1)] | None = None
+    requests_per_min: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_min: Annotated[int, Field(ge=1)] | None = None
 
 
 def reveal(secret: str, setting: str) -> str:

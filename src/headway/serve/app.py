@@ -19,7 +19,10 @@ from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.backend_endpoints import add_backend_endpoints
+from headway.serve.dashboard.endpoints import add_dashboard_endpoints
 from headway.serve.gateway import Gateway
+from headway.serve.metrics import Metrics, relabelled
+from headway.serve.offload import offload
 from headway.serve.request_parsing import (
     HEADERS,
     ChatBody,
@@ -32,6 +35,8 @@ from headway.serve.streaming import ResponseStream, error_response
 
 log = logging.getLogger("headway.serve")
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
+_FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged
+_LOGGED = 300  # characters of an error's message; part of it may be the client's
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -42,26 +47,34 @@ def new_app() -> FastAPI:
 
 def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
-    _errors(app)
+    _errors(app, state.gateway.metrics)
     _generation(app, state)
     _background(app, state)
     add_run_endpoints(app, state)
     add_backend_endpoints(app, state)
     _status(app, state)
     _operations(app, state)
+    add_dashboard_endpoints(app, state)
 
 
-def _errors(app: FastAPI) -> None:
-    @app.exception_handler(HeadwayError)
-    async def ours(_: Request, error: HeadwayError) -> JSONResponse:
+def _errors(app: FastAPI, metrics: Metrics) -> None:
+    def answer(request: Request, error: HeadwayError) -> JSONResponse:
+        metrics.error(error.status, error.kind)
+        if error.status not in _FLOODS:
+            path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
+            log.info("%s %s: %d, %s", request.method, path, error.status, why)
         return error_response(error)
+
+    @app.exception_handler(HeadwayError)
+    async def ours(request: Request, error: HeadwayError) -> JSONResponse:
+        return answer(request, error)
 
     @app.exception_handler(HTTPException)
     async def theirs(request: Request, error: HTTPException) -> JSONResponse:
         what = f"{request.method} {request.url.path}: {error.detail}."
         wrapped = RequestError(what, "/docs lists the endpoints.", status=error.status_code)
         wrapped.headers = dict(error.headers or {})
-        return error_response(wrapped)
+        return answer(request, wrapped)
 
     @app.exception_handler(ClientDisconnect)
     async def aborted(request: Request, error: ClientDisconnect) -> Response:
@@ -69,13 +82,13 @@ def _errors(app: FastAPI) -> None:
         return Response(status_code=400)  # which nobody reads
 
     @app.exception_handler(RecursionError)
-    async def deep(_: Request, error: RecursionError) -> JSONResponse:
-        return error_response(RequestError("The body is nested too deeply.", "Send a flatter one."))
+    async def deep(request: Request, error: RecursionError) -> JSONResponse:
+        return answer(request, RequestError("The body is nested too deeply.", "Send a flatter one."))
 
     @app.exception_handler(Exception)
-    async def unforeseen(_: Request, error: Exception) -> JSONResponse:
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         hint = "This is a bug; its trace is in the log."
-        return error_response(EngineError(f"Headway failed: {error!r}.", hint, status=500))
+        return answer(request, EngineError(f"Headway failed: {error!r}.", hint, status=500))
 
 
 class _PlainRoute(APIRoute):
@@ -104,6 +117,13 @@ def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
     return {"requestBody": body, "parameters": headers}
 
 
+# Of generation: FastAPI adds the type of its own default to 200, which is right.
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream`, its events.", "content": {"text/event-stream": {}}},
+    202: {"description": "A background response, to be fetched from /v1/responses."},
+}
+
+
 def _generation(app: FastAPI, state: AppState) -> None:
     gateway = state.gateway
 
@@ -122,14 +142,14 @@ def _generation(app: FastAPI, state: AppState) -> None:
         handle.__name__ = kind
         return handle
 
-    errors = error_docs(202, 400, 401, 403, 404, 413, 429, 502, 503, 504)
+    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 429, 502, 503, 504)}
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),
     )
     for path, kind, model in routes:
         app.router.add_api_route(
-            path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=errors,
+            path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=documented,
             response_model=None, route_class_override=_PlainRoute,
         )  # fmt: skip
 
@@ -230,13 +250,15 @@ def _status(app: FastAPI, state: AppState) -> None:
 def _operations(app: FastAPI, state: AppState) -> None:
     gateway, engines = state.gateway, state.gateway.dispatcher.engines
 
-    @app.get("/metrics", responses=error_docs(401))
+    @app.get("/metrics", responses=error_docs(401), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Return Prometheus metrics: Headway's, and each engine's with an instance label."""
         state.check_status(request)
         await _gauge(gateway)
         pages = {id: await engine.metrics() for id, engine in engines.items() if engine.up.is_set()}
-        return PlainTextResponse(gateway.metrics.render(pages), media_type="text/plain; version=0.0.4")
+        size = sum(len(page) for page in pages.values())
+        theirs = await offload(size, lambda: relabelled(pages))
+        return PlainTextResponse(gateway.metrics.render(theirs), media_type="text/plain; version=0.0.4")
 
     @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 403, 404, 502, 503))
     async def control(engine: str, request: Request) -> Response:
@@ -275,7 +297,7 @@ async def _gauge(gateway: Gateway) -> None:
         metrics.up.labels(id).set(engine.up.is_set())
         if engine.up.is_set():
             try:
-                state = await engine.control({"op": "state"})
+                state = await engine.control({"op": "state", "jobs": False})
                 metrics.evictions.labels(id).set(state["counters"]["evictions"])
                 metrics.counted(id, state["counters"])
             except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):

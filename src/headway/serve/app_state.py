@@ -16,6 +16,7 @@ from fastapi import Request
 from headway import clock
 from headway.config import Engine, Key
 from headway.config.keys import reveal, revealed
+from headway.engines.vllm.parsers import parsers
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
 from headway.serve.budget import Held
@@ -48,6 +49,7 @@ class AppState:
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
         self.started = int(time.time())
+        self.stopping = asyncio.Event()  # the gateway is being stopped
         self._salt = secrets.token_bytes(32)
         self._keys = {self._digest(text): key for text, key in revealed(self.config.keys).items()}
         operator = self.config.server.operator_key
@@ -144,7 +146,7 @@ class AppState:
         arrival, key = clock.now(), self.key(request)
         if key is not None:
             held.tenant = key.tenant
-            self.gateway.path.check_room(key.tenant, key.max_queued)
+            self.gateway.path.check_limits(key, arrival)
         data = await self.read(request, held)
         if len(data) <= INLINE:
             return await self._parse(kind, request, data, key, arrival)
@@ -176,6 +178,8 @@ class AppState:
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)
         engine = self._engine_of(body.model)
+        if isinstance(body, ChatBody) and body.tools:
+            _check_tools(engine, body.model, raw.get("tool_choice"))
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
         parsed = await offload(len(data), partial(
             interpret, kind, raw, body, request.headers, self.config,
@@ -202,6 +206,16 @@ class AppState:
             return
         if (ids := prompt.ids) is not None:
             prefixes.learn(request, ids)
+
+
+def _check_tools(engine: Engine, model: str, choice: Any) -> None:
+    """Refuse tools that the model may choose, where nothing reads its choice."""
+    if engine.url is None and choice in (None, "auto") and parsers(engine).tool is None:
+        raise RequestError(
+            f"The model {model!r} cannot choose tools here: its engine has no tool_parser.",
+            'Set tool_parser in [[engines]] (such as "hermes"), or send "tool_choice": "none".',
+            param="tools", code="tools_unsupported",
+        )  # fmt: skip
 
 
 def error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:

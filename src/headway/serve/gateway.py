@@ -26,6 +26,7 @@ from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
 from headway.serve.budget import ByteBudget
+from headway.serve.dashboard.history import History
 from headway.serve.dispatcher import Dispatcher, Listener
 from headway.serve.graph_files import kept_graphs
 from headway.serve.journal import JournalKeeper
@@ -36,6 +37,7 @@ from headway.serve.prewarm import BackendWarmer
 from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
 from headway.serve.tokens import TokenCounter
+from headway.serve.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Gateway:
 
     counters: model name -> what counts its prompts' tokens.
     bodies: the memory that bodies may take.
+    history: promises kept over the last minutes.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -59,6 +62,7 @@ class Gateway:
     bodies: ByteBudget
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
+    history: History
 
 
 @asynccontextmanager
@@ -81,12 +85,14 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         controller = _controller(config, planner, lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
-        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, journal)
+        usage = Usage(config.keys)
+        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal)
         background = BackgroundWork(path, dispatcher)
         bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
-        loops = [recovery.run, forget, path.closings.run]
+        history = History(metrics)
+        loops = [recovery.run, forget, path.closings.run, history.run]
         loops += journal.loops(dispatcher.engines, config.recipe)
         try:
             async with (
@@ -98,7 +104,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background, bodies,
-                        backends, prefixes,
+                        backends, prefixes, history,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")

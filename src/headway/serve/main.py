@@ -11,6 +11,7 @@ import logging
 import re
 import resource
 import socket
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from rich.markup import escape
 from headway.config import Config
 from headway.config.keys import reveal, revealed
 from headway.core.engine_spec import check
-from headway.engines.vllm.process.launch import check_installed, installed, spec
+from headway.engines.vllm.process.launch import check_installed, spec
+from headway.engines.vllm.process.metadata import installed
 from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
@@ -31,12 +33,16 @@ from headway.serve.adapters import base_models
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
 from headway.serve.connections import Connections, Limits
+from headway.serve.garbage import collect, spare_old_objects
 from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
+# Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
+# new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
+_ACCEPTED = 4
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.serve")
 _URL = re.compile(r"https?://[^/\s]+")
@@ -139,19 +145,40 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -> int:
     """Serve until a signal ends it; return the exit status."""
-    logging.basicConfig(
-        level=logging.WARNING if quiet else logging.INFO, format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
-    )  # fmt: skip
+    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
     preflight(config)
+    _make(log_dir)
     _return_memory()
+    spare_old_objects()
     _raise_file_limit()
-    with bind(config.server.host, config.server.port) as sock:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(bind(config.server.host, config.server.port))
+        same = [stack.enter_context(sock.dup()) for _ in range(_ACCEPTED - 1)]
         server = Server(config, log_dir)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
-            server.run(sockets=[sock])
+            server.run(sockets=[sock, *same])
     gc.unfreeze()  # or libraries would complain of leaks at the end
     return 1 if server.failed else 0
+
+
+def _make(log_dir: Path | None) -> None:
+    """Make the directory of logs; ConfigError when that cannot be."""
+    try:
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The logs' directory {log_dir} cannot be made: {error.strerror}.", "Give --logs another."
+        ) from error
+
+
+def _log_to_stderr(level: int) -> None:
+    """Log in colour on a terminal, else lines that nothing wraps, which take a hundredth of the time."""
+    if sys.stderr.isatty():
+        rich = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=level, format="%(message)s", handlers=[rich])
+    else:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
 
 
 def _raise_file_limit() -> None:
@@ -189,6 +216,7 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         self._settings, self._log_dir = config, log_dir
         self.failed = False
+        self._stopping = asyncio.Event()  # until the gateway is open
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the gateway and serve until a signal; HeadwayError when it cannot be opened."""
@@ -197,15 +225,19 @@ class Server(uvicorn.Server):
                 await self._serve_gateway(gateway, sockets)
 
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
-        add_endpoints(self._app, AppState(gateway))
+        state = AppState(gateway)
+        add_endpoints(self._app, state)
+        self._stopping = state.stopping
         self._connections.ended = gateway.metrics.connection_ended
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
-        async with tasks.running(partial(self._announce, gateway), self._connections.watch):
+        tidy = partial(collect, lambda: len(gateway.dispatcher.controller.requests))
+        async with tasks.running(partial(self._announce, gateway), self._connections.watch, tidy):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests in progress end, at most `drain_s`; tell clients whose requests are cut short."""
+        self._stopping.set()
         state = self.server_state
         if state.tasks:
             log.warning(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +21,16 @@ _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser takes 20 us and more for a line
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What has ended since the start. tokens: in and out. by_class: class -> (promises kept, owed)."""
+
+    requests: int
+    tokens: int
+    by_class: dict[str, tuple[int, int]]
 
 
 class Metrics:
@@ -38,6 +49,10 @@ class Metrics:
         self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
         self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
         self._drops = Counter("headway_dropped", "Requests refused.", ["reason"], registry=r)
+        self._errors = Counter(
+            "headway_http_errors", "Answers from 400 on before a request was accepted, and of what is none.",
+            ["status", "type"], registry=r,
+        )  # fmt: skip
         self._failures = Counter(
             "headway_loop_failures", "Errors of what runs beside the requests.", ["loop"], registry=r
         )
@@ -54,6 +69,7 @@ class Metrics:
         self._add_swaps(r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
+        self._served = [0, 0]  # requests and their tokens
         self._counted = _Counted()
         r.register(self._counted)
         self._planned = _Planned()
@@ -122,6 +138,10 @@ class Metrics:
         """Count a connection that a limit ended."""
         self._ended.labels(limit).inc()
 
+    def error(self, status: int, kind: str) -> None:
+        """Count an answer that is an error, by OpenAI's error type."""
+        self._errors.labels(status, kind).inc()
+
     def dropped(self, reason: str) -> None:
         """Count a refusal."""
         self._drops.labels(reason).inc()
@@ -136,7 +156,17 @@ class Metrics:
         self._e2e.labels(*by).observe(e2e)
         self._tokens.labels(request.model, "prompt").inc(request.prompt_tokens)
         self._tokens.labels(request.model, "output").inc(output_tokens)
+        self._served[0] += 1
+        self._served[1] += request.prompt_tokens + output_tokens
         self._judge(request, request.slo.met(ttft, tpot, e2e))
+
+    def totals(self) -> Totals:
+        """Return what has been served and kept so far."""
+        by_class: dict[str, tuple[int, int]] = {}
+        for (_, tier), (kept, owed) in self._by_class.items():
+            before = by_class.get(tier, (0, 0))
+            by_class[tier] = before[0] + kept, before[1] + owed
+        return Totals(self._served[0], self._served[1], by_class)
 
     def failed(self, request: Request, outcome: str) -> None:
         """Count a request without a complete response; a client that left does not count against the SLO."""
@@ -154,11 +184,11 @@ class Metrics:
         self._met.labels(*by).inc(met)
         self._attainment.labels(*by).set(kept[0] / kept[1])
 
-    def render(self, engines: Mapping[str, str]) -> bytes:
-        """Return the page: ours, then each engine's page (instance -> text) with its label."""
+    def render(self, engines: Sequence[Metric]) -> bytes:
+        """Return the page: ours, then the engines' own families (`relabelled`)."""
         page = generate_latest(self.registry)
         merged = CollectorRegistry()
-        merged.register(_Relabelled(engines))
+        merged.register(_Families(engines))
         return page + generate_latest(merged)
 
 
@@ -192,32 +222,37 @@ class _Planned(Collector):
         ]
 
 
-class _Relabelled(Collector):
-    """The engines' own families, each sample with an `instance` label."""
+class _Families(Collector):
+    """Families as they are given."""
 
-    def __init__(self, pages: Mapping[str, str]) -> None:
-        self._pages = pages
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
-    def collect(self) -> list[Metric]:
-        families: dict[str, Metric] = {}
-        for instance, page in self._pages.items():
-            for family in _parse(instance, page):
-                # Process metrics of the API server would collide with those of other exporters.
-                if not family.name.startswith("vllm:"):
-                    continue
-                merged = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                merged.samples += [
-                    sample._replace(labels={**sample.labels, "instance": instance})
-                    for sample in family.samples
-                ]
-        return list(families.values())
+    def collect(self) -> Sequence[Metric]:
+        return self._families
+
+
+def relabelled(pages: Mapping[str, str]) -> list[Metric]:
+    """Return the engines' own families, each sample with an `instance` label; pages: instance -> its page."""
+    families: dict[str, Metric] = {}
+    for instance, page in pages.items():
+        for family in _parse(instance, page):
+            # Process metrics of the API server would collide with those of other exporters.
+            if not family.name.startswith("vllm:"):
+                continue
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += [
+                sample._replace(labels={**sample.labels, "instance": instance}) for sample in family.samples
+            ]
+    return list(families.values())
 
 
 def _parse(instance: str, page: str) -> list[Metric]:
     """Return an engine's families; none when it serves no metrics but something else."""
     try:
+        lines = page.splitlines()
+        if len(lines) > _MOST_LINES or max(map(len, lines), default=0) > _LONGEST_LINE:
+            raise ValueError(f"more than {_MOST_LINES:,} lines, or one of {_LONGEST_LINE:,} characters")
         return list(text_string_to_metric_families(page))
     except ValueError as error:
         log.warning("the metrics of engine %s cannot be read: %s", instance, error)

@@ -83,7 +83,8 @@ class ChatBody(Body):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
-_Ids = Annotated[list[int], Field(fail_fast=True)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # no vocabulary has others, and they are kept as int32
+_Ids = Annotated[list[_TokenId], Field(fail_fast=True)]
 _Prompts = Annotated[list[str], Field(fail_fast=True)] | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
 
 

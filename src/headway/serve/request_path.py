@@ -12,16 +12,17 @@ from collections import Counter
 
 from headway import clock
 from headway.broker.port import Broker
-from headway.config import Server
+from headway.config import Key, Server
 from headway.core.shares import Group
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.engines.vllm.request_metadata import write_metadata
-from headway.errors import EngineError
+from headway.errors import EngineError, RequestError
 from headway.events import Failed, Finished, Started
 from headway.serve import tasks
 from headway.serve.budget import AnswerBudget, Held
 from headway.serve.closing import Closings
+from headway.serve.dashboard.late import LateRequests
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.journal import JournalKeeper
 from headway.serve.lengths.service import LengthService
@@ -30,6 +31,7 @@ from headway.serve.offload import offload
 from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
+from headway.serve.usage import Usage
 from headway.types import Request
 
 log = logging.getLogger("headway.serve")
@@ -40,15 +42,26 @@ class RequestPath:
 
     def __init__(
         self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService,
-        metrics: Metrics, journal: JournalKeeper,
+        metrics: Metrics, usage: Usage, journal: JournalKeeper,
     ) -> None:  # fmt: skip
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
         self._lengths, self._metrics, self._journal = lengths, metrics, journal
         self.closings = Closings(broker)
+        self.late, self.usage = LateRequests(), usage
+        self.turn = asyncio.Lock()  # of streams that bring much at a time
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
 
     # ---- in
+
+    def check_limits(self, key: Key, now: float) -> None:
+        """Refuse a request before its body is read (429): its tenant has used up its minute, or its room."""
+        try:
+            self.usage.check(key, now)
+        except RequestError:
+            self._metrics.dropped("rate_limit")
+            raise
+        self.check_room(key.tenant, key.max_queued)
 
     def check_room(self, tenant: str, most: int | None = None) -> None:
         """Refuse a request before its body is read (429), if its tenant may not have more of any class.
@@ -104,6 +117,7 @@ class RequestPath:
         finally:
             self._storing -= Counter([group])  # drops what is 0
         in_flight.held = held.keep()
+        self.usage.accepted(parsed.request.tenant, parsed.request.prompt_tokens, clock.now())
         return in_flight
 
     async def _put(self, in_flight: InFlightRequest) -> None:
@@ -219,6 +233,7 @@ class RequestPath:
         in_flight.drop_body()
         now, request = clock.now(), in_flight.request
         self._lengths.answered(request, output_tokens)
+        self.usage.answered(request.tenant, output_tokens, now)
         self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, now)
@@ -227,6 +242,7 @@ class RequestPath:
             ttft = (first if streamed and first is not None else now) - request.arrival
             self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
             self._journal.finished(in_flight, ttft, now, output_tokens)
+            self.late.note(in_flight, now, output_tokens, "finished")
         return done
 
     async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
@@ -236,6 +252,8 @@ class RequestPath:
         self.abandon(in_flight, reason)
         self._metrics.failed(in_flight.request, outcome)
         self._journal.failed(in_flight, reason, outcome)
+        if outcome != "cancelled":
+            self.late.note(in_flight, clock.now(), 0, outcome)
         await self.closings.fail(in_flight.id, reason, clock.now())
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:

@@ -41,6 +41,7 @@ class TakenBack(Exception):
 
 
 ReturnReason = Literal["engine_gone", "model_swap"]
+CHUNK = 2**14  # bytes of a response that are read at a time
 ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
@@ -247,10 +248,10 @@ class EngineResponse:
         self.output_tokens = answer.output_tokens or 0
 
     async def read(self) -> bytes:
-        """Return the next chunk, empty at the end; errors as `open`."""
+        """Return what has come, at most `CHUNK` bytes, empty at the end; errors as `open`."""
         self._reading = True
         try:
-            return await self._response.content.readany()
+            return await self._response.content.read(CHUNK)
         except BROKEN as error:
             raise engine_error(self.engine, error) from error
         except RuntimeError as error:  # aiohttp's, for a connection that has been closed

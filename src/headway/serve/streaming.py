@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from contextlib import suppress
+from functools import partial
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -19,8 +20,9 @@ from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
 from headway.serve import tasks
+from headway.serve.offload import INLINE, offload
 from headway.serve.request_path import RequestPath
-from headway.serve.requests import EngineResponse, InFlightRequest, reason_of
+from headway.serve.requests import CHUNK, EngineResponse, InFlightRequest, reason_of
 
 log = logging.getLogger("headway.serve")
 _END = b"\n\n"
@@ -114,7 +116,7 @@ class ResponseStream(Response):
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader, chunk = EventReader(self._wants_usage), response.head
         while chunk:
-            data = reader.feed(chunk)
+            data = await self._fed(reader, chunk)
             if data and not self._started:
                 await self._start(response, send)
             if reader.complete:
@@ -132,6 +134,17 @@ class ResponseStream(Response):
             raise EngineGone(response.engine, "its stream ended early")
         await self._end(b"" if reader.closed else _DONE, send)
         await self._path.fail(self._in_flight, "engine_failed: it said so in the stream")
+
+    async def _fed(self, reader: EventReader, chunk: bytes) -> bytes:
+        """Return what of a chunk may be passed on.
+
+        Of streams that bring much, one at a time has its turn, so that all others' requests come in between.
+        """
+        if len(chunk) < CHUNK and reader.kept <= INLINE:
+            return reader.feed(chunk)
+        async with self._path.turn:
+            await asyncio.sleep(0)
+            return await offload(reader.kept, partial(reader.feed, chunk))
 
     async def _end(self, last: bytes, send: Send) -> None:
         """Send the end of the response, before the broker stores it, so that no client waits for the disk.

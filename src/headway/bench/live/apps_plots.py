@@ -9,7 +9,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from headway.bench.live.app_load import APPS
 from headway.bench.live.apps import ALL, Served, completion_times
-from headway.bench.output.plots import colour, legend, line_legend, png, sheet
+from headway.bench.output.plots import colours, legend, line_legend, png, sheet
 from headway.bench.output.results import show
 from headway.types import Floats
 
@@ -21,13 +21,13 @@ def draw(results: Mapping[str, Served]) -> dict[str, bytes]:
 
 def _bars(results: Mapping[str, Served]) -> bytes:
     figure, grid = sheet(1, 2, 11, 4)
-    settings = (ALL, *APPS)
+    settings, shades = (ALL, *APPS), list(colours(results).values())
     for axes, title, p in zip(grid, ("mean", "P95"), (None, 0.95), strict=True):
-        for number, served in enumerate(results.values()):
+        for number, (shade, served) in enumerate(zip(shades, results.values(), strict=True)):
             times = [completion_times(served.runs, setting) for setting in settings]
             heights = [_of(seconds, p) for seconds in times]
             at = np.arange(len(settings)) + (number - (len(results) - 1) / 2) * 0.8 / len(results)
-            bars = axes.bar(at, heights, 0.75 / len(results), color=colour(number))
+            bars = axes.bar(at, heights, 0.75 / len(results), color=shade)
             labels = [
                 show(height if seconds.size else None) for height, seconds in zip(heights, times, strict=True)
             ]
@@ -47,10 +47,11 @@ def _of(seconds: Floats, p: float | None) -> float:
 def _distribution(results: Mapping[str, Served]) -> bytes:
     """Draw the share of all runs up to a completion time; lost runs keep the curve below 100 %."""
     figure, (axes,) = sheet(1, 1, 7, 4)
-    for number, (name, served) in enumerate(results.items()):
+    shades = colours(results)
+    for name, served in results.items():
         seconds = np.sort(completion_times(served.runs))
         share = 100 * np.arange(1, seconds.size + 1) / max(len(served.runs), 1)
-        axes.step(seconds, share, where="post", color=colour(number), label=name)
+        axes.step(seconds, share, where="post", color=shades[name], label=name)
     axes.set(xlabel="application completion time, s", ylabel="runs, %", xscale="log", ylim=(0, 103))
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")

@@ -7,14 +7,9 @@ A real gateway runs in front of a FAKE engine (`fake_engine.py`). While hostile 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import resource
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +28,14 @@ from headway.bench.live.attack_clients import (
     bearer,
 )
 from headway.bench.live.fake_engine import NAME
-from headway.bench.live.peers import Peer, servers
+from headway.bench.live.health_watch import HealthWatch, health_watch
+from headway.bench.live.peers import servers
 from headway.bench.output.plots import png, sheet
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 from headway.errors import ConfigError
 
 _SYSTEM, _QUEUED_MIB = "headway", 64
 _HEALTH_S = HANG_S / 2  # so that a hang is noticed while it lasts
-_PAUSE = 0.01  # seconds between two questions for /health
 _CLIENT_S = 1.0  # for a body, and without reading: short enough to be reached in an attack
 _SERVER: dict[str, Any] = {
     "max_queued_mib": _QUEUED_MIB, "body_timeout_s": _CLIENT_S, "write_timeout_s": _CLIENT_S,
@@ -49,7 +44,11 @@ _FILES = BURST + 1000  # of this process
 # Row -> the goal, at most.
 GOALS = {"attack.health_ms.p99": 50.0, "attack.rss_mb": 100.0, "attack.lost": 0.0, "attack.5xx": 0.0}
 REFUSED = "attack.refused"  # 429s of the honest client; the goal is 0 where it is another tenant
-_UNITS = dict(zip((*GOALS, REFUSED), ("ms", "MB", "requests", "answers", "answers"), strict=True))
+LONGEST = "attack.health_ms.max"
+UNITS = {
+    "attack.health_ms.p99": "ms", LONGEST: "ms", "attack.rss_mb": "MB", "attack.lost": "requests",
+    "attack.5xx": "answers", REFUSED: "answers",
+}  # fmt: skip
 WORKLOAD = (
     f"Headway's gateway (sqlite broker, synchronous = full, server.max_queued_mib = {_QUEUED_MIB}, "
     f"{_CLIENT_S:g} s for bodies and for clients that do not read) in front of a {NAME} (health_timeout_s = "
@@ -57,10 +56,10 @@ WORKLOAD = (
     "send small chats."
 )
 _NOTES = (
-    "health_ms: answers of /health during the attack. rss_mb: the gateway's largest resident memory "
-    "meanwhile, minus that before. lost: accepted requests without an answer, and connections that were "
-    "reset. 5xx: except 503, and 502 for what is no answer. refused: 429s that the honest client got; it is "
-    "another tenant where one tenant attacks, and none is the goal there.",
+    "health_ms: answers of /health during the attack, asked by a process of its own. rss_mb: the gateway's "
+    "largest resident memory meanwhile, minus that before. lost: accepted requests without an answer, and "
+    "connections that were reset. 5xx: except 503, and 502 for what is no answer. refused: 429s that the "
+    "honest client got; it is another tenant where one tenant attacks, and none is the goal there.",
 )
 
 
@@ -93,9 +92,10 @@ def measure(seconds: float, names: tuple[str, ...] = (*ATTACKS, *TENANTS), flood
         folder = Path(name)
         with servers(folder, server=_SERVER, engines={"health_timeout_s": _HEALTH_S}) as (engine, gateway):
             rows = list[Row]()
-            _attacked(Target(gateway, engine, folder), "", 1.0)  # warms up
-            for attack in ("", *(name for name in names if name in ATTACKS)):
-                rows += _attacked(Target(gateway, engine, folder), attack, seconds)
+            with health_watch(gateway.port, gateway.process.pid) as watch:
+                _attacked(Target(gateway, engine, folder), watch, "", 1.0)  # warms up
+                for attack in ("", *(name for name in names if name in ATTACKS)):
+                    rows += _attacked(Target(gateway, engine, folder), watch, attack, seconds)
         return rows + _between_tenants(folder, [name for name in names if name in TENANTS], seconds, flood)
 
 
@@ -104,23 +104,28 @@ def _between_tenants(folder: Path, names: list[str], seconds: float, flood: int)
     for name in names:
         (here := folder / f"tenants-{len(rows)}").mkdir()
         limits = {"max_queued_mib": _QUEUED_MIB, "max_queued": flood // 4}
-        with servers(here, "headway", limits, keys=KEYS) as (engine, gateway):
-            _attacked(Target(gateway, engine, here, headers=bearer(BETA)), "", 1.0)  # warms up
-            rows += _attacked(Target(gateway, engine, here, headers=bearer(BETA), flood=flood), name, seconds)
+        with (
+            servers(here, "headway", limits, keys=KEYS) as (engine, gateway),
+            health_watch(gateway.port, gateway.process.pid) as watch,
+        ):
+            _attacked(Target(gateway, engine, here, headers=bearer(BETA)), watch, "", 1.0)  # warms up
+            target = Target(gateway, engine, here, headers=bearer(BETA), flood=flood)
+            rows += _attacked(target, watch, name, seconds)
     return rows
 
 
-def _attacked(target: Target, attack: str, seconds: float) -> list[Row]:
-    with _watching(target.gateway) as seen, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+def _attacked(target: Target, watch: HealthWatch, attack: str, seconds: float) -> list[Row]:
+    with watch.watching() as seen, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_clients(target, attack, seconds))
     figures = {
         "attack.health_ms.p99": float(np.quantile(seen.health, 0.99)) * 1000,
+        LONGEST: max(seen.health) * 1000,
         "attack.rss_mb": (max(seen.rss) - seen.rss[0]) / 1e6,
         "attack.lost": float(target.lost),
         "attack.5xx": float(target.broken),
         REFUSED: float(target.refused),
     }
-    return [Row(id, _SYSTEM, attack or "no attack", value, _UNITS[id]) for id, value in figures.items()]
+    return [Row(id, _SYSTEM, attack or "no attack", value, UNITS[id]) for id, value in figures.items()]
 
 
 async def _clients(target: Target, attack: str, seconds: float) -> None:
@@ -136,38 +141,6 @@ async def _honest(target: Target) -> None:
         await asyncio.sleep(0.05)
 
 
-@dataclass(slots=True)
-class _Seen:
-    """Seconds that each answer of /health took, and the gateway's resident bytes."""
-
-    health: list[float] = field(default_factory=list)
-    rss: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def _watching(gateway: Peer) -> Iterator[_Seen]:
-    """Ask for /health and for the memory in a thread until the block ends."""
-    seen, over = _Seen(rss=[gateway.process.memory_info().rss]), threading.Event()
-
-    def watch() -> None:
-        line = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
-        while not over.wait(_PAUSE):
-            began = time.perf_counter()
-            line.request("GET", "/health")
-            line.getresponse().read()
-            seen.health.append(time.perf_counter() - began)
-            seen.rss.append(gateway.process.memory_info().rss)
-        line.close()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
-
-
 # ---- the report
 
 
@@ -175,9 +148,9 @@ def build(rows: list[Row], seconds: float, seed: int) -> Report:
     """Return the report with a line per attack."""
     settings = list(dict.fromkeys(row.setting for row in rows))
     values = {(row.setting, row.id): row.ours for row in rows}
-    lines = [[setting, *(show(values[setting, id]) for id in _UNITS)] for setting in settings]
-    goals = ["goal, at most", *(show(goal) for goal in GOALS.values()), "see notes"]
-    header = ("attack", *(id.removeprefix("attack.") for id in _UNITS))
+    lines = [[setting, *(show(values[setting, id]) for id in UNITS)] for setting in settings]
+    goals = ["goal, at most", *(show(GOALS[id]) if id in GOALS else "" for id in UNITS)]
+    header = ("attack", *(id.removeprefix("attack.") for id in UNITS))
     return Report(
         "attack", "vllm", "The gateway under attack", rows, seconds, About(WORKLOAD, seed),
         Grid(header, [lines, [goals]]), notes=_NOTES,
@@ -192,6 +165,6 @@ def plot(rows: list[Row]) -> bytes:
         axes.barh([row.setting for row in shown], [row.ours or 0.0 for row in shown], color="#0072B2")
         axes.axvline(goal, color="#D55E00", linewidth=1)
         axes.invert_yaxis()
-        axes.set_title(f"{id}, {_UNITS[id]} (line: goal; {NAME})", fontsize=8)
+        axes.set_title(f"{id}, {UNITS[id]} (line: goal; {NAME})", fontsize=8)
         axes.tick_params(labelsize=7)
     return png(figure)

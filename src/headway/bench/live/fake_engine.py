@@ -19,7 +19,9 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -364,6 +366,11 @@ async def _part(send: Send, data: bytes, split: bool = False) -> None:
         await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
+def _note(journal: TextIO, request: dict[str, Any]) -> None:
+    extra = request["body"].get("vllm_xargs") or {}
+    journal.write(f"{extra.get('headway_id', '')}\n")
+
+
 def main() -> None:
     """Serve on 127.0.0.1 until a signal."""
     parser = argparse.ArgumentParser(
@@ -372,9 +379,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tokens", type=int, default=16, help="tokens of every response")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per token")
+    parser.add_argument("--journal", type=Path, help="file that gets the id of each of Headway's requests")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     app = FakeEngine(options.tokens, options.delay)
+    if options.journal is not None:
+        app.on_request = partial(_note, options.journal.open("a", buffering=1))
     uvicorn.run(
         app, host="127.0.0.1", port=options.port, loop="uvloop", http="httptools", lifespan="off",
         access_log=False, log_level="warning", server_header=False,

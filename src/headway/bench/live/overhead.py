@@ -198,7 +198,7 @@ async def _many(peer: Peer, clients: int, seconds: float, requests: list[bytes],
         try:
             while time.perf_counter() < stop:
                 writer.write(requests[(number + clients * responses) % len(requests)])
-                _count(await _read(reader), streamed)
+                count_response(await read_response(reader), streamed)
                 responses += 1
         finally:
             writer.close()
@@ -207,13 +207,14 @@ async def _many(peer: Peer, clients: int, seconds: float, requests: list[bytes],
     return sum(await asyncio.gather(*(client(number) for number in range(clients))))
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
+async def read_response(reader: asyncio.StreamReader) -> bytes:
+    """Return head and body of the next response on a connection."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = _LENGTH.search(head)
     return head + (await reader.readexactly(int(length[1])) if length else await reader.readuntil(_END))
 
 
-def _count(data: bytes, streamed: bool) -> None:
+def count_response(data: bytes, streamed: bool) -> None:
     """Raise EngineError unless the response is complete, so that errors are not counted as throughput."""
     _check(data)
     if streamed and data.count(_MARK) != _TOKENS:

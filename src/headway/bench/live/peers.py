@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from headway.engines.vllm.process.launch import Child, free_port
 from headway.errors import EngineError
 
 DIRECT, HEADWAY = "direct", "headway"
+QUEUE, _CONFIG = "queue.sqlite", "headway.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +62,49 @@ def servers(
     server, engines: more settings of the gateway and of its engine. keys: its `[[keys]]`.
     """
     engine, gateway = free_port(), free_port()
+    write_config(folder, engine, gateway, recipe, server, engines, keys)
+    with ExitStack() as stack:
+        direct = stack.enter_context(fake_engine(folder, engine))
+        yield direct, stack.enter_context(serving(HEADWAY, gateway_argv(folder), gateway, "/ready", folder))
+
+
+def write_config(
+    folder: Path, engine: int, gateway: int, recipe: str = "slack", server: Mapping[str, Any] | None = None,
+    engines: Mapping[str, float] | None = None, keys: Sequence[Mapping[str, str]] = (),
+    lease_seconds: float = 30.0,
+) -> None:  # fmt: skip
+    """Write a gateway's configuration, by the ports of it and of its engine; the rest is as in `servers`."""
+    queue = {"path": str(folder / QUEUE), "synchronous": "full"}
     config = {
         "recipe": recipe,
         "server": {"port": gateway, "max_queued": 10_000, **(server or {})},
         "engines": [{"url": f"http://127.0.0.1:{engine}", "max_running": 256, **(engines or {})}],
         "keys": list(keys),
-        "broker": {"kind": "sqlite", "sqlite": {"path": str(folder / "queue.sqlite"), "synchronous": "full"}},
+        "broker": {"kind": "sqlite", "lease_seconds": lease_seconds, "sqlite": queue},
     }
-    (folder / "headway.toml").write_text(tomli_w.dumps(config))
-    run = "from headway.cli import main; main()"
-    serve = [sys.executable, "-c", run, "serve", "--config", str(folder / "headway.toml")]
-    fake = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", str(engine)]
-    with ExitStack() as stack:
-        direct = stack.enter_context(_serving(DIRECT, fake, engine, "/health", folder))
-        yield direct, stack.enter_context(_serving(HEADWAY, serve, gateway, "/ready", folder))
+    (folder / _CONFIG).write_text(tomli_w.dumps(config))
+
+
+def gateway_argv(folder: Path, run: str = "from headway.cli import main; main()") -> list[str]:
+    """Return the command of a gateway with the configuration in the folder; run: the Python of its start."""
+    return [sys.executable, "-c", run, "serve", "--config", str(folder / _CONFIG)]
+
+
+def fake_engine(folder: Path, port: int, *more: str) -> AbstractContextManager[Peer]:
+    """Run the FAKE engine until the block ends; more: of its options."""
+    argv = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", str(port), *more]
+    return serving(DIRECT, argv, port, "/health", folder)
 
 
 @contextmanager
-def _serving(name: str, argv: Sequence[str], port: int, path: str, folder: Path) -> Iterator[Peer]:
-    child = Child(argv, dict(os.environ), folder / f"{name}.log")
+def serving(
+    name: str, argv: Sequence[str], port: int, path: str, folder: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Peer]:
+    """Run a server until the block ends; it begins when a GET of the path is answered.
+
+    env: more of its environment.
+    """
+    child = Child(argv, dict(os.environ) | dict(env or {}), folder / f"{name}.log")
     child.start()
     try:
         _wait(child, f"http://127.0.0.1:{port}{path}", name)

@@ -35,7 +35,7 @@ from rich.progress import Progress
 from headway.bench.live import repeated_answers
 from headway.bench.live.boosted import boosted
 from headway.bench.load.prompts import find
-from headway.bench.output.plots import colour, legend, png, sheet
+from headway.bench.output.plots import colours, legend, png, sheet
 from headway.bench.output.results import About, Report, Row, deliver, row_grid
 from headway.errors import ConfigError
 from headway.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
@@ -340,7 +340,7 @@ def plot(setting: str, seen: dict[str, Forecasts]) -> bytes:
     """Return a PNG of true against expected lengths, and of their ratio by system."""
     figure, (left, right) = sheet(1, 2, 10, 4)
     one = seen["predictor"]
-    left.scatter(one.expected, one.output_tokens, s=6, color=colour(0), linewidths=0)
+    left.scatter(one.expected, one.output_tokens, s=6, color=colours(seen)["predictor"], linewidths=0)
     top = float(max(one.expected.max(), one.output_tokens.max()))
     left.plot([1, top], [1, top], color="#888888", linewidth=0.8)
     left.set(
@@ -350,9 +350,10 @@ def plot(setting: str, seen: dict[str, Forecasts]) -> bytes:
         ylabel="true tokens",
         title=f"predictor, {setting}",
     )
-    for number, (_, other) in enumerate(seen.items()):
+    shades = colours(seen)
+    for system, other in seen.items():
         ratio = np.sort(other.output_tokens / other.expected)
-        right.step(ratio, np.arange(1, len(ratio) + 1) / len(ratio), color=colour(number), where="post")
+        right.step(ratio, np.arange(1, len(ratio) + 1) / len(ratio), color=shades[system], where="post")
     right.axvline(1 + PADDING, color="#888888", linewidth=0.8)
     right.set(
         xlim=(0, 3),

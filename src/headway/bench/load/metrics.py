@@ -1,8 +1,9 @@
 """Metrics of a load by class and over all requests: SLO attainment, latency, goodput and throughput.
 
-Latencies are those of completed requests and count from the planned arrival. Attainment is the share of all
-requests that met their SLO; a failed request did not. Rates divide by the makespan: from the first planned
-arrival to the last completion of the system, the same for all its classes.
+Latencies are those of completed requests and count from the planned arrival. Attainment is the share of the
+requests with an SLO that met it, and goodput counts these; a failed request did not, and best effort is left
+out, as in /metrics. Rates divide by the makespan: from the first planned arrival to the last completion of
+the system, the same for all its classes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def memory(counters: Counters, requests: int) -> list[Figure]:
 
 def tiers(records: Sequence[Record]) -> list[str]:
     """Return the classes of the records: those with an SLO first, then by name."""
-    with_slo = {record.tier for record in records if record.slo.objective != "best_effort"}
+    with_slo = {record.tier for record in promised(records)}
     return sorted({record.tier for record in records}, key=lambda tier: (tier not in with_slo, tier))
 
 
@@ -90,8 +91,14 @@ def makespan(records: Sequence[Record]) -> float | None:
 
 
 def attainment(records: Sequence[Record]) -> float | None:
-    """Return the percentage that met its SLO; None when there are no records."""
-    return 100.0 * sum(record.met for record in records) / len(records) if records else None
+    """Return the percentage that met its SLO of those that have one; None when none has."""
+    part = promised(records)
+    return 100.0 * sum(record.met for record in part) / len(part) if part else None
+
+
+def promised(records: Sequence[Record]) -> list[Record]:
+    """Return the records with an SLO."""
+    return [record for record in records if record.slo.objective != "best_effort"]
 
 
 def values(records: Sequence[Record], metric: str) -> Floats:
@@ -120,7 +127,8 @@ def _of(setting: str, records: Sequence[Record], span: float | None) -> Iterator
     yield "requests", float(len(records)), "count"
     yield "failed", float(len(records) - len(done)), "count"
     yield f"attainment.{setting}", attainment(records), "%"
-    yield "goodput.req_per_s", _per(sum(record.met for record in records), span), "req/s"
+    part = promised(records)
+    yield "goodput.req_per_s", _per(sum(record.met for record in part), span) if part else None, "req/s"
     total = out + sum(record.prompt_tokens for record in done)
     yield "throughput.tokens_per_s", _per(total, span), "tokens/s"
     yield "throughput.output_tokens_per_s", _per(out, span), "tokens/s"

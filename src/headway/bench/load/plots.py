@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from headway.bench.load import metrics
 from headway.bench.load.records import Record, Results
-from headway.bench.output.plots import colour, legend, png, sheet
+from headway.bench.output.plots import colours, legend, png, sheet
 from headway.types import Floats
 
 _MEMORY = ("be.tokens_per_s", "preemptions", "recomputed_tokens", "kv.alloc_failures_pct", "kv.utilization")
@@ -34,14 +34,16 @@ def draw(results: Results, mark: str = "") -> dict[str, bytes]:
 
 
 def _attainment(results: Results) -> Figure:
-    settings = [*_tiers(results), metrics.ALL]
+    with_slo = set[str]().union(*(_with_slo(records) for records, _ in results.values()))
+    settings = [*(tier for tier in _tiers(results) if tier in with_slo), metrics.ALL]
     figure, (axes,) = sheet(1, 1, 1.6 + 1.1 * len(settings) * max(1.0, 0.5 * len(results)), 3.4)
-    width = 0.8 / max(len(results), 1)
+    width, shades = 0.8 / max(len(results), 1), colours(results)
     for number, (system, (records, _)) in enumerate(results.items()):
         parts = metrics.split(records)
         heights = [metrics.attainment(parts.get(name, [])) for name in settings]
         places = np.arange(len(settings)) + (number - (len(results) - 1) / 2) * width
-        bars = axes.bar(places, [h or 0.0 for h in heights], width * 0.92, label=system, color=colour(number))
+        shade = shades[system]
+        bars = axes.bar(places, [h or 0.0 for h in heights], width * 0.92, label=system, color=shade)
         axes.bar_label(bars, ["-" if h is None else f"{h:.0f}" for h in heights], padding=2, fontsize=9)
     axes.set(xticks=range(len(settings)), xticklabels=settings, ylim=(0, 112), yticks=range(0, 101, 25))
     axes.set(ylabel="requests on time, %", title="SLO attainment by class")
@@ -70,12 +72,12 @@ def _cdf(axes: Axes, results: Results, tier: str, metric: str) -> None:
     unit, times = ("s", 1.0) if longest >= _LONG else ("ms", 1000.0)
     seen = [np.sort(values) * times for values in _values(parts, metric)]
     edge = _axis(axes, np.concatenate(seen), None if limit is None else limit * times)
-    for number, (part, points) in enumerate(zip(parts, seen, strict=True)):
+    for shade, part, points in zip(colours(results).values(), parts, seen, strict=True):
         total = max(points.size + sum(not record.ok for record in part), 1)
         shares = np.arange(1, points.size + 1) / total * 100
         # Extended to the edge, so that a curve that ends early shows its final height.
         x, y = np.append(points, edge), np.append(shares, points.size / total * 100)
-        axes.step(x, y, where="post", color=colour(number), linewidth=1.8)
+        axes.step(x, y, where="post", color=shade, linewidth=1.8)
     axes.set(ylim=(0, 103), title=f"{tier}: {metric}", xlabel=unit, ylabel="requests, %")
     if limit is not None:
         _line(axes, limit * times, f"SLO {limit * 1000:g} ms")
@@ -117,9 +119,9 @@ def _timeline(results: Results) -> Figure:
     tiers = [tier for tier in _tiers(results) if any(tier in _with_slo(r) for r, _ in results.values())]
     figure, grid = sheet(len(tiers), 1, 7.2, 1.0 + 2.4 * len(tiers))
     for axes, tier in zip(grid, tiers, strict=True):
-        for number, (records, _) in enumerate(results.values()):
+        for shade, (records, _) in zip(colours(results).values(), results.values(), strict=True):
             times, shares = running([record for record in records if record.tier == tier])
-            axes.plot(times, shares, color=colour(number), linewidth=1.8)
+            axes.plot(times, shares, color=shade, linewidth=1.8)
         axes.set(ylim=(-3, 105), xlabel="planned arrival, s", ylabel="on time, %")
         axes.set_title(f"{tier}: attainment of the last {_WINDOW} arrivals")
     legend(figure, list(results))
@@ -144,9 +146,9 @@ def _panels(results: Results) -> dict[str, list[float | None]]:
 def _memory(panels: dict[str, list[float | None]], systems: Sequence[str]) -> Figure:
     """Draw one bar per system, and a dash for an engine that does not count."""
     figure, grid = sheet(1, len(panels), 1.0 + 2.3 * len(panels), 3.0)
-    colours = [colour(number) for number in range(len(systems))]
+    shades = list(colours(systems).values())
     for axes, (title, heights) in zip(grid, panels.items(), strict=True):
-        bars = axes.bar(range(len(systems)), [h or 0.0 for h in heights], 0.8, color=colours)
+        bars = axes.bar(range(len(systems)), [h or 0.0 for h in heights], 0.8, color=shades)
         axes.bar_label(bars, ["-" if h is None else f"{h:,.0f}" for h in heights], padding=2, fontsize=8)
         axes.set(xticks=[], ylim=(0, 1.15 * max((h or 0.0 for h in heights), default=0.0) or 1.0))
         axes.set_title(title, fontsize=9)
@@ -169,7 +171,7 @@ def _tiers(results: Results) -> list[str]:
 
 
 def _with_slo(records: Sequence[Record]) -> set[str]:
-    return {record.tier for record in records if record.slo.objective != "best_effort"}
+    return {record.tier for record in metrics.promised(records)}
 
 
 def _limit(results: Results, tier: str, metric: str) -> float | None:

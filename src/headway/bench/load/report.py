@@ -17,6 +17,10 @@ from headway.bench.load.records import Results
 from headway.bench.output.results import SIMULATED, About, Grid, Host, Report, Row
 
 _LATE = 0.05  # seconds of p99 lateness from which the generator itself distorts the figures
+_RATES = (
+    "Rates (goodput, throughput) divide by the seconds from the first arrival to the last completion, those "
+    "after the last arrival included."
+)
 _HEADLINES = (
     "requests", "failed", "attainment", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p50",
     "ttft.p99", "tpot.p50", "tpot.p99", "e2el.p99", "be.tokens_per_s", "preemptions", "recomputed_tokens",
@@ -39,7 +43,7 @@ def build(
     else:
         grid, whole = _by_system(rows, list(results), _HEADLINES), _by_system(rows, list(results))
     title = f"{bench} ({SIMULATED})" if host == "sim" else f"{bench} on vLLM"
-    said = [*warnings(results), *notes]
+    said = [*warnings(results), *notes, _RATES]
     if variant:
         rows = [replace(row, setting=f"{row.setting}, {variant}") for row in rows]
     return Report(bench, host, title, rows, seconds, about, grid, whole, said)

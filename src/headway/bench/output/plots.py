@@ -6,7 +6,8 @@ Drawn with matplotlib's Figure objects alone: no display, no global state.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import cycle
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,7 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 # Okabe and Ito's palette: colour-blind readers can tell the colours apart.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
+
+# What a system has in every picture where no other one of it has the same.
+_OWN = {
+    "headway": 0, "edf": 1, "edf-model-swap": 1, "parrot": 1, "slack": 2, "vtc": 2, "qlm": 3, "ecoserve": 3,
+    "bros": 4, "shepherd": 4, "hermes": 5, "anneal": 5, "vllm-priority": 6, "srtf": 6, "vllm": 7,
+    "vllm-fcfs": 7, "vllm-model-swap": 7,
+}  # fmt: skip
 
 
 def sheet(
@@ -39,7 +47,7 @@ def legend(figure: Figure, systems: Sequence[str]) -> None:
     """Name the systems, in their colours, below the axes; one system needs no legend."""
     if len(systems) < 2:
         return
-    patches = [Patch(color=colour(number), label=system) for number, system in enumerate(systems)]
+    patches = [Patch(color=shade, label=system) for system, shade in colours(systems).items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(systems), 4), frameon=False)
 
 
@@ -49,9 +57,22 @@ def line_legend(figure: Figure, columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
+def colours(systems: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each system of a picture: its own where it has one, else the first unused one."""
+    names = list(dict.fromkeys(systems))
+    taken: dict[str, int] = {}
+    for name in names:
+        if name in _OWN and _OWN[name] not in taken.values():
+            taken[name] = _OWN[name]
+    unused = [number for number in range(len(_COLOURS)) if number not in taken.values()]
+    others = [name for name in names if name not in taken]
+    taken |= dict(zip(others, cycle(unused or range(len(_COLOURS)))))
+    return {name: colour(taken[name]) for name in names}
+
+
 def colour(number: int) -> str:
-    """Return the colour of the system with this number."""
-    return COLOURS[number % len(COLOURS)]
+    """Return the colour of what has this number in a picture."""
+    return _COLOURS[number % len(_COLOURS)]
 
 
 def png(figure: Figure, mark: str = "") -> bytes:

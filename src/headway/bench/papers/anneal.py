@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from headway.bench.output.plots import colour, line_legend, png, sheet
+from headway.bench.output.plots import colours, line_legend, png, sheet
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.bench.papers.anneal_cases import (
     PROFILE,
@@ -357,9 +357,9 @@ def _plot(rows: Sequence[Row]) -> bytes:
     figure, panels = sheet(len(panels_of), len(BATCHES), 10, 8)
     for number, axes in enumerate(panels):
         (id, label), limit = panels_of[number // len(BATCHES)], BATCHES[number % len(BATCHES)]
-        for place, system in enumerate((VLLM, ANNEAL)):
+        for system, shade in colours((VLLM, ANNEAL)).items():
             values = [by[id, system, _setting(n, limit)] or 0.0 for n in counts]
-            axes.plot(counts, values, marker="o", color=colour(place), label=system)
+            axes.plot(counts, values, marker="o", color=shade, label=system)
         axes.set(xscale="log", ylabel=label if number % len(BATCHES) == 0 else "")
         axes.set_title(f"batch {limit}" if number < len(BATCHES) else "", fontsize=10)
         axes.set_xlabel("requests" if number >= len(panels) - len(BATCHES) else "")

@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from rich.progress import Progress
 
-from headway.bench.output.plots import colour, line_legend, png, sheet
+from headway.bench.output.plots import colour, colours, line_legend, png, sheet
 from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
 from headway.bench.papers.ecoserve_choices import (
     SWEEPS,
@@ -233,12 +233,12 @@ def _rates_plot(trials: Sequence[Trial], seed: int) -> bytes:
 def _rate_lines(axes: Axes, trials: Sequence[Trial], data: Data, field: str) -> None:
     """Draw one line per system."""
     systems = [s for s in (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES) if any(t.system == s for t in trials)]
-    for number, system in enumerate(systems):
+    for system, shade in colours(systems).items():
         mine = [t for t in trials if (t.system, t.data) == (system, data.name) and t.rate <= max(data.rates)]
         mine.sort(key=lambda t: t.rate)
         axes.plot(
             [t.rate for t in mine], [getattr(t, field) for t in mine],
-            "-" if system.startswith(ECOSERVE) else "--", marker=".", color=colour(number), label=system,
+            "-" if system.startswith(ECOSERVE) else "--", marker=".", color=shade, label=system,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headway.bench.output.plots import colour, legend, line_legend, png, sheet
+from headway.bench.output.plots import colours, legend, line_legend, png, sheet
 from headway.bench.output.results import SIMULATED
 from headway.bench.papers.hermes_workloads import FACTORS, Served
 
@@ -26,10 +26,10 @@ def _bars(served: Sequence[Served]) -> bytes:
     figure, (axes,) = sheet(1, 1, 7, 4)
     systems = list(dict.fromkeys(one.system for one in served))
     settings = list(dict.fromkeys(one.setting.name for one in served))
-    for number, system in enumerate(systems):
+    for number, (system, shade) in enumerate(colours(systems).items()):
         means = [float(one.act.mean()) for one in served if one.system == system]
         at = np.arange(len(settings)) + (number - len(systems) / 2 + 0.5) * 0.8 / len(systems)
-        axes.bar(at, means, 0.8 / len(systems), color=colour(number))
+        axes.bar(at, means, 0.8 / len(systems), color=shade)
     axes.set_xticks(range(len(settings)), settings)
     axes.set(ylabel="mean application completion time, s", title="Figure 9a")
     legend(figure, systems)
@@ -40,9 +40,11 @@ def _distribution(served: Sequence[Served]) -> bytes:
     """Draw the distribution of completion times in the first setting (figure 9b)."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     first = served[0].setting
-    for number, one in enumerate(one for one in served if one.setting == first):
+    shown = [one for one in served if one.setting == first]
+    shades = colours(one.system for one in shown)
+    for one in shown:
         share = np.arange(1, one.act.size + 1) / one.act.size
-        axes.plot(np.sort(one.act), share, color=colour(number), label=one.system)
+        axes.plot(np.sort(one.act), share, color=shades[one.system], label=one.system)
     axes.set(
         xlabel="application completion time, s", ylabel="share of runs", title=f"Figure 9b, {first.name}"
     )
@@ -55,11 +57,12 @@ def _deadlines(served: Sequence[Served]) -> bytes:
     """Draw the share of runs within their deadline, by the deadline's factor (figure 11)."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     names = ["all", *(f"{factor:g}x" for factor in FACTORS)]
+    shades = colours(one.system for one in served)
     for number, one in enumerate(served):
         met = one.act <= one.target
         shares = [100 * met.mean(), *(100 * met[one.factor == factor].mean() for factor in FACTORS)]
         at = np.arange(len(names)) + (number - len(served) / 2 + 0.5) * 0.8 / len(served)
-        axes.bar(at, shares, 0.8 / len(served), color=colour(number))
+        axes.bar(at, shares, 0.8 / len(served), color=shades[one.system])
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="runs in time, %", title="Figure 11")
     legend(figure, [one.system for one in served])
@@ -71,10 +74,10 @@ def hit_ratios(hits: Mapping[tuple[str, str], float]) -> bytes:
     figure, (axes,) = sheet(1, 1, 9, 4)
     systems = list(dict.fromkeys(system for system, _ in hits))
     settings = list(dict.fromkeys(setting for _, setting in hits))
-    for number, system in enumerate(systems):
+    for number, (system, shade) in enumerate(colours(systems).items()):
         at = np.arange(len(settings)) + (number - len(systems) / 2 + 0.5) * 0.8 / len(systems)
         heights = [hits[system, setting] for setting in settings]
-        axes.bar(at, heights, 0.8 / len(systems), color=colour(number))
+        axes.bar(at, heights, 0.8 / len(systems), color=shade)
     axes.set_xticks(range(len(settings)), [setting.replace(", ", ",\n") for setting in settings])
     axes.set(ylabel="requests that found what they needed, %", title="Figure 13", ylim=(0, 100))
     legend(figure, systems)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from headway.bench.output.plots import colour, line_legend, png, sheet
+from headway.bench.output.plots import colour, colours, line_legend, png, sheet
 from headway.bench.output.results import SIMULATED
+from headway.bench.papers.qlm_estimates import Estimate
 from headway.bench.papers.qlm_tables import Results, Trial
 from headway.bench.papers.qlm_workloads import Setting
 
@@ -33,17 +34,18 @@ def plots(results: Results) -> dict[str, bytes]:
     bars = [(name, title) for name, title in _BARS if name in trials]
     if bars:
         drawn["qlm-ablation"] = _ablation([(title, trials[name]) for name, title in bars])
-    return drawn | {"qlm-estimator": _estimator(results)}
+    shown = [one for one in results.estimates if one.name.startswith("completion")]
+    return drawn | ({"qlm-estimator": _estimator(shown)} if shown else {})
 
 
 def _lines(trials: Sequence[Trial], panel: _Panel) -> bytes:
     _, title, figure_name, varied, label = panel
     figure, (axes,) = sheet(1, 1, 6, 4)
-    for number, system in enumerate(dict.fromkeys(one.system for one in trials)):
+    for system, shade in colours(one.system for one in trials).items():
         mine = [one for one in trials if one.system == system]
         values = np.array([one.figures[figure_name] for one in mine], float)
         at = [varied(one.setting) for one in mine]
-        axes.plot(at, values, marker="o", ms=3, color=colour(number), label=system)
+        axes.plot(at, values, marker="o", ms=3, color=shade, label=system)
     axes.set(title=title, xlabel=label, ylabel=figure_name)
     axes.set_ylim(bottom=0)
     if panel[0] == "queue":
@@ -63,13 +65,13 @@ def _ablation(parts: Sequence[tuple[str, Sequence[Trial]]]) -> bytes:
 
 def _bars(axes: Axes, title: str, trials: Sequence[Trial], name: str) -> None:
     values = np.array([one.figures[name] for one in trials], float)
-    axes.barh([one.system for one in trials], values, color=[colour(i) for i in range(len(trials))])
+    shades = colours(one.system for one in trials)
+    axes.barh([one.system for one in trials], values, color=[shades[one.system] for one in trials])
     axes.invert_yaxis()
     axes.set(title=title, xlabel=name)
 
 
-def _estimator(results: Results) -> bytes:
-    shown = [one for one in results.estimates if one.name.startswith("completion")]
+def _estimator(shown: Sequence[Estimate]) -> bytes:
     figure, panels = sheet(1, len(shown), 3.2 * len(shown), 3.2)
     for axes, one in zip(panels, shown, strict=True):
         axes.plot(one.simulated, one.forecast, ".", ms=2, color=colour(0))

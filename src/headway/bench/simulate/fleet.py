@@ -191,17 +191,17 @@ def _classes(mix: Mix) -> str:
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
-    from headway.bench.output.plots import colour, png, sheet
+    from headway.bench.output.plots import colours, png, sheet
 
     figure, grid = sheet(1, 1, 7.2, 3.4)
     axes, systems = grid[0], list(dict.fromkeys(row.system for row in rows))
     settings = list(dict.fromkeys(row.setting for row in rows if row.id == "attainment"))
-    width = 0.8 / len(systems)
+    width, shades = 0.8 / len(systems), colours(systems)
     for number, system in enumerate(systems):
         values = {row.setting: row.ours for row in rows if (row.id, row.system) == ("attainment", system)}
         heights = [values.get(setting) or 0.0 for setting in settings]
         places = np.arange(len(settings)) + (number - (len(systems) - 1) / 2) * width
-        axes.bar(places, heights, width, color=colour(number), label=system)
+        axes.bar(places, heights, width, color=shades[system], label=system)
     axes.set(xticks=range(len(settings)), xticklabels=settings, ylabel="attainment, %", title=SIMULATED)
     axes.legend(fontsize=8)
     return {"attainment": png(figure)}

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from headway.bench.load.metrics import ALL
-from headway.bench.output.plots import colour, legend, png, sheet
+from headway.bench.output.plots import colours, legend, png, sheet
 from headway.bench.output.results import SIMULATED
 from headway.bench.simulate.sweep_curves import Curves
 from headway.types import Floats
@@ -76,14 +76,14 @@ def _throughput(curves: Curves) -> Figure:
 def _curves(axes: Axes, curves: Curves, tier: str, figure: str, scale: float = 1.0) -> Floats:
     """Draw a curve with its band per recipe; return all drawn values."""
     seen = [np.empty(0)]
-    for number, recipe in enumerate(curves.recipes):
+    for recipe, shade in colours(curves.recipes).items():
         points = sorted(curves.of(recipe, tier, figure).items())
         known = [(rate, p.mean, p.low, p.high) for rate, p in points if p.mean is not None]
         if not known:
             continue
         rate, mean, low, high = np.array(known, float).T
-        axes.plot(rate, mean * scale, color=colour(number), marker="o", markersize=3.5, linewidth=1.8)
-        axes.fill_between(rate, low * scale, high * scale, color=colour(number), alpha=0.18, linewidth=0)
+        axes.plot(rate, mean * scale, color=shade, marker="o", markersize=3.5, linewidth=1.8)
+        axes.fill_between(rate, low * scale, high * scale, color=shade, alpha=0.18, linewidth=0)
         seen += [low * scale, high * scale]
     axes.set_xlabel("requests/s")
     axes.set_xlim(*_edges(curves))

@@ -72,7 +72,7 @@ def _figures(records: Sequence[Record]) -> Iterator[tuple[str, float | None]]:
     span = metrics.makespan(records)
     tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
     yield "tokens_per_s", tokens / span if span else None
-    yield "attainment", metrics.attainment([r for r in records if r.slo.objective != "best_effort"])
+    yield "attainment", metrics.attainment(records)
 
 
 def _unit(id: str) -> str:

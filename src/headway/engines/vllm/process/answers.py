@@ -1,18 +1,29 @@
-"""What engines answer is not trusted: it is read as strict JSON in the shape of OpenAI's API."""
+"""What engines answer is not trusted: it is read as strict JSON in the shape of OpenAI's API.
+
+Answers are checked without making objects of what they hold: 16 MiB of empty lists would take 400 MB, and
+the interpreter for a second.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-_MOST_TOKENS = 2**31
-_LONG = 2**16  # bytes
-# What is read of a long answer. All else is checked and dropped: it must not take many times its bytes
-# in memory.
-_READ = frozenset(("choices", "error", "usage", "completion_tokens"))
-_NOTHING: dict[str, Any] = {}
+from msgspec import DecodeError, Meta, Struct
+from msgspec.json import Decoder
+
+_PIECE = 2**16  # bytes that are looked at in one go; another thread may have its turn in between
+# JSON objects in an answer: so many, and one more for this many bytes. Log probabilities have one in 30.
+_OBJECTS, _BYTES_PER_OBJECT = 2**16, 24
+# What a number beyond a double must have, if it is one: an exponent of three digits, or very many digits.
+_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9.]{64}")
+_LARGE_WIDTH = 64  # bytes of its longest match
+_LITERAL = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+-]*+')  # of valid JSON: text, or number
+_LONGEST_NUMBER = 1000  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +40,73 @@ class Answer:
     usage_only: bool = False
 
 
+class _Object(Struct, gc=False):
+    """An object of which nothing is read."""
+
+
+class _Usage(Struct, gc=False):
+    completion_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+
+
+class _Shape(Struct, gc=False):
+    choices: list[_Object] | None = None
+    usage: _Usage | None = None
+    error: _Object | None = None
+
+
+_SHAPE = Decoder(_Shape)
+
+
 def read_answer(data: bytes) -> Answer:
     """Read an answer or an event; ValueError says what is wrong with it."""
-    value = _decoded(_WHOLE if len(data) < _LONG else _SPARSE, data)
-    if not isinstance(value, dict):
-        raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
-    if value.get("error") is not None:
-        if not isinstance(value["error"], dict):
-            raise ValueError("its error is not an object")
+    if data.count(b"{") > _OBJECTS + len(data) // _BYTES_PER_OBJECT:
+        raise ValueError("it has too many objects")
+    try:
+        found = _SHAPE.decode(data)
+    except DecodeError as error:
+        raise ValueError(f"it is not as in OpenAI's API: {error}") from None
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    _check_text(data)
+    _check_numbers(data)
+    if found.error is not None:
         return Answer(failed=True)
-    choices, usage = value.get("choices"), value.get("usage")
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+    if found.choices is None:
         raise ValueError("it has no list of choices")
-    if not isinstance(usage, dict | None):
-        raise ValueError("its usage is not an object")
-    count = None if usage is None else usage.get("completion_tokens")
-    if count is not None and not (type(count) is int and 0 <= count <= _MOST_TOKENS):
-        raise ValueError("its completion_tokens are not a number of tokens")
-    return Answer(count, usage_only=usage is not None and not choices)
+    if found.usage is None:
+        return Answer()
+    return Answer(found.usage.completion_tokens, usage_only=not found.choices)
+
+
+def _check_text(data: bytes) -> None:
+    """Raise ValueError unless it is UTF-8; the decoder looks only at what it keeps."""
+    if data.isascii():
+        return
+    utf8, view = codecs.getincrementaldecoder("utf-8")(), memoryview(data)
+    try:
+        for start in range(0, len(data), _PIECE):
+            utf8.decode(view[start : start + _PIECE], start + _PIECE >= len(data))
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+
+
+def _check_numbers(data: bytes) -> None:
+    """Raise ValueError when a number in valid JSON is beyond a double."""
+    for start in range(0, len(data), _PIECE):
+        if _LARGE.search(data, start, start + _PIECE + _LARGE_WIDTH):
+            break
+    else:
+        return
+    for literal in _LITERAL.finditer(data):
+        start, end = literal.span()
+        if data[start] != ord('"') and (end - start > _LONGEST_NUMBER or math.isinf(float(literal.group()))):
+            raise ValueError(f"{data[start : start + 20].decode()} is beyond all numbers")
 
 
 def read_strictly(data: bytes) -> Any:
     """Parse JSON; ValueError for what only some parsers accept (NaN) or no computer can hold (1e999)."""
-    return _decoded(_WHOLE, data)
-
-
-def _decoded(decoder: json.JSONDecoder, data: bytes) -> Any:
     try:
-        return decoder.decode(data.decode())
+        return _WHOLE.decode(data.decode())
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -76,9 +126,4 @@ def _finite(text: str) -> float:
     return value
 
 
-def _keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in pairs if name in _READ} or _NOTHING
-
-
 _WHOLE = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-_SPARSE = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_keep)

@@ -29,6 +29,7 @@ from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
 from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
+_SILENT = 10.0  # seconds of waiting without a word
 _POLL = 0.25  # seconds between checks of a child
 T = TypeVar("T")
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
@@ -140,9 +141,13 @@ class VllmEngine(EngineConnection):
 
     async def _healthy(self) -> None:
         """Wait until the instance answers; EngineError when it dies or takes too long."""
-        deadline = time.monotonic() + self.config.start_timeout_s
+        began = said = time.monotonic()
+        deadline = began + self.config.start_timeout_s
         while not await self.lives():
             self._children.check()
+            if time.monotonic() > said + _SILENT:
+                said = time.monotonic()
+                log.info("engine %s: no answer at %s yet, after %d s", self.id, self.url, said - began)
             if time.monotonic() > deadline:
                 waited = f"within {self.config.start_timeout_s:g} s"
                 raise EngineError(
@@ -202,7 +207,7 @@ class VllmEngine(EngineConnection):
         """Return the instance; without Headway's scheduler inside it is assumed to have KV for all slots."""
         config = self.config
         try:
-            state = await self.control({"op": "state"}, config.silence_timeout_s)
+            state = await self.control({"op": "state", "jobs": False}, config.silence_timeout_s)
             block, total = int(state["block_size"]), int(state["blocks_total"])
             self.prefix_caching = bool(state.get("prefix_caching"))
             self._has_scheduler = True

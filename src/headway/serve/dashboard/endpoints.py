@@ -1,0 +1,46 @@
+"""`GET /`: the dashboard's page, the same for all. `GET /headway/live`: what it shows, for operators."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+
+from headway.errors import RequestError
+from headway.serve.app_state import AppState
+from headway.serve.dashboard.board import Board
+
+_MOST_VIEWERS = 32
+_HEADERS = {
+    # The page is whole: it loads nothing, runs no script but its own, and is shown in no other page.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the page and its events."""
+    board = Board(state.gateway)
+    page = files("headway.serve.dashboard").joinpath("page.html").read_text("utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def dashboard() -> Response:
+        """Return the page; there is nothing of this gateway in it."""
+        return HTMLResponse(page, headers=_HEADERS)
+
+    @app.get("/headway/live", include_in_schema=False)  # its answer has no end
+    async def live(request: Request) -> Response:
+        """Stream what the page shows: a server-sent event a second, each with all of it."""
+        state.check_status(request)
+        if board.viewers >= _MOST_VIEWERS:
+            raise RequestError(
+                f"{board.viewers} look at the dashboard already.", "Close one of them.", status=503,
+                kind="server_error", code="too_many_viewers",
+            )  # fmt: skip
+        events = board.events(state.stopping)
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )

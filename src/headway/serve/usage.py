@@ -1,0 +1,93 @@
+"""What tenants have used in the last minute, held against what their keys may (`[[keys]]`)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+from headway.config import Key
+from headway.errors import RequestError
+
+_WINDOW = 60  # seconds
+_LIMITS = {"requests": "requests_per_min", "tokens": "tokens_per_min"}
+
+
+class Usage:
+    """Requests and tokens of each tenant with a limit, by the second of the last minute.
+
+    A request counts, with its prompt, when it is accepted, and the tokens of its answer when it ends: nothing
+    is assumed of their number. So a tenant may be over its limit by what it has open then, and is refused
+    until the minute has room again.
+    """
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        limited = {key.tenant for key in keys if key.requests_per_min or key.tokens_per_min}
+        self._used = {tenant: {what: _Window() for what in _LIMITS} for tenant in limited}
+
+    def accepted(self, tenant: str, prompt_tokens: int, now: float) -> None:
+        """Count a request that was accepted."""
+        if tenant in self._used:
+            self._used[tenant]["requests"].add(1, now)
+            self._used[tenant]["tokens"].add(prompt_tokens, now)
+
+    def answered(self, tenant: str, output_tokens: int, now: float) -> None:
+        """Count the tokens of an answer."""
+        if tenant in self._used:
+            self._used[tenant]["tokens"].add(output_tokens, now)
+
+    def check(self, key: Key, now: float) -> None:
+        """Raise RequestError (429) while the last minute has no room for another request of this key."""
+        for what, setting in _LIMITS.items():
+            most: int | None = getattr(key, setting)
+            if most is None:
+                continue
+            window = self._used[key.tenant][what]
+            if window.sum(now) >= most:
+                raise _refused(what, setting, most, window.until(most, now))
+
+
+class _Window:
+    """Amounts of the last minute, one for each second that has any."""
+
+    def __init__(self) -> None:
+        self._slots: deque[list[int]] = deque()  # [second, amount]
+        self._sum = 0
+
+    def add(self, amount: int, now: float) -> None:
+        self._drop(now)
+        second = math.floor(now)
+        if not self._slots or self._slots[-1][0] < second:
+            self._slots.append([second, 0])
+        self._slots[-1][1] += amount
+        self._sum += amount
+
+    def sum(self, now: float) -> int:
+        self._drop(now)
+        return self._sum
+
+    def until(self, most: int, now: float) -> float:
+        """Return the seconds until less than `most` is left, if nothing is added."""
+        left = self.sum(now)
+        for second, amount in self._slots:
+            left -= amount
+            if left < most:
+                return second + _WINDOW + 1 - now
+        return 0.0
+
+    def _drop(self, now: float) -> None:
+        """A slot counts until its last instant is a minute ago."""
+        while self._slots and self._slots[0][0] + 1 + _WINDOW <= now:
+            self._sum -= self._slots.popleft()[1]
+
+
+def _refused(what: str, setting: str, most: int, seconds: float) -> RequestError:
+    wait = f"{max(math.ceil(seconds), 1)}"
+    return RequestError(
+        f"This tenant has used its {most:,} {what} of this minute (keys.{setting}).",
+        f"Try again in {wait} s, or ask the operator for more.",
+        status=429, kind="rate_limit_error", code="rate_limit_exceeded",
+        headers={"retry-after": wait, "x-headway-dropped-reason": setting,
+                 f"x-ratelimit-limit-{what}": str(most), f"x-ratelimit-remaining-{what}": "0",
+                 f"x-ratelimit-reset-{what}": f"{wait}s"},
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""The dashboard: what its events say, whom it lets look, what a browser makes of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from headway.config import Tier
+from headway.serve.dashboard.history import Attained, Sample, _attained
+from headway.serve.dashboard.late import LateRequests, spans
+from headway.serve.requests import InFlightRequest
+from headway.types import Request, Slo
+from tests.serve.conftest import Serve
+from tests.serve.gateway import CLASSES, OPERATOR, WEB, Gateway, until
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NASTY = '<img src=x onerror="document.title=1">'
+
+
+def ended(id: str, by: float, *, promised: float = 1.0) -> tuple[InFlightRequest, float]:
+    """Return a request that arrived at 100 and missed its end-to-end SLO by so many seconds, and its end."""
+    request = Request(id, "m", 4, 8, 100.0, Slo(e2e=promised), tier="chat")
+    one = InFlightRequest(request, "chat", None, engine_future=None)  # type: ignore[arg-type]
+    return one, 100.0 + promised + by
+
+
+# ---- the latest
+
+
+@given(st.lists(st.integers(-10, 500).map(lambda tenths: tenths / 10), max_size=200))
+def test_the_latest_are_kept(by: list[float]) -> None:
+    late = LateRequests()
+    for number, seconds in enumerate(by):
+        one, end = ended(f"r{number}", seconds)
+        late.note(one, end, 1, "finished")
+    seen = [one.by for one in late.latest(160.0)]
+    assert seen == pytest.approx(sorted((s for s in by if s > 1e-9), reverse=True)[:12], abs=1e-6)
+
+
+def test_what_was_late_long_ago_is_not_listed() -> None:
+    late = LateRequests()
+    one, end = ended("r0", 5.0)
+    late.note(one, end, 1, "failed")
+    assert [found.id for found in late.latest(end + 500)] == ["r0"]
+    assert late.latest(end + 700) == []
+
+
+def test_spans_add_up_to_the_whole_time() -> None:
+    one, end = ended("r0", 9.0)
+    one.sends, one.first_token = ((101.0, "e0"), (104.0, "e1")), 106.0
+    assert spans(one, end) == (("queued", 1.0), ("in e0", 3.0), ("in e1", 2.0), ("answering", 4.0))
+
+
+def test_the_target_that_was_missed_by_most_is_named() -> None:
+    one, _ = ended("r0", 0.0)
+    one.request = Request("r0", "m", 4, 8, 100.0, Slo(ttft=1.0, tpot=0.1), tier="chat")
+    one.streams, one.first_token = True, 102.0
+    late = LateRequests()
+    late.note(one, 107.0, 11, "finished")
+    found = late.latest(107.0)[0]
+    assert (found.target, found.promised, found.by) == ("tpot", pytest.approx(1.0), pytest.approx(4.0))
+
+
+# ---- history
+
+
+def test_attained_by_class() -> None:
+    totals = [(0, 0), (3, 4), (3, 4), (3, 6)]
+    samples = [Sample(float(i), 0, 0, {"chat": seen}) for i, seen in enumerate(totals)]
+    assert _attained("chat", samples) == Attained(3, 6, [75.0, None, 0.0])
+
+
+# ---- events
+
+
+@contextmanager
+def live(gateway: Gateway, **more: Any) -> Iterator[Iterator[dict[str, Any]]]:
+    """Open the stream of events and yield them."""
+    with WEB.stream("GET", f"{gateway.url}/headway/live", **more) as answer:
+        assert answer.status_code == 200
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        yield (json.loads(line[6:]) for line in lines)
+
+
+def test_events_say_what_waits_and_what_was_late(gateway: Gateway) -> None:
+    assert gateway.post(gateway.chat(), headers={"x-slo-e2e-ms": "0.001"}).status_code == 200
+    assert gateway.post(gateway.chat(service_tier="chat", stream=True)).status_code == 200
+    with live(gateway) as events:
+        first, second = next(events), next(events)
+    assert first["engines"]["e0"]["up"]
+    assert first["engines"]["e0"]["kv"] == 0.0
+    assert second["at"] > first["at"]
+    assert set(first["lines"]) >= set(CLASSES)
+    assert first["lines"]["chat"] == {"waiting": 0, "inside": 0, "oldest": 0.0}
+    assert first["attained"]["chat"]["kept"] == first["attained"]["chat"]["owed"] >= 1
+    found = first["late"][0]
+    assert (found["target"], found["outcome"]) == ("e2e", "finished")
+    assert [state for state, _ in found["spans"]] == ["queued", "in e0", "answering"]
+    assert sum(seconds for _, seconds in found["spans"]) == pytest.approx(found["by"] + found["promised"])
+
+
+def test_the_page_holds_nothing_and_loads_nothing(gateway: Gateway) -> None:
+    page = gateway.get("/")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "smollm2" not in page.text
+    assert not [word for word in ("http:", "https:", "src=", "@import") if word in page.text.replace(
+        "http://www.w3.org/2000/svg", "")]  # fmt: skip
+
+
+def test_only_operators_look_where_they_alone_may(serve: Serve) -> None:
+    limits = {"operator_key": "sk-operator-1", "operator_only": True}
+    with serve(ready=False, server=limits) as gateway:
+        assert gateway.get("/").status_code == 200
+        assert gateway.get("/headway/live").status_code == 401
+        with live(gateway, headers=OPERATOR) as events:
+            assert next(events)["recipe"]
+
+
+def test_so_many_look_and_no_more(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.serve.dashboard.endpoints._MOST_VIEWERS", 1)
+    with live(gateway) as events:
+        next(events)
+        refused = gateway.get("/headway/live")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
+    until(lambda: WEB.stream("GET", f"{gateway.url}/headway/live").__enter__().status_code == 200)
+
+
+def test_who_looks_does_not_hold_up_the_end(serve: Serve) -> None:
+    with serve(server={"drain_s": 60}) as gateway, live(gateway) as events:
+        next(events)
+        began = time.monotonic()
+        gateway.server.should_exit = True
+        assert list(events) is not None
+    assert time.monotonic() - began < 50, "the stream ends with the gateway, not with the time for requests"
+
+
+# ---- a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that fails the test when its script fails."""
+    page, errors = browser.new_page(), list[str]()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_default_timeout(20_000)
+    yield page
+    page.close()
+    assert errors == []
+
+
+def test_a_browser_shows_it(page: Page, serve: Serve) -> None:
+    with serve(classes=CLASSES | {NASTY: Tier(e2e_ms=0.001)}) as gateway:
+        assert gateway.post(gateway.chat(service_tier="chat")).status_code == 200
+        assert gateway.post(gateway.chat(service_tier=NASTY)).status_code == 200
+        page.goto(gateway.url)
+        expect(page.locator("#state")).to_contain_text("live")
+        expect(page.locator("#lines tr")).to_have_count(len(CLASSES) + 1)
+        expect(page.locator("#engines tr")).to_contain_text("smollm2")
+        expect(page.locator("#late tr").first).to_contain_text("queued")
+        expect(page.locator("#late tr").first).to_contain_text(NASTY)
+        expect(page.locator("#kept")).to_have_text("50.0 %")
+        assert page.title() == "Headway"
+    expect(page.locator("#state")).to_contain_text("not live")
+
+
+def test_a_browser_asks_for_the_operator_s_key(page: Page, serve: Serve) -> None:
+    with serve(ready=False, server={"operator_key": "sk-operator-1", "operator_only": True}) as gateway:
+        page.goto(gateway.url)
+        expect(page.locator("#asks")).to_be_visible()
+        page.fill("#key", "sk-operator-1")
+        page.click("button")
+        expect(page.locator("#state")).to_contain_text("live")
+        expect(page.locator("#engines tr")).to_have_count(1)
+        expect(page.locator("#asks")).to_be_hidden()
