@@ -74,6 +74,6 @@ def test_whole_answers_are_told_from_parts(data: bytes, complete: bool) -> None:
 
 def test_refusals_are_not_counted_as_speed() -> None:
     with pytest.raises(EngineError, match="refused"):
-        overhead._count(b"HTTP/1.1 429 Too Many\r\n\r\n", False)
+        overhead.count_response(b"HTTP/1.1 429 Too Many\r\n\r\n", False)
     with pytest.raises(EngineError, match="0 tokens"):
-        overhead._count(b"HTTP/1.1 200 OK\r\n\r\n", True)
+        overhead.count_response(b"HTTP/1.1 200 OK\r\n\r\n", True)
