@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway import __version__
+from headway.bench.explain_command import explain
 from headway.errors import ConfigError, HeadwayError
 
 _NAMES = {"help_option_names": ["-h", "--help"]}  # commands and groups below inherit them
@@ -23,6 +24,7 @@ app.add_typer(model_app, name="model")
 apps_app = typer.Typer(help="Demand graphs of LLM applications, on disk.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(apps_app, name="apps")
+app.command()(explain)
 
 # A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (
@@ -101,9 +103,6 @@ KvTokens = Annotated[
 ]
 PlanUs = Annotated[
     float, typer.Option(min=0, help="Virtual microseconds that a plan takes per queued request.")
-]
-JournalDir = Annotated[
-    Path | None, typer.Option(help="Folder of a gateway's journal (journal.dir in headway config show).")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
@@ -252,45 +251,6 @@ def _rates(text: str) -> list[float]:
         return [float(rate) for rate in _names(text)]
     except ValueError:
         raise ConfigError(f"{text!r} is not a list of rates.", "Write it like 2,4,6,8.") from None
-
-
-@app.command()
-def explain(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder of a run: DIR/runs/RECIPE after headway simulate --out DIR; with --journal, a request."
-        ),
-    ] = None,
-    request: Annotated[
-        str | None, typer.Argument(help="Request id, r17 or 17; default: list the latest requests.")
-    ] = None,
-    journal: JournalDir = None,
-    since: Annotated[
-        str | None, typer.Option(help="With --journal: requests that ended since; 24h, 7d.")
-    ] = None,
-    worst: Annotated[int | None, typer.Option(min=1, help="List so many requests, the latest first.")] = None,
-    whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Explain why a request was late (simulated, or of a journal): time per state, what was served meanwhile."""
-    asked = run if journal else request
-    if asked is not None and worst is not None:
-        raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
-    if journal is None:
-        from headway.bench.simulate.explain import main
-
-        if run is None:
-            raise ConfigError("Explain what?", "Give the folder of a run, or --journal DIR and a request.")
-        main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
-        return
-    from headway.bench.journal import explain as real
-    from headway.bench.journal.times import instant
-
-    if request is not None:
-        raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give the request alone.")
-    begin = None if since is None else instant(since)
-    real.main(journal, asked, since=begin, worst=worst, as_json=as_json, whole=whole)
 
 
 @app.command()

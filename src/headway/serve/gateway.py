@@ -92,7 +92,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         history = History(metrics)
-        loops = [recovery.run, forget, path.closings.run, history.run]
+        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, history.run]
         loops += journal.loops(dispatcher.engines, config.recipe)
         try:
             async with (

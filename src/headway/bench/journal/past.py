@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +70,7 @@ class Past:
         """Return its states in order, without gaps, equal neighbours as one."""
         turns = [(row.arrival, OUT, -1), *self._turns(row), (row.ended, "", -1)]
         spans: list[Span] = []
-        for (start, state, instance), (end, _, _) in zip(turns, turns[1:], strict=False):
+        for (start, state, instance), (end, _, _) in pairwise(turns):
             low, high = (min(max(at, row.arrival), row.ended) - began for at in (start, end))
             if spans:
                 low = max(low, spans[-1].end)
@@ -83,10 +85,8 @@ class Past:
     def _turns(self, row: RequestRow) -> list[tuple[float, str, int]]:
         """Return the instants at which its state changed: (instant, state from then on, instance)."""
         stays = sorted(self._stays.get(row.id, []), key=lambda stay: stay.entered)
-        turns: list[tuple[float, str, int]] = []
         sends = [at for at in dict.fromkeys((row.sent, row.resent)) if at is not None]
-        for at in sends:
-            turns.append((at, "waiting", self._number(row.instance)))
+        turns = [(at, "waiting", self._number(row.instance)) for at in sends]
         for stay in stays:
             turns += self._inside(stay)
             if row.resent is not None and stay.ended < row.resent:
@@ -204,30 +204,27 @@ def workload_of(rows: Sequence[RequestRow], outputs: Ints | None = None) -> Work
     output = np.array([row.output_tokens for row in rows], np.int64) if outputs is None else outputs
     output = np.maximum(output, 1)
     counted = [row.outcome != "cancelled" for row in rows]
-    targets = {
-        name: np.array([
-            getattr(row, name) or np.inf if counts else np.inf for row, counts in zip(rows, counted, strict=True)
-        ])
-        for name in ("ttft", "tpot", "e2e")
-    }  # fmt: skip
+    columns: dict[str, Any] = {
+        name: np.array([getattr(row, name) or np.inf for row in rows]) for name in ("ttft", "tpot", "e2e")
+    }
+    for target in columns.values():
+        target[~np.array(counted)] = np.inf
     names = {
         name: [str(getattr(row, name) or "") for row in rows]
         for name in ("tier", "model", "tenant", "app", "run", "unit")
     }
-    codes: dict[str, Ints] = {}
-    tables: dict[str, tuple[str, ...]] = {}
     for name, values in names.items():
         known = dict.fromkeys(["", *values] if name in ("app", "run", "unit") else values)
         place = {value: code for code, value in enumerate(known)}
-        codes[name] = np.array([place[value] for value in values], np.int64)
-        tables[f"{name}s"] = tuple(known)
+        columns[name] = np.array([place[value] for value in values], np.int64)
+        columns[f"{name}s"] = tuple(known)
     arrival = np.array([row.arrival for row in rows]) - rows[0].arrival
     most = np.maximum([row.max_tokens for row in rows], output)
     return Workload(
         arrival=arrival, prompt=np.maximum([row.prompt_tokens for row in rows], 1), output=output,
         max_tokens=most, priority=np.array([row.priority for row in rows], np.int64),
-        ids=tuple(row.id for row in rows), **targets, **codes, **tables,
-    )  # type: ignore[arg-type]  # fmt: skip
+        ids=tuple(row.id for row in rows), **columns,
+    )  # fmt: skip
 
 
 def _outcome(rows: Sequence[RequestRow], instances: Sequence[str], began: float) -> Outcome:

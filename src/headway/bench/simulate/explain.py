@@ -257,7 +257,8 @@ def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
     work = run.workload
     about = (
         f"{_label(run)}: recipe {run.header.recipe}; {int(work.prompt[story.request]):,} tokens in, "
-        f"{int(work.output[story.request]):,} out; arrived at {_instant(run, story.arrival)}, took {_s(latency)}"
+        f"{int(work.output[story.request]):,} out; arrived at {_instant(run, story.arrival)}, "
+        f"took {_s(latency)}"
     )
     return Group(
         Text(verdict(run, story), style="bold"), Text(about, style="dim"), "",
