@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -114,3 +117,23 @@ def test_control_reaches_the_running_scheduler(headway: Headway) -> None:
     assert len(state["log"]) == 3
     refused = headway.control({"op": "dance"})
     assert "error" in refused.json()
+
+
+def test_why_a_request_was_late_is_told_from_the_journal(headway: Headway, client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="smollm2", messages=QUESTION, max_tokens=12, extra_headers={"x-slo-e2e-ms": "1"},
+        extra_body={"ignore_eos": True}, stream=False,
+    )  # fmt: skip
+    folder = f"{headway.queue}.journal"
+    deadline = time.monotonic() + ANSWER_S
+    seen: dict[str, float] = {}
+    while time.monotonic() < deadline and "running" not in seen:  # the engine is asked every second
+        argv = [sys.executable, "-m", "headway.cli", "explain", raw.headers["x-request-id"]]
+        told = subprocess.run([*argv, "--journal", folder, "--json"], capture_output=True, check=False)
+        seen = json.loads(told.stdout)["seconds"] if told.returncode == 0 else {}
+    story = json.loads(told.stdout)
+    assert not story["simulated"]
+    assert "against an SLO of 0.001 s" in story["verdict"]
+    assert {"outside", "prefill", "running"} <= set(seen)
+    assert sum(seen.values()) == pytest.approx(story["latency"])
+    assert max(seen, key=lambda state: seen[state]) in ("running", "prefill", "waiting")

@@ -21,9 +21,9 @@ def main(
     explain.tell(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
 
 
-def load(folder: Path, since: float | None) -> Journal:
-    """Read a journal and say which of its files could not be read."""
-    journal = read(folder, since=since)
+def load(folder: Path, since: float | None, until: float | None = None) -> Journal:
+    """Read what ended in [since, until) (None = all), and say which files could not be read."""
+    journal = read(folder, since=since, until=until)
     for name, why in journal.damaged.items():
         say(f"{folder}/{name} is left out: {why}")
     return journal

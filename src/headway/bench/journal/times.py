@@ -11,14 +11,25 @@ from headway.errors import ConfigError
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
+_LENGTH = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of "90m" (s, m, h, d, w). ConfigError for anything else."""
+    match = _LENGTH.fullmatch(text.strip())
+    if not match or not float(match[1]):
+        raise ConfigError(f"{text!r} is no length of time.", "Write it like 90m, 1h or 7d.")
+    return float(match[1]) * _UNITS[match[2]]
+
+
 def instant(text: str, now: float | None = None) -> float:
     """Return the instant of "24h" (so long ago; s, m, h, d, w) or of "2026-11-23 10:00" (local time).
 
     now: seconds since the epoch, None = now. ConfigError for anything else.
     """
     given = text.strip()
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", given):
-        return (time.time() if now is None else now) - float(match[1]) * _UNITS[match[2]]
+    if re.fullmatch(_LENGTH, given):
+        return (time.time() if now is None else now) - seconds(given)
     try:
         return datetime.fromisoformat(given).timestamp()
     except ValueError:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.progress import Progress
@@ -31,6 +31,13 @@ from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Slo
 
 _NO_GAPS = np.empty(0, np.float32)  # a simulated client sees no chunks
+
+
+class Machines(Protocol):
+    """What recipes are simulated on."""
+
+    def instances(self, model: str) -> list[InstanceSpec]:
+        """Return the simulated instances. model: that instances without a name of their own serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,17 @@ class Mixed:
     def instances(self, model: str = "") -> list[InstanceSpec]:
         """Return the simulated instances; each has the model that its spec names."""
         return fleets.build(self.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Instances as they are."""
+
+    specs: tuple[InstanceSpec, ...]
+
+    def instances(self, model: str = "") -> list[InstanceSpec]:
+        """Return the instances; each has its own model."""
+        return list(self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +167,7 @@ def chat_batch(rate: float, duration: float, seed: int, chat: Slo, longest: int)
 
 
 def simulate(
-    recipes: Sequence[str], fleet: Fleet | Mixed, workload: Workload, *, bar: bool = True,
+    recipes: Sequence[str], fleet: Machines, workload: Workload, *, bar: bool = True,
     plan_seconds: Callable[[int], float] = no_time, keep: Keep | None = None,
 ) -> Results:  # fmt: skip
     """Run the workload under each recipe; with `keep`, record each run and write its folder."""
@@ -167,7 +185,7 @@ def simulate(
 
 
 def _simulate(
-    name: str, fleet: Fleet | Mixed, workload: Workload, plan_seconds: Callable[[int], float],
+    name: str, fleet: Machines, workload: Workload, plan_seconds: Callable[[int], float],
     keep: Keep | None, advance: Callable[[int], None], found: Results,
 ) -> None:  # fmt: skip
     """Run the workload under one recipe and add what it gave to `found`."""

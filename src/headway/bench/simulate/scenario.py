@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from typing_extensions import TypedDict
 
 from headway.bench.load.mix import parse_slo
 from headway.bench.output.results import SIMULATED
-from headway.bench.simulate.experiment import Fleet, Mixed, chat_and_batch
+from headway.bench.simulate.experiment import Fleet, Machines, Mixed, chat_and_batch
 from headway.errors import ConfigError
 from headway.sim import fleet as fleets
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.sim.workload.traces import Trace
+from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, poisson
+from headway.types import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,50 @@ class Scenario:
     def plan_seconds(self, queued: int) -> float:
         """Return the virtual seconds of a plan with so many queued requests."""
         return self.plan_us * 1e-6 * queued
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Requests as they came, on a fleet; otherwise as `Scenario`."""
+
+    fleet: Machines
+    requests: Workload
+    about: str
+    seed: int
+    plan_us: float = 0.0
+
+    def workload(self) -> tuple[Workload, int]:
+        """Return the requests that fit some instance, and how many longer ones are left out."""
+        fits = fleets.holds(self.fleet.instances(self.requests.models[0]), self.requests)
+        return self.requests.take(fits), int(np.count_nonzero(~fits))
+
+    def plan_seconds(self, queued: int) -> float:
+        """Return the virtual seconds of a plan with so many queued requests."""
+        return self.plan_us * 1e-6 * queued
+
+
+def faster(workload: Workload, load: float) -> Workload:
+    """Return the same requests with their arrivals `load` times as fast; applications' stages as well."""
+    return replace(workload, arrival=workload.arrival / load)
+
+
+def of_trace(trace: Trace, classes: Sequence[TrafficClass], slo: Slo, model: str) -> Workload:
+    """Return the requests of a trace.
+
+    classes: [[traffic]] tables, of which SLO, priority, model, max_tokens and drop go to the requests of that
+        class in the trace. Its other classes, and all requests of a trace without classes, have `slo`.
+    """
+    names = np.array(trace.tiers or ("chat",) * trace.at.size)
+    known = {one.name: one for one in classes}
+    parts, rows = [], []
+    for name in dict.fromkeys(names.tolist()):
+        mine = np.flatnonzero(names == name)
+        one = known.get(name) or TrafficClass(name, slo=slo, model=model)
+        part = Trace(trace.at[mine], trace.prompt_tokens[mine], trace.output_tokens[mine])
+        kept = replace(one, share=1.0, lengths=None, requests_per_run=1)
+        parts.append(make([kept], part, np.random.default_rng(0)))
+        rows.append(mine)
+    return concat(*parts).take(np.argsort(np.concatenate(rows)))
 
 
 def uniform(

@@ -9,13 +9,13 @@ from pathlib import Path
 from headway.bench.load import report
 from headway.bench.output.results import SIMULATED, About, Pictures, deliver, say
 from headway.bench.simulate.experiment import Keep, Results, file_name, simulate
-from headway.bench.simulate.scenario import Scenario
+from headway.bench.simulate.scenario import Recorded, Scenario
 from headway.recipes.registry import find
 from headway.sim.instance import describe
 
 
 def main(
-    recipes: Sequence[str], scenario: Scenario, *, as_json: bool, out: Path | None, record_mb: float = 1000.0
+    recipes: Sequence[str], scenario: Scenario | Recorded, *, as_json: bool, out: Path | None, record_mb: float = 1000.0
 ) -> None:
     """Simulate, print the result, and write page, plots and runs when a folder is given."""
     began = time.perf_counter()
@@ -34,7 +34,7 @@ def main(
         say(f"why was a request late: headway explain {out}/runs/{file_name(name)} --worst 10")
 
 
-def _describe(recipes: Sequence[str], scenario: Scenario, model: str, longer: int) -> str:
+def _describe(recipes: Sequence[str], scenario: Scenario | Recorded, model: str, longer: int) -> str:
     """Return the scenario, the requests it leaves out, and the KV memory of each recipe, in words."""
     parts = [scenario.about]
     if longer:

@@ -1,9 +1,10 @@
 """Recorded arrivals and lengths, read from files.
 
-Formats, plain or gzipped: Azure's CSV (timestamp_s, prompt_tokens, output_tokens) and Mooncake's JSONL
-(timestamp_ms, input_length, output_length); lengths alone also from a CSV without times and from ShareGPT's
-JSON as `vllm bench serve` takes it. A file with a missing column, a negative or NaN value, unsorted times or
-no rows is refused with an error that names the line and the fix.
+Formats, plain or gzipped: CSV (timestamp_s, prompt_tokens, output_tokens and, if there is one, class; also by
+the names of Azure's files or plainly arrival, input, output) and Mooncake's JSONL (timestamp_ms or timestamp,
+input_length, output_length); lengths alone also from a CSV without times and from ShareGPT's JSON as `vllm
+bench serve` takes it. A file with a missing column, a negative or NaN value, unsorted times or no rows is
+refused with an error that names the line and the fix. `result_files.py` reads results of load generators.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -38,11 +41,13 @@ class Trace:
     """Columns of equal length.
 
     at: seconds from the first request, sorted.
+    tiers: each request's class, () = the file names none.
     """
 
     at: Floats
     prompt_tokens: Ints
     output_tokens: Ints
+    tiers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,12 @@ class _Format:
     output: str
 
 
+# Other names of columns -> ours
+_NAMES = {
+    "arrival": "timestamp_s", "arrival_s": "timestamp_s", "TIMESTAMP": "timestamp_s", "input": "prompt_tokens",
+    "output": "output_tokens", "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens",
+    "timestamp": "timestamp_ms", "tier": "class",
+}  # fmt: skip
 _FORMATS = {
     ".csv": _Format("timestamp_s", 1.0, "prompt_tokens", "output_tokens"),
     ".jsonl": _Format("timestamp_ms", 1000.0, "input_length", "output_length"),
@@ -86,10 +97,13 @@ def read(path: str | Path, *, limit: int | None = None) -> Trace:
     _check_limit(limit)
     file = locate(path)
     form = _format(file)
-    rows = islice(_sorted(_rows(file), form, file), limit)
+    rows = list(islice(_sorted(_rows(file), form, file), limit))
     table = [(row[form.time], *_pair(row, form, file, line)) for line, row in rows]
     at, prompt, output = _columns_of(table, file, f"{form.time}, {form.prompt}, {form.output}")
-    return Trace((at - at[0]) / form.per_second, prompt.astype(np.int64), output.astype(np.int64))
+    tiers = tuple(str(row["class"]) for _, row in rows if row.get("class"))
+    if tiers and len(tiers) < len(rows):
+        raise ConfigError(f"{file} has a class in some rows only.", "Give it in all of them or in none.")
+    return Trace((at - at[0]) / form.per_second, prompt.astype(np.int64), output.astype(np.int64), tiers)
 
 
 def read_lengths(path: str | Path, *, limit: int | None = None, count: Count | None = None) -> Lengths:
@@ -163,9 +177,23 @@ def _rows(file: Path) -> Iterator[tuple[int, Row]]:
     kind = _csv_rows if ".csv" in file.suffixes else _jsonl_rows
     try:
         with _open(file) as text:
-            yield from kind(text, file)
+            for line, row in kind(text, file):
+                yield line, _renamed(row)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{file} cannot be read: {error}.", "Fetch the file again.") from error
+
+
+def _renamed(row: Row) -> Row:
+    """Return a row by our names of columns, where it does not have them already; a date becomes seconds."""
+    ours = dict(row)
+    for theirs, name in _NAMES.items():
+        if theirs in row and name not in row:
+            ours[name] = row[theirs]
+    stamp = row.get("TIMESTAMP")
+    if isinstance(stamp, str):
+        with suppress(ValueError):
+            ours["timestamp_s"] = datetime.fromisoformat(stamp).timestamp()
+    return ours
 
 
 def _open(file: Path) -> IO[str]:

@@ -1,0 +1,243 @@
+"""`headway advise`: how many instances, which recipe and which batch limit keep the promises of one's own
+traffic, at its load and above.
+
+Everything is simulated (SIMULATED) with the decisions of `headway serve`. What the simulator itself is off by
+is measured on the journal: it simulates what was served, and both figures are printed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from headway.bench.journal.report import records_of
+from headway.bench.load import metrics
+from headway.bench.load.records import Record
+from headway.bench.output.results import SIMULATED, About, Grid, Line, Pictures, Report, Row, deliver, show
+from headway.bench.simulate.experiment import records
+from headway.bench.simulate.scenario import faster
+from headway.errors import ConfigError
+from headway.journal.reader import Journal
+from headway.recipes.registry import find
+from headway.sim.instance import InstanceSpec
+from headway.sim.run import Simulation
+from headway.sim.workload.traffic import Workload
+
+_LIMITS = (0.5, 2.0)  # batch limits that are tried, times the present one
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is asked.
+
+    kinds: the instances of today, copied in turn when there are to be more. requests: of today.
+    served: what they got, if that is known, and the recipe under which.
+    loads: factors of the arrivals' rate. target: least attainment of every class, in %.
+    most: instances that are tried.
+    """
+
+    kinds: tuple[InstanceSpec, ...]
+    requests: Workload
+    served: tuple[str, Sequence[Record]] | None
+    recipes: tuple[str, ...]
+    loads: tuple[float, ...]
+    target: float
+    most: int
+
+
+@dataclass(slots=True)
+class Advice:
+    """What was found; row ids are `advise.*` and `error.*`."""
+
+    rows: list[Row] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    simulations: int = 0
+
+
+def main(
+    case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bool, out: Path | None
+) -> None:
+    """Print the advice, and write it to a folder."""
+    if not case.requests.promised.any():
+        raise ConfigError(
+            "No request of this traffic has an SLO, so any fleet keeps its promises.",
+            "Give classes SLOs (docs/operating.md), or with --trace give --slo.",
+        )
+    began = time.perf_counter()
+    with Progress(disable=as_json, transient=True) as bar:
+        advice = advise(case, bar)
+    report = Report(
+        "advise", "sim", f"What keeps the promises ({SIMULATED})", advice.rows,
+        time.perf_counter() - began, About(about, seed), _grid(advice.rows), notes=[*advice.words, *notes],
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(advice.rows, case))
+
+
+def advise(case: Case, bar: Progress | None = None) -> Advice:
+    """Return what the case's questions come to."""
+    found = Advice()
+    cells = [(load, recipe) for load in case.loads for recipe in case.recipes]
+    task = bar.add_task("simulating", total=len(cells) + 2) if bar else None
+
+    def step() -> None:
+        if bar and task is not None:
+            bar.advance(task)
+
+    if case.served is not None:
+        found.rows += _error(case, *case.served)
+    step()
+    needed: dict[tuple[float, str], int | None] = {}
+    for load, recipe in cells:
+        needed[load, recipe] = _needed(case, load, recipe, found)
+        step()
+    found.words += list(_words(case, needed))
+    found.rows += _limits(case, needed)
+    step()
+    return found
+
+
+def fleet_of(kinds: Sequence[InstanceSpec], count: int) -> list[InstanceSpec]:
+    """Return so many instances: those there are, then copies of them in turn."""
+    copies = [kinds[i % len(kinds)] for i in range(count)]
+    return [
+        replace(spec, instance=replace(spec.instance, id=f"e{i}")) for i, spec in enumerate(copies)
+    ]
+
+
+def attained(records_: Sequence[Record]) -> float:
+    """Return the attainment of the class that kept least of its promises, in %."""
+    parts = metrics.split(metrics.promised(records_))
+    return min((value for part in parts.values() if (value := metrics.attainment(part)) is not None), default=100.0)
+
+
+def _simulated(case: Case, fleet: Sequence[InstanceSpec], load: float, recipe: str) -> list[Record]:
+    requests = faster(case.requests, load)
+    return records(requests, Simulation(find(recipe), list(fleet), requests).run())
+
+
+# ---- how many
+
+
+def _needed(case: Case, load: float, recipe: str, found: Advice) -> int | None:
+    """Return the fewest instances that reach the target, None = `most` do not, and note the figures."""
+    tried: dict[int, float] = {}
+
+    def at(count: int) -> float:
+        if count not in tried:
+            tried[count] = attained(_simulated(case, fleet_of(case.kinds, count), load, recipe))
+        return tried[count]
+
+    low, high = 0, min(len(case.kinds), case.most)  # `low` do not reach it
+    while at(high) < case.target and high < case.most:
+        low, high = high, min(2 * high, case.most)
+    best = high if at(high) >= case.target else None
+    while best is not None and best - low > 1:
+        middle = (low + best) // 2
+        low, best = (low, middle) if at(middle) >= case.target else (middle, best)
+    now, setting = len(case.kinds), f"{load:g}x"
+    found.rows.append(Row("advise.instances", recipe, setting, best, "instances"))
+    if now <= case.most:
+        found.rows.append(Row("advise.attained_now", recipe, setting, at(now), "%"))
+    if best is not None:
+        found.rows.append(Row("advise.attained", recipe, setting, at(best), "%"))
+        if best > 1:
+            found.rows.append(Row("advise.attained_one_fewer", recipe, setting, at(best - 1), "%"))
+    return best
+
+
+def _words(case: Case, needed: dict[tuple[float, str], int | None]) -> Iterator[str]:
+    """Say for each load what is needed, the recipe that needs fewest first."""
+    for load in case.loads:
+        counts = {recipe: needed[load, recipe] for recipe in case.recipes}
+        order = sorted(case.recipes, key=lambda recipe: counts[recipe] or case.most + 1)
+        parts = [f"{recipe} {counts[recipe] or f'more than {case.most}'}" for recipe in order]
+        yield f"At {load:g}x, {case.target:g} % of every class on time needs instances: {', '.join(parts)}."
+
+
+def _limits(case: Case, needed: dict[tuple[float, str], int | None]) -> list[Row]:
+    """Return the attainment with other batch limits, of the first recipe at the first load."""
+    load, recipe = case.loads[0], case.recipes[0]
+    count = needed[load, recipe] or case.most
+    rows = []
+    for factor in _LIMITS:
+        fleet = [_limited(spec, factor) for spec in fleet_of(case.kinds, count)]
+        limits = "/".join(str(size) for size in sorted({spec.instance.max_running for spec in fleet}))
+        setting = f"{load:g}x, {count} instances, batch limit {limits}"
+        share = attained(_simulated(case, fleet, load, recipe))
+        rows.append(Row("advise.attained_limit", recipe, setting, share, "%"))
+    return rows
+
+
+def _limited(spec: InstanceSpec, factor: float) -> InstanceSpec:
+    most = min(max(int(spec.instance.max_running * factor), 1), spec.budget)
+    return replace(spec, instance=replace(spec.instance, max_running=most), slots=2 * most)
+
+
+# ---- the simulator's own error
+
+
+def _error(case: Case, recipe: str, served: Sequence[Record]) -> list[Row]:
+    """Return real and simulated figures of what was served, by class."""
+    simulated = _simulated(case, case.kinds, 1.0, recipe)
+    rows: list[Row] = []
+    for setting, real in metrics.split(served).items():
+        ours = metrics.split(simulated).get(setting, [])
+        pairs = {"attained": (metrics.attainment(real), metrics.attainment(ours), "%")}
+        for name in ("ttft", "e2el"):
+            pairs[f"{name}.p50"] = _median(real, name), _median(ours, name), "ms"
+        for id, (truth, guess, unit) in pairs.items():
+            if truth is not None and guess is not None:
+                rows.append(Row(f"real.{id}", recipe, setting, truth, unit))
+                rows.append(Row(f"simulated.{id}", recipe, setting, guess, unit))
+    return rows
+
+
+def _median(found: Sequence[Record], metric: str) -> float | None:
+    values = metrics.values(found, metric)
+    return float(np.median(values) * 1000) if values.size else None
+
+
+def served_of(journal: Journal) -> tuple[str, list[Record]] | None:
+    """Return the recipe under which a journal's requests were served and their records."""
+    recipes = {engine.recipe for engine in journal.engines.values()}
+    return (recipes.pop(), records_of(journal.requests)) if len(recipes) == 1 else None
+
+
+# ---- table and picture
+
+
+def _grid(rows: Sequence[Row]) -> Grid:
+    lines: list[Line] = [
+        [_LABELS.get(row.id, row.id), row.system, row.setting, show(row.ours), row.unit] for row in rows
+    ]
+    wanted = [line for line, row in zip(lines, rows, strict=True) if row.id.startswith("advise.")]
+    errors = [line for line, row in zip(lines, rows, strict=True) if not row.id.startswith("advise.")]
+    return Grid(("figure", "recipe", "load or class", "value", "unit"), [wanted, errors], ("value",))
+
+
+_LABELS = {
+    "advise.instances": "instances needed", "advise.attained": "on time with these",
+    "advise.attained_one_fewer": "on time with one fewer", "advise.attained_now": "on time with today's",
+    "advise.attained_limit": "on time with another batch limit",
+}  # fmt: skip
+
+
+def _pictures(rows: Sequence[Row], case: Case) -> Pictures:
+    from headway.bench.output.plots import colours, legend, png, sheet
+
+    figure, (axes,) = sheet(1, 1, 6.4, 3.4)
+    width, shades = 0.8 / len(case.recipes), colours(case.recipes)
+    for number, recipe in enumerate(case.recipes):
+        counts = [row.ours for row in rows if row.id == "advise.instances" and row.system == recipe]
+        places = np.arange(len(counts)) + (number - (len(case.recipes) - 1) / 2) * width
+        bars = axes.bar(places, [count or case.most for count in counts], width * 0.92, color=shades[recipe])
+        axes.bar_label(bars, [show(count) if count else f"> {case.most}" for count in counts], padding=2)
+    axes.set(xticks=range(len(case.loads)), xticklabels=[f"{load:g}x" for load in case.loads])
+    axes.set(ylabel="instances", xlabel="load", title=f"for {case.target:g} % of every class on time")
+    legend(figure, list(case.recipes))
+    return {"instances": png(figure, SIMULATED)}

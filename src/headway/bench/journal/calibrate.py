@@ -1,0 +1,138 @@
+"""What a journal says of its engines, as simulated instances: size, latency law and overheads, measured by
+the traffic itself.
+
+The laws are fitted as `headway profile` fits them, to the shapes and times of the iterations that the engines
+logged while they served; so nothing that the traffic did not do is known well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.forecast.latency.measurement import (
+    Row,
+    Samples,
+    Seen,
+    bias,
+    fit_all,
+    interruptions,
+    overheads,
+)
+from headway.forecast.latency.profiles import FixedLatency
+from headway.journal.reader import Journal
+from headway.journal.rows import EngineRow
+from headway.sim.instance import InstanceSpec
+from headway.types import Floats, Instance
+
+_LEAST = 200  # iterations, with and without prompts
+_PARTS, _EACH = 40, 500  # stretches of iterations that are fitted, spread evenly over all
+_SOON = 1e-3  # seconds after an event, within the iteration that follows it
+_FIX = "Let the gateway serve some more minutes, or describe the fleet: --instance, --fleet or --profile."
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What an instance's iterations cost.
+
+    law: forecast of their seconds. error: fraction by which it misses the seconds of all iterations together.
+    iterations: how many it was fitted to.
+    request, token, interruption: seconds, as in `InstanceSpec`.
+    """
+
+    law: FixedLatency
+    error: float
+    iterations: int
+    request: float
+    token: float
+    interruption: float
+
+
+def instances_of(journal: Journal) -> tuple[tuple[InstanceSpec, ...], dict[str, Calibration]]:
+    """Return the journal's engines as instances, and their calibrations. ConfigError when it says too little."""
+    if not journal.engines:
+        raise ConfigError("The journal describes no engine.", _FIX)
+    found = {name: _calibration(journal, name) for name in sorted(journal.engines)}
+    return tuple(_instance(journal.engines[name], one) for name, one in found.items()), found
+
+
+def _instance(engine: EngineRow, known: Calibration) -> InstanceSpec:
+    if not (engine.blocks and engine.block_size and engine.token_budget):
+        raise ConfigError(
+            f"Engine {engine.instance} did not say how much KV it has: it runs without Headway's scheduler.",
+            _FIX,
+        )
+    size = engine.blocks * engine.block_size
+    instance = Instance(
+        engine.instance, engine.model, engine.max_running, engine.blocks, engine.block_size,
+        min(engine.max_model_len, size),
+    )  # fmt: skip
+    return InstanceSpec(
+        instance, known.law, 2 * engine.max_running, engine.token_budget, math.inf,
+        request_overhead=known.request, token_overhead=known.token, interruption=known.interruption,
+    )  # fmt: skip
+
+
+def _calibration(journal: Journal, name: str) -> Calibration:
+    """Fit the laws to the iterations of one engine."""
+    table = journal.iterations.get(name, np.empty((0, 8)))
+    rows = _rows(_spread(table))
+    prompts = sum(float(row[5] or 0) > 0 for row in rows)
+    if prompts < _LEAST or len(rows) - prompts < _LEAST:
+        raise ConfigError(
+            f"The journal has {len(rows)} iterations of {name} without a pause after them, {prompts} of them "
+            f"with prompts: too few to fit {_LEAST} of both kinds.", _FIX,
+        )  # fmt: skip
+    each, shorter = interruptions(rows, _moments(journal, name))
+    fits = fit_all(Samples.of(shorter))
+    law = fits.laws[fits.best]
+    seen = _seen(journal, name)
+    request, token = overheads(seen, rows) if len(seen) > 20 else (0.0, 0.0)
+    return Calibration(
+        FixedLatency(law), abs(bias(law, shorter)), len(rows), request, max(token, 0.0), sum(each)
+    )
+
+
+def _spread(table: Floats) -> list[Floats]:
+    """Return stretches of neighbouring iterations, spread over all of them."""
+    if len(table) <= _PARTS * _EACH:
+        return [table]
+    begins = np.linspace(0, len(table) - _EACH, _PARTS).astype(int)
+    return [table[begin : begin + _EACH] for begin in begins.tolist()]
+
+
+def _rows(parts: Sequence[Floats]) -> list[Row]:
+    """Return iterations as rows of an engine's log; the interval reaches to the next one.
+
+    An iteration after which the engine paused has no interval, and the last of a stretch has none either.
+    """
+    rows: list[Row] = []
+    for part in parts:
+        start, seconds = part[:-1, 0], part[:-1, 1]
+        interval = part[1:, 0] - start
+        whole = (interval > 0) & (interval <= 1.5 * seconds + 0.01)
+        kept = np.column_stack([start, seconds, interval, part[:-1, 2:6]])[whole]
+        rows += kept.tolist()
+    return rows
+
+
+def _moments(journal: Journal, name: str) -> list[Floats]:
+    """Return the instants at which requests were sent to an engine, got their first token, and ended."""
+    sent = [row.sent for row in journal.requests if row.instance == name and row.sent is not None]
+    stays = [stay for stay in journal.stays if stay.instance == name]
+    first, ended = [stay.first + _SOON for stay in stays], [stay.ended + _SOON for stay in stays]
+    return [np.sort(np.array(times, float)) for times in (sent, first, ended)]
+
+
+def _seen(journal: Journal, name: str) -> list[Seen]:
+    """Join the gateway's times of streamed answers with the scheduler's."""
+    stays = {stay.id: stay for stay in journal.stays if stay.instance == name}
+    return [
+        Seen(row.resent, stays[row.id].entered, stays[row.id].first, row.first)
+        for row in journal.requests
+        if row.id in stays and row.resent is not None and row.first is not None and row.first < row.ended
+    ]

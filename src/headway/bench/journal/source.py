@@ -1,0 +1,110 @@
+"""Where real traffic comes from: a gateway's journal, or a file of arrivals and lengths; and the fleet that it
+is simulated on: the journal's own engines, or one that is described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.bench.journal.advise import Case, served_of
+from headway.bench.journal.calibrate import Calibration, instances_of
+from headway.bench.journal.explain import load
+from headway.bench.journal.replay import busiest as busiest_part
+from headway.bench.journal.replay import traffic_of
+from headway.bench.load.mix import parse_slo
+from headway.bench.output.results import SIMULATED
+from headway.bench.simulate.experiment import Given
+from headway.bench.simulate.scenario import Recorded, faster, of_trace
+from headway.errors import ConfigError
+from headway.journal.reader import Journal
+from headway.sim import fleet as fleets
+from headway.sim.instance import InstanceSpec
+from headway.sim.workload import result_files
+from headway.sim.workload.traffic import TrafficClass, Workload
+
+_MEASURED = "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."
+_PREFIXES = "Prompts that engines had in their prefix cache are simulated as computed whole."
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What to simulate.
+
+    journal, trace: one of the two. since, until: instants, of a journal.
+    specs: of the fleet; none = the journal's engines. classes: what requests of a trace have, by their class.
+    slo: of a trace's other classes, as in "ttft:400 tpot:200" in ms.
+    """
+
+    journal: Path | None
+    trace: str | None
+    since: float | None
+    until: float | None
+    specs: tuple[fleets.Spec, ...]
+    classes: tuple[TrafficClass, ...]
+    slo: str
+    seed: int
+
+    def case(
+        self, recipes: tuple[str, ...], loads: tuple[float, ...], *, target: float, most: int, busiest: float
+    ) -> tuple[Case, str, list[str]]:
+        """Return what `headway advise` asks, a sentence about it, and notes.
+
+        busiest: seconds of the traffic that are simulated.
+        """
+        kinds, journal, notes = self._machines()
+        whole = self._requests(kinds, journal)
+        part = busiest_part(whole, busiest)
+        part, longer = Recorded(Given(kinds), part, "", self.seed).workload()
+        served = served_of(journal) if journal and not self.specs and len(part) == len(whole) else None
+        if served is None:
+            notes.append(
+                "The simulator's own error is not known: it is measured where all of a journal's requests, "
+                "under one recipe, are simulated on the journal's own engines."
+            )
+        case = Case(kinds, part, served, recipes, loads, target, most)
+        return case, self._about(part, kinds, longer), notes
+
+    def scenario(self, load_: float, plan_us: float) -> Recorded:
+        """Return what `headway simulate` simulates. load_: factor of the arrivals' rate."""
+        kinds, journal, notes = self._machines()
+        requests = faster(self._requests(kinds, journal), load_)
+        about = " ".join([f"{self._about(requests, kinds, 0)}, at {load_:g}x its rate.", *notes])
+        return Recorded(Given(kinds), requests, about, self.seed, plan_us)
+
+    def _machines(self) -> tuple[tuple[InstanceSpec, ...], Journal | None, list[str]]:
+        """Return the instances, the journal and notes about both."""
+        if (self.journal is None) == (self.trace is None):
+            raise ConfigError("What traffic?", "Give --journal DIR or --trace FILE, one of the two.")
+        journal = None if self.journal is None else load(self.journal, self.since, self.until)
+        if self.specs:
+            return tuple(fleets.build(self.specs)), journal, []
+        if journal is None:
+            raise ConfigError(
+                "On which instances?", "Give --instance or --fleet, such as --instance llama-2-7b-a100:2."
+            )
+        kinds, known = instances_of(journal)
+        return kinds, journal, [*_measured(known), _PREFIXES]
+
+    def _requests(self, kinds: Sequence[InstanceSpec], journal: Journal | None) -> Workload:
+        if journal is not None:
+            return traffic_of(journal, self.seed)
+        assert self.trace is not None, "one of the two is there"
+        trace = result_files.read(self.trace)
+        return of_trace(trace, self.classes, parse_slo(self.slo), kinds[0].instance.model)
+
+    def _about(self, requests: Workload, kinds: Sequence[InstanceSpec], longer: int) -> str:
+        seconds = float(requests.arrival[-1] - requests.arrival[0]) if len(requests) else 0.0
+        left = f", {longer} longer than any instance holds left out" if longer else ""
+        return (
+            f"{SIMULATED}: {len(requests):,} requests over {seconds:,.0f} s from "
+            f"{self.journal or self.trace}{left}; {len(kinds)} instance{'s' if len(kinds) > 1 else ''} today"
+        )
+
+
+def _measured(known: dict[str, Calibration]) -> list[str]:
+    """Say how well each engine is known."""
+    return [
+        _MEASURED.format(name, one.iterations, one.error, 1000 * one.request, 1000 * one.token)
+        for name, one in known.items()
+    ]

@@ -1,0 +1,152 @@
+"""The commands on a gateway's journal: `headway explain`, `headway report` and `headway advise`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.bench.options import Json, Out, Seed
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.bench.journal.source import Source
+    from headway.sim.fleet import Spec
+    from headway.sim.workload.traffic import TrafficClass
+
+JournalDir = Annotated[
+    Path | None, typer.Option(help="Folder of a gateway's journal (journal.dir in headway config show).")
+]
+Since = Annotated[
+    str | None, typer.Option(help="Requests that ended since: 90m, 24h, 7d ago, or 2026-11-23 10:00.")
+]
+Until = Annotated[str | None, typer.Option(help="Requests that ended before, as --since.")]
+
+
+def explain(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder of a run: DIR/runs/RECIPE of simulate --out DIR. With --journal: a request."
+        ),
+    ] = None,
+    request: Annotated[
+        str | None, typer.Argument(help="Request id, r17 or 17; default: list the latest requests.")
+    ] = None,
+    journal: JournalDir = None,
+    since: Since = None,
+    worst: Annotated[int | None, typer.Option(min=1, help="List so many requests, the latest first.")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Explain why a request was late, simulated or real: time per state, requests served meanwhile."""
+    asked = run if journal else request
+    if asked is not None and worst is not None:
+        raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
+    if journal is None:
+        from headway.bench.simulate.explain import main
+
+        if run is None:
+            raise ConfigError("Explain what?", "Give the folder of a run, or --journal DIR and a request.")
+        main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
+        return
+    from headway.bench.journal import explain as real
+
+    if request is not None:
+        raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give the request alone.")
+    real.main(journal, asked, since=_instant(since), worst=worst, as_json=as_json, whole=whole)
+
+
+def report(
+    journal: Annotated[
+        Path, typer.Option(help="Folder of a gateway's journal (journal.dir in headway config show).")
+    ],
+    since: Since = "24h",
+    until: Until = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Report what was served: attainment, tails, drops and headroom by class, tenant and engine."""
+    from headway.bench.journal.report import main
+
+    main(journal, since=_instant(since), until=_instant(until), as_json=as_json, out=out)
+
+
+def advise(
+    journal: JournalDir = None,
+    since: Since = "24h",
+    until: Until = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Instead: a file of arrivals and lengths (docs/simulate.md).")
+    ] = None,
+    instance: Annotated[
+        list[str] | None, typer.Option(help="Instances of today, as in headway simulate; default: the journal's.")
+    ] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(help="Instances and classes of today: a file, as in headway simulate.")
+    ] = None,
+    slo: Annotated[str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")] = "",
+    recipes: Annotated[str, typer.Option(help="Recipes to compare, the preferred one first.")] = "headway,vllm",
+    loads: Annotated[str, typer.Option(help="Multiples of the traffic's rate.")] = "1,1.5,2",
+    target: Annotated[
+        float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")
+    ] = 99.0,
+    most: Annotated[int, typer.Option(min=1, help="Most instances to try.")] = 16,
+    busiest: Annotated[str, typer.Option(help="Stretch of the traffic that is simulated: its busiest.")] = "1h",
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:  # fmt: skip
+    """Say how many instances, which recipe and which batch limit keep the promises of your own traffic."""
+    from headway.bench.journal import advise as advice
+    from headway.bench.journal.times import seconds
+
+    specs, classes = fleet_of(instance, fleet, {})
+    source = source_of(journal, trace, since, until, specs, classes, slo, seed)
+    case, about, notes = source.case(
+        _names(recipes), _numbers(loads), target=target, most=most, busiest=seconds(busiest)
+    )
+    advice.main(case, about, notes, seed=seed, as_json=as_json, out=out)
+
+
+def fleet_of(
+    instance: list[str] | None, fleet: Path | None, sizes: dict[str, int]
+) -> tuple[list[Spec], list[TrafficClass]]:
+    """Return the specs of --instance and --fleet, and the file's traffic. sizes: where they say nothing."""
+    from headway.bench.simulate.scenario import load
+    from headway.sim.fleet import spec
+
+    specs, traffic = load(fleet, **sizes) if fleet else ([], [])
+    return [*specs, *(spec(text, **sizes) for text in instance or ())], traffic
+
+
+def source_of(
+    journal: Path | None, trace: str | None, since: str | None, until: str | None, specs: list[Spec],
+    classes: list[TrafficClass], slo: str, seed: int,
+) -> Source:  # fmt: skip
+    """Return real traffic, from options; without specs on the journal's own engines."""
+    from headway.bench.journal.source import Source
+
+    begin, end = _instant(since), _instant(until)
+    return Source(journal, trace, begin, end, tuple(specs), tuple(classes), slo, seed)
+
+
+def _instant(text: str | None) -> float | None:
+    from headway.bench.journal.times import instant
+
+    return None if text is None else instant(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in _names(text))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise ConfigError(f"{text!r} is not a list of loads.", "Write it like 1,1.5,2.")
+    return numbers
