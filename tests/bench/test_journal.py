@@ -107,7 +107,9 @@ def test_a_journal_tells_the_story_that_the_simulator_tells(run: Run, told: Past
 
 
 def test_the_verdict_names_the_cause(run: Run, told: Past) -> None:
-    slow = [i for i in range(len(run.workload)) if "waited inside" in explain.verdict(told.run, told.timeline(i))]
+    slow = [
+        i for i in range(len(run.workload)) if "waited inside" in explain.verdict(told.run, told.timeline(i))
+    ]
     assert slow
     words = explain.verdict(told.run, told.timeline(slow[0]))
     assert "of the KV in use" in words
@@ -130,7 +132,9 @@ def test_a_request_that_came_back_from_an_engine_was_outside_again() -> None:
     ]
     past_ = Past.of(Journal([row], stays=stays), "")
     spans = past_.timeline(0).spans
-    names = [(one.state, past_.run.header.fleet[one.instance].id if one.instance >= 0 else "") for one in spans]
+    names = [
+        (one.state, past_.run.header.fleet[one.instance].id if one.instance >= 0 else "") for one in spans
+    ]
     assert names == [
         ("outside", ""), ("waiting", "e0"), ("prefill", "e0"), ("outside", ""), ("waiting", "e1"),
         ("prefill", "e1"), ("running", "e1"),
@@ -309,7 +313,9 @@ def test_a_trace_is_simulated_with_its_classes(tmp_path: Path) -> None:
     rows = {(row["id"], row["setting"]): row["ours"] for row in json.loads(done.stdout)["rows"]}
     assert rows["requests", "code"] == rows["requests", "chat"] == 30
     assert rows["attainment.code", "code"] is not None
-    done = CliRunner().invoke(app, ["advise", *common, "--loads", "1", "--recipes", "vllm", "--slo", "ttft:900"])
+    done = CliRunner().invoke(
+        app, ["advise", *common, "--loads", "1", "--recipes", "vllm", "--slo", "ttft:900"]
+    )
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(app, ["advise", "--trace", str(trace), "--json"])
     assert "--instance" in done.exception.hint  # type: ignore[union-attr]

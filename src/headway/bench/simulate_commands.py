@@ -29,7 +29,9 @@ Recipes = Annotated[str, typer.Option(help=f"Comma-separated: {_RECIPES}.")]
 _PROFILE = "opt-13b-a100"
 Profile = Annotated[
     str | None,
-    typer.Option(help=f"Built-in latency profile, or a path. Default: {_PROFILE}; with --journal, its engines."),
+    typer.Option(
+        help=f"Built-in latency profile, or a path. Default: {_PROFILE}; with --journal, its engines."
+    ),
 ]
 Specs = Annotated[
     list[str] | None,

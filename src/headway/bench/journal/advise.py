@@ -59,9 +59,7 @@ class Advice:
     simulations: int = 0
 
 
-def main(
-    case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bool, out: Path | None
-) -> None:
+def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bool, out: Path | None) -> None:
     """Print the advice, and write it to a folder."""
     if not case.requests.promised.any():
         raise ConfigError(
@@ -104,15 +102,15 @@ def advise(case: Case, bar: Progress | None = None) -> Advice:
 def fleet_of(kinds: Sequence[InstanceSpec], count: int) -> list[InstanceSpec]:
     """Return so many instances: those there are, then copies of them in turn."""
     copies = [kinds[i % len(kinds)] for i in range(count)]
-    return [
-        replace(spec, instance=replace(spec.instance, id=f"e{i}")) for i, spec in enumerate(copies)
-    ]
+    return [replace(spec, instance=replace(spec.instance, id=f"e{i}")) for i, spec in enumerate(copies)]
 
 
 def attained(records_: Sequence[Record]) -> float:
     """Return the attainment of the class that kept least of its promises, in %."""
     parts = metrics.split(metrics.promised(records_))
-    return min((value for part in parts.values() if (value := metrics.attainment(part)) is not None), default=100.0)
+    return min(
+        (value for part in parts.values() if (value := metrics.attainment(part)) is not None), default=100.0
+    )
 
 
 def _simulated(case: Case, fleet: Sequence[InstanceSpec], load: float, recipe: str) -> list[Record]:

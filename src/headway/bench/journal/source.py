@@ -23,7 +23,9 @@ from headway.sim.instance import InstanceSpec
 from headway.sim.workload import result_files
 from headway.sim.workload.traffic import TrafficClass, Workload
 
-_MEASURED = "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."
+_MEASURED = (
+    "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."
+)
 _PREFIXES = "Prompts that engines had in their prefix cache are simulated as computed whole."
 
 

@@ -15,7 +15,12 @@ from headway.sim.instance import describe
 
 
 def main(
-    recipes: Sequence[str], scenario: Scenario | Recorded, *, as_json: bool, out: Path | None, record_mb: float = 1000.0
+    recipes: Sequence[str],
+    scenario: Scenario | Recorded,
+    *,
+    as_json: bool,
+    out: Path | None,
+    record_mb: float = 1000.0,
 ) -> None:
     """Simulate, print the result, and write page, plots and runs when a folder is given."""
     began = time.perf_counter()
