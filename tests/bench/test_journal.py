@@ -43,7 +43,8 @@ def journal_of(run: Run) -> Journal:
             sent=sent, resent=sent, first=BEGAN + story.first if finished else None, ended=BEGAN + story.end,
             prompt_tokens=one.prompt_tokens, max_tokens=one.max_tokens, output_tokens=int(work.output[i]),
             ttft=one.slo.ttft, tpot=one.slo.tpot, e2e=one.slo.e2e, instance=f"e{out.instance[i]}",
-            outcome="finished" if finished else "refused", met=None, reason=None if finished else "infeasible",
+            outcome="finished" if finished else "refused", met=None,
+            reason=None if finished else "infeasible",
         ))  # fmt: skip
         if finished:
             journal.stays.append(_stay(one.id, story, f"e{out.instance[i]}"))

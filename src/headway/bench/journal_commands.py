@@ -81,19 +81,26 @@ def advise(
         str | None, typer.Option(help="Instead: a file of arrivals and lengths (docs/simulate.md).")
     ] = None,
     instance: Annotated[
-        list[str] | None, typer.Option(help="Instances of today, as in headway simulate; default: the journal's.")
+        list[str] | None,
+        typer.Option(help="Instances of today, as in headway simulate; default: the journal's."),
     ] = None,
     fleet: Annotated[
         Path | None, typer.Option(help="Instances and classes of today: a file, as in headway simulate.")
     ] = None,
-    slo: Annotated[str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")] = "",
-    recipes: Annotated[str, typer.Option(help="Recipes to compare, the preferred one first.")] = "headway,vllm",
+    slo: Annotated[
+        str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")
+    ] = "",
+    recipes: Annotated[
+        str, typer.Option(help="Recipes to compare, the preferred one first.")
+    ] = "headway,vllm",
     loads: Annotated[str, typer.Option(help="Multiples of the traffic's rate.")] = "1,1.5,2",
     target: Annotated[
         float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")
     ] = 99.0,
     most: Annotated[int, typer.Option(min=1, help="Most instances to try.")] = 16,
-    busiest: Annotated[str, typer.Option(help="Stretch of the traffic that is simulated: its busiest.")] = "1h",
+    busiest: Annotated[
+        str, typer.Option(help="Stretch of the traffic that is simulated: its busiest.")
+    ] = "1h",
     as_json: Json = False,
     seed: Seed = 0,
     out: Out = None,

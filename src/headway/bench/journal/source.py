@@ -1,5 +1,7 @@
-"""Where real traffic comes from: a gateway's journal, or a file of arrivals and lengths; and the fleet that it
-is simulated on: the journal's own engines, or one that is described."""
+"""Where real traffic comes from: a gateway's journal, or a file of arrivals and lengths.
+
+It is simulated on the journal's own engines, or on a fleet that is described.
+"""
 
 from __future__ import annotations
 

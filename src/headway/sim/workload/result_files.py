@@ -1,8 +1,8 @@
 """Requests as load generators recorded them: results of `vllm bench serve` and of guidellm, as a `Trace`.
 
-`vllm bench serve --save-result --save-detailed` writes start_times, input_lens and output_lens; guidellm writes
-benchmarks[].requests.successful[] with request_start_time, prompt_tokens and output_tokens, of which the
-largest benchmark of a sweep is taken.
+`vllm bench serve --save-result --save-detailed` writes start_times, input_lens and output_lens; guidellm
+writes benchmarks[].requests.successful[] with request_start_time, prompt_tokens and output_tokens, of which
+the largest benchmark of a sweep is taken.
 """
 
 from __future__ import annotations
