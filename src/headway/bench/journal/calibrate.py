@@ -53,7 +53,7 @@ class Calibration:
 
 
 def instances_of(journal: Journal) -> tuple[tuple[InstanceSpec, ...], dict[str, Calibration]]:
-    """Return the journal's engines as instances, and their calibrations; ConfigError if it says too little."""
+    """Return a journal's engines as instances, and their calibrations; ConfigError if it says too little."""
     if not journal.engines:
         raise ConfigError("The journal describes no engine.", _FIX)
     found = {name: _calibration(journal, name) for name in sorted(journal.engines)}

@@ -75,7 +75,8 @@ class _Format:
 # Other names of columns -> ours
 _NAMES = {
     "arrival": "timestamp_s", "arrival_s": "timestamp_s", "TIMESTAMP": "timestamp_s",
-    "input": "prompt_tokens", "output": "output_tokens", "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens",
+    "input": "prompt_tokens", "output": "output_tokens",
+    "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens",
     "timestamp": "timestamp_ms", "tier": "class",
 }  # fmt: skip
 _FORMATS = {
