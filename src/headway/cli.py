@@ -96,9 +96,8 @@ def serve(
         server, host=host or server.host, port=port or server.port,
         drain_s=server.drain_s if drain is None else drain,
     )  # fmt: skip
-    raise typer.Exit(
-        run(replace(setup, engines=engines, server=server, recipe=recipe or setup.recipe), log_dir=logs)
-    )
+    setup = replace(setup, engines=engines, server=server, recipe=recipe or setup.recipe)
+    raise typer.Exit(run(setup, log_dir=logs, file=config))
 
 
 @app.command()

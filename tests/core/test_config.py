@@ -18,11 +18,13 @@ from headway.config import (
     Engine,
     Journal,
     Key,
+    Log,
     Model,
     Predictor,
     Server,
     Sqlite,
     Tier,
+    Tracing,
     load,
     parse,
     show,
@@ -111,6 +113,16 @@ dir = "/var/lib/headway/journal"
 max_mib = 64
 days = 3.5
 
+[log]
+level = "debug"
+format = "json"
+access = true
+
+[tracing]
+endpoint = "http://localhost:4318"
+service = "gateway"
+sample = 0.25
+
 [backends.python]
 kind = "sandbox"
 load = "module:function"
@@ -188,6 +200,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)
     assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
+    assert config.log == Log("debug", "json", True)
+    assert config.tracing == Tracing("http://localhost:4318", "gateway", 0.25)
     assert config.backends["python"] == Backend(
         "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
@@ -204,6 +218,8 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Predictor: data["predictor"],
         Apps: data["apps"],
         Journal: data["journal"],
+        Log: data["log"],
+        Tracing: data["tracing"],
         Backend: data["backends"]["python"],
         Tier: data["classes"]["gold"],
         Key: data["keys"][0],

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -28,11 +28,13 @@ from tests.serve.test_request_ends import fakes
 DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
 
-def headway(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+def headway(
+    *arguments: str, folder: Path, stderr: int | IO[str] = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     """Start `headway ...`; its state goes to the folder."""
     env = os.environ | {"XDG_STATE_HOME": str(folder), "COLUMNS": "400"} | environment
     argv = [sys.executable, "-c", "from headway.cli import main; main()", *arguments]
-    return subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=stderr)
 
 
 @dataclass

@@ -23,6 +23,8 @@ from headway.config.engines import Model as Model
 from headway.config.journal import Journal as Journal
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
+from headway.config.log import Log as Log
+from headway.config.log import Tracing as Tracing
 from headway.config.problems import explain
 from headway.errors import ConfigError
 from headway.types import Slo
@@ -172,6 +174,8 @@ class Config:
     predictor: Predictor = field(default_factory=Predictor)
     apps: Apps = field(default_factory=Apps)
     journal: Journal = field(default_factory=Journal)
+    log: Log = field(default_factory=Log)
+    tracing: Tracing = field(default_factory=Tracing)
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
@@ -205,7 +209,8 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
-    "apps": Apps, "journal": Journal, "backends": Backend, "classes": Tier, "keys": Key,
+    "apps": Apps, "journal": Journal, "log": Log, "tracing": Tracing, "backends": Backend,
+    "classes": Tier, "keys": Key,
 }  # fmt: skip
 
 

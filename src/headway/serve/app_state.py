@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hmac import compare_digest
@@ -14,7 +15,7 @@ from typing import Any
 from fastapi import Request
 
 from headway import clock
-from headway.config import Engine, Key
+from headway.config import Engine, Key, Tier
 from headway.config.keys import reveal, revealed
 from headway.engines.vllm.parsers import parsers
 from headway.errors import RequestError
@@ -51,9 +52,17 @@ class AppState:
         self.started = int(time.time())
         self.stopping = asyncio.Event()  # the gateway is being stopped
         self._salt = secrets.token_bytes(32)
-        self._keys = {self._digest(text): key for text, key in revealed(self.config.keys).items()}
+        self._keys: dict[bytes, Key] = {}
+        self.adopt(self.config.classes, self.config.keys)
         operator = self.config.server.operator_key
         self._operator = None if operator is None else self._digest(reveal(operator, "server.operator_key"))
+
+    def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
+        """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
+        found = {self._digest(text): key for text, key in revealed(keys).items()}
+        self.config = replace(self.config, classes=dict(classes), keys=keys)
+        self._keys = found
+        self.gateway.adopt(self.config)
 
     def tenant(self, request: Request) -> str:
         """Return the tenant of a request; errors as `key`."""
@@ -66,7 +75,9 @@ class AppState:
             return None
         given = self._given(request)
         key = None if given is None else self._keys.get(given)
-        if key is None:
+        if key is not None:
+            request.scope["headway.tenant"] = key.tenant  # for the access log
+        else:
             raise RequestError(
                 "This server wants an API key.", "Send `Authorization: Bearer KEY`.",
                 status=401, code="invalid_api_key",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,13 +38,15 @@ from headway.serve.prewarm import BackendWarmer
 from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
 from headway.serve.tokens import TokenCounter
+from headway.serve.tracing import Tracing
 from headway.serve.usage import Usage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gateway:
     """An open gateway.
 
+    config: as it was started with; classes and keys as they were read last.
     counters: model name -> what counts its prompts' tokens.
     bodies: the memory that bodies may take.
     history: promises kept over the last minutes.
@@ -63,6 +66,14 @@ class Gateway:
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
     history: History
+
+    def adopt(self, config: Config) -> None:
+        """Take over classes and keys of a configuration."""
+        self.config = config
+        self.path.usage.adopt(config.keys)
+        planner = self.dispatcher.controller.planner
+        if planner.prewarming is not None:
+            planner.prewarming.options = _readiness(config)
 
 
 @asynccontextmanager
@@ -86,7 +97,8 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         usage = Usage(config.keys)
-        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal)
+        tracing = Tracing(config.tracing)
+        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
         background = BackgroundWork(path, dispatcher)
         bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
@@ -110,6 +122,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             await path.fail_foreground("gateway_stopped")
             await path.closings.retry()
             await journal.close()
+            await asyncio.to_thread(tracing.close)
 
 
 def _controller(config: Config, planner: Planner, lengths: LengthService) -> Controller:
@@ -142,8 +155,7 @@ def _add_warmers(
     """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
     planner = dispatcher.controller.planner
     if planner.prewarming is not None:
-        readiness = {name: tier.prewarm for name, tier in config.classes.items()}
-        planner.prewarming.options = PrewarmOptions(readiness)
+        planner.prewarming.options = _readiness(config)
     warmers = dispatcher.warmups.warmers
     warmers["backend"], warmers["adapter"] = BackendWarmer(backends), AdapterWarmer(dispatcher.engines)
     if planner.knowledge is None:
@@ -151,6 +163,10 @@ def _add_warmers(
     prefixes = PrefixBook()
     warmers["prefix"] = PrefixWarmer(dispatcher.engines, prefixes)
     return prefixes
+
+
+def _readiness(config: Config) -> PrewarmOptions:
+    return PrewarmOptions({name: tier.prewarm for name, tier in config.classes.items()})
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ import gc
 import logging
 import re
 import resource
+import signal
 import socket
 import sys
 from functools import partial
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import uvicorn
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 
 from headway.config import Config
@@ -37,6 +37,8 @@ from headway.serve.garbage import collect, spare_old_objects
 from headway.serve.gateway import Gateway, serving
 from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
+from headway.serve.logs import AccessLog, configure
+from headway.serve.reload import Reload
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
@@ -143,9 +145,14 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -> int:
-    """Serve until a signal ends it; return the exit status."""
-    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+def serve(
+    config: Config, *, log_dir: Path | None = None, quiet: bool = False, file: Path | None = None
+) -> int:
+    """Serve until a signal ends it; return the exit status.
+
+    file: which SIGHUP reads again, unless a terminal may send that signal because it is closed.
+    """
+    configure(config.log, quiet=quiet)
     preflight(config)
     _make(log_dir)
     _return_memory()
@@ -154,7 +161,7 @@ def serve(config: Config, *, log_dir: Path | None = None, quiet: bool = False) -
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(bind(config.server.host, config.server.port))
         same = [stack.enter_context(sock.dup()) for _ in range(_ACCEPTED - 1)]
-        server = Server(config, log_dir)
+        server = Server(config, log_dir, None if sys.stderr.isatty() else file)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock, *same])
     gc.unfreeze()  # or libraries would complain of leaks at the end
@@ -170,15 +177,6 @@ def _make(log_dir: Path | None) -> None:
         raise ConfigError(
             f"The logs' directory {log_dir} cannot be made: {error.strerror}.", "Give --logs another."
         ) from error
-
-
-def _log_to_stderr(level: int) -> None:
-    """Log in colour on a terminal, else lines that nothing wraps, which take a hundredth of the time."""
-    if sys.stderr.isatty():
-        rich = RichHandler(console=Console(stderr=True), show_path=False)
-        logging.basicConfig(level=level, format="%(message)s", handlers=[rich])
-    else:
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
 
 
 def _raise_file_limit() -> None:
@@ -202,13 +200,14 @@ class Server(uvicorn.Server):
     failed: that is how it ended.
     """
 
-    def __init__(self, config: Config, log_dir: Path | None = None) -> None:
-        self._app = new_app()
+    def __init__(self, config: Config, log_dir: Path | None = None, file: Path | None = None) -> None:
+        self._app, self._file = new_app(), file
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(Limits.of(config.server, files))
         super().__init__(
             uvicorn.Config(
-                self._app, loop="uvloop", log_level="warning", access_log=False, lifespan="off",
+                AccessLog(self._app) if config.log.access else self._app, loop="uvloop",
+                log_level="warning", access_log=False, lifespan="off",
                 http=limited(self._connections), server_header=False, backlog=_BACKLOG, ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s, proxy_headers=False,
                 timeout_graceful_shutdown=config.server.drain_s,
@@ -228,6 +227,8 @@ class Server(uvicorn.Server):
         state = AppState(gateway)
         add_endpoints(self._app, state)
         self._stopping = state.stopping
+        if self._file is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(self._file, state))
         self._connections.ended = gateway.metrics.connection_ended
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request

@@ -151,6 +151,7 @@ class ParsedRequest:
     text: what the length of the answer is forecast from, None = nothing is known of it.
     stream, background: how the client wants the response.
     wants_usage: the client asked for the usage event of a stream.
+    trace_parent: its W3C `traceparent`, None = it sent none.
     """
 
     request: Request
@@ -160,6 +161,7 @@ class ParsedRequest:
     stream: bool
     background: bool
     wants_usage: bool
+    trace_parent: str | None = None
 
 
 def _refuse_constant(name: str) -> None:
@@ -261,8 +263,9 @@ def interpret(
     wants_usage = bool((body.stream_options or {}).get("include_usage"))
     upstream = _upstream(raw, body, request.priority, wants_usage)
     return ParsedRequest(
-        request, kind, EngineBody.of(upstream), text_of(raw), stream, background, wants_usage
-    )
+        request, kind, EngineBody.of(upstream), text_of(raw), stream, background, wants_usage,
+        headers.get("traceparent"),
+    )  # fmt: skip
 
 
 _SLO_HEADERS = [name for name in HEADERS if "slo" in name]

@@ -31,6 +31,7 @@ from headway.serve.offload import offload
 from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
+from headway.serve.tracing import Tracing
 from headway.serve.usage import Usage
 from headway.types import Request
 
@@ -42,10 +43,11 @@ class RequestPath:
 
     def __init__(
         self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService,
-        metrics: Metrics, usage: Usage, journal: JournalKeeper,
+        metrics: Metrics, usage: Usage, journal: JournalKeeper, tracing: Tracing,
     ) -> None:  # fmt: skip
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
         self._lengths, self._metrics, self._journal = lengths, metrics, journal
+        self._tracing = tracing
         self.closings = Closings(broker)
         self.late, self.usage = LateRequests(), usage
         self.turn = asyncio.Lock()  # of streams that bring much at a time
@@ -108,12 +110,16 @@ class RequestPath:
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably; it keeps what its body holds of the memory."""
         in_flight = InFlightRequest.of(parsed)
+        self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.swaps.obstacle(parsed.request.model)
         group = parsed.request.tenant, parsed.request.tier
         self._storing[group] += 1
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
             await self._put(in_flight)
+        except BaseException:
+            self._tracing.end(in_flight, clock.now(), "failed")
+            raise
         finally:
             self._storing -= Counter([group])  # drops what is 0
         in_flight.held = held.keep()
@@ -196,8 +202,9 @@ class RequestPath:
         body = upstream.parts(write_metadata(in_flight.request, forecast, in_flight.rank))
         try:
             response = await EngineResponse.open(
-                engine, PATHS[in_flight.kind], body, self._answers, stream=in_flight.streams
-            )
+                engine, PATHS[in_flight.kind], body, self._answers, stream=in_flight.streams,
+                headers={"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id),
+            )  # fmt: skip
         except MalformedAnswer as error:
             log.error("request %s: %s", in_flight.id, error)
             if not await engine.lives():
@@ -243,12 +250,14 @@ class RequestPath:
             self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
             self._journal.finished(in_flight, ttft, now, output_tokens)
             self.late.note(in_flight, now, output_tokens, "finished")
+        self._tracing.end(in_flight, now, "finished", output_tokens)
         return done
 
     async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
         """Close a request as failed, with the reason that the broker keeps."""
         if in_flight.closed:
             return
+        self._tracing.end(in_flight, clock.now(), outcome)
         self.abandon(in_flight, reason)
         self._metrics.failed(in_flight.request, outcome)
         self._journal.failed(in_flight, reason, outcome)
@@ -260,6 +269,7 @@ class RequestPath:
         """Close a request here without an end in the broker."""
         in_flight.closed = True
         in_flight.drop_body()
+        self._tracing.end(in_flight, clock.now(), "abandoned")
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
         self._lengths.ended(in_flight.id)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
@@ -203,18 +203,19 @@ class EngineResponse:
 
     @classmethod
     async def open(
-        cls, engine: VllmEngine, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool
-    ) -> EngineResponse:
+        cls, engine: VllmEngine, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool,
+        headers: Mapping[str, str],
+    ) -> EngineResponse:  # fmt: skip
         """Post a request and return the response with its head.
 
-        body: in parts. stream: it asks for a stream.
+        body: in parts. stream: it asks for a stream. headers: of the request, besides those of its body.
         EngineGone when the engine breaks off, EngineTimeout when it takes too long, MalformedAnswer when it
         answers something else than was asked for.
         """
         stack, memory = AsyncExitStack(), budget.of(engine.id)
         stack.callback(memory.close)
         try:
-            http = await stack.enter_async_context(engine.open(path, body))
+            http = await stack.enter_async_context(engine.open(path, body, headers))
             streams = stream and http.status == 200
             response = cls(http.status, streams, engine.id, memory, http, stack)
             response._watch_end()

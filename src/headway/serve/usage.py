@@ -22,8 +22,16 @@ class Usage:
     """
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._used: dict[str, dict[str, _Window]] = {}
+        self.adopt(keys)
+
+    def adopt(self, keys: Iterable[Key]) -> None:
+        """Take over keys; what their tenants have used in the last minute still counts."""
         limited = {key.tenant for key in keys if key.requests_per_min or key.tokens_per_min}
-        self._used = {tenant: {what: _Window() for what in _LIMITS} for tenant in limited}
+        known = self._used
+        self._used = {
+            tenant: known.get(tenant) or {what: _Window() for what in _LIMITS} for tenant in limited
+        }
 
     def accepted(self, tenant: str, prompt_tokens: int, now: float) -> None:
         """Count a request that was accepted."""

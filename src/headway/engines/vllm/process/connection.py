@@ -165,10 +165,12 @@ class EngineConnection:
         return status == 200
 
     @asynccontextmanager
-    async def open(self, path: str, body: Sequence[Part]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def open(
+        self, path: str, body: Sequence[Part], more: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a request and yield the response; leaving the block closes it, which makes vLLM abort it.
 
-        body: in parts.
+        body: in parts. more: headers besides those of the body.
         Raises EngineGone when the engine does not answer or the connection breaks, EngineTimeout when it
         takes too long, MalformedAnswer when it does not speak HTTP.
         """
@@ -176,7 +178,7 @@ class EngineConnection:
         self.idle.clear()
         try:
             size = sum(map(len, body))
-            headers = {"content-type": "application/json", "content-length": str(size)}
+            headers = {"content-type": "application/json", "content-length": str(size), **(more or {})}
             data = b"".join(body) if size <= _COPIED else _one_by_one(body)
             url = f"{self.url}{path}"
             async with self._http.post(url, data=data, headers=headers, allow_redirects=False) as response:
