@@ -1,4 +1,4 @@
-"""The commands of `headway bench` that break a gateway in front of a FAKE engine."""
+"""Commands of `headway bench` on one gateway: attacks and endurance (FAKE engine), foresight (real engine)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headway.bench.options import Json, Out, Quick, Seed
+from headway.bench.options import Duration, Json, MaxRunning, MixName, Model, Out, Quick, Seed
 
 
 def attack(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
@@ -28,3 +28,28 @@ def soak(
 
     names = tuple(name.strip() for name in only.split(",") if name.strip())
     main(names, quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+def advise(
+    mix: MixName = "deadlines",
+    model: Model = "smollm2",
+    recipe: Annotated[str, typer.Option(help="Recipe to serve with.")] = "headway",
+    loads: Annotated[
+        str, typer.Option(help="Multiples of the capacity; the journal is of the first.")
+    ] = "0.9,1.3",
+    duration: Duration = 240.0,
+    max_running: MaxRunning = 16,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Predict attainment from a real gateway's journal at two loads, and serve them really."""
+    from headway.bench.journal_commands import numbers
+    from headway.bench.live.foresight import Trial, main
+    from headway.bench.live.systems import standard_engine
+    from headway.bench.load import mix as mixes
+
+    engine = standard_engine(model, max_running=max_running, blocks=None)
+    trial = Trial(mixes.load(mix), engine, recipe, numbers(loads), duration, seed)
+    main(trial, quick=quick, as_json=as_json, out=out)

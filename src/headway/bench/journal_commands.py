@@ -112,7 +112,7 @@ def advise(
     specs, classes = fleet_of(instance, fleet, {})
     source = source_of(journal, trace, since, until, specs, classes, slo, seed)
     case, about, notes = source.case(
-        _names(recipes), _numbers(loads), target=target, most=most, busiest=seconds(busiest)
+        _names(recipes), numbers(loads), target=target, most=most, busiest=seconds(busiest)
     )
     advice.main(case, about, notes, seed=seed, as_json=as_json, out=out)
 
@@ -149,7 +149,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> tuple[float, ...]:
+    """Read loads such as "1,1.5,2". ConfigError for anything else."""
     try:
         numbers = tuple(float(part) for part in _names(text))
     except ValueError:

@@ -29,7 +29,7 @@ from headway.journal.rows import EngineRow
 from headway.sim.instance import InstanceSpec
 from headway.types import Floats, Instance
 
-_LEAST = 200  # iterations, with and without prompts
+_LEAST = 30  # iterations, with and without prompts
 _PARTS, _EACH = 40, 500  # stretches of iterations that are fitted, spread evenly over all
 _SOON = 1e-3  # seconds after an event, within the iteration that follows it
 _FIX = "Let the gateway serve some more minutes, or describe the fleet: --instance, --fleet or --profile."

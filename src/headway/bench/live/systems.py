@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.apps.graph import Graph
 from headway.apps.knowledge import SHARED
 from headway.bench.load import generator
-from headway.config import Broker, Config, Engine, Key, Server, Sqlite, Tier, write
+from headway.config import Broker, Config, Engine, Journal, Key, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.recipes.registry import find
@@ -125,11 +125,12 @@ def _stock(name: str, engine: Engine, port: int, logs: Path) -> Child:
 
 def gateway(
     name: str, engines: tuple[Engine, ...], port: int, logs: Path, classes: Iterable[str], *,
-    keys: tuple[Key, ...] = (), graphs: Sequence[Graph] = (),
+    keys: tuple[Key, ...] = (), graphs: Sequence[Graph] = (), journal: str | None = None,
 ) -> Child:  # fmt: skip
     """Return a gateway with sqlite in front of these engines; requests bring their own SLOs.
 
     keys: of its tenants, () = one tenant. graphs: of applications, which it knows from the start
+    journal: its folder, None = beside the queue
     """
     folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
     config = Config(
@@ -139,6 +140,7 @@ def gateway(
         broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"))),
         classes={name: Tier() for name in ("default", *classes)},
         keys=keys,
+        journal=Journal(journal),
     )
     if graphs:
         assert config.apps_dir is not None, "beside the queue"
