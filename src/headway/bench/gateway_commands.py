@@ -1,4 +1,4 @@
-"""Commands of `headway bench` on one gateway: attacks and endurance (FAKE engine), foresight (real engine)."""
+"""Commands of `headway bench` on one gateway: attack and soak (FAKE engine), advise (real engine)."""
 
 from __future__ import annotations
 
