@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from headway.bench.live.dashboard_cost import dashboard_rows
 from headway.bench.live.fake_engine import NAME, WORD
 from headway.bench.live.peers import DIRECT, HEADWAY, Peer, Peers, servers
 from headway.bench.live.planning_overhead import planning_rows
@@ -70,6 +71,7 @@ def measure(quick: bool, seed: int) -> Measured:
         _latency(peers, made, 300 if quick else 3000, rng)
         _throughput(peers, made, 2.2 if quick else 20.0, rng)
     made.rows += planning_rows(3.0 if quick else 20.0)
+    made.rows += dashboard_rows(1.0 if quick else 15.0, seed)
     made.rows += hook_rows(quick, seed)
     made.seconds = time.perf_counter() - began
     return made
