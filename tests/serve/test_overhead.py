@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.live import overhead, planning_overhead
+from headway.bench.live import overhead, planning_overhead, responses
 from headway.bench.live.fake_engine import NAME
 from headway.bench.output.results import Row, save
 from headway.errors import EngineError
@@ -69,11 +69,11 @@ def test_a_gateway_is_measured_while_its_planner_thinks() -> None:
     ],
 )
 def test_whole_answers_are_told_from_parts(data: bytes, complete: bool) -> None:
-    assert overhead._complete(data) == complete
+    assert responses.complete(data) == complete
 
 
 def test_refusals_are_not_counted_as_speed() -> None:
     with pytest.raises(EngineError, match="refused"):
-        overhead.count_response(b"HTTP/1.1 429 Too Many\r\n\r\n", False)
+        responses.count_response(b"HTTP/1.1 429 Too Many\r\n\r\n", False)
     with pytest.raises(EngineError, match="0 tokens"):
-        overhead.count_response(b"HTTP/1.1 200 OK\r\n\r\n", True)
+        responses.count_response(b"HTTP/1.1 200 OK\r\n\r\n", True)

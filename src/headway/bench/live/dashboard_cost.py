@@ -13,6 +13,7 @@ import uvloop
 
 from headway.bench.live.fake_engine import NAME
 from headway.bench.live.peers import HEADWAY, Peer, servers
+from headway.bench.live.responses import count_response, read_response
 from headway.bench.load import prompts
 from headway.bench.output.results import Row
 
@@ -61,8 +62,6 @@ async def _stretch(gateway: Peer, requests: list[bytes], seconds: float, *, view
 
 async def _line(port: int, requests: list[bytes], first: float, end: float) -> int:
     """Send a request every `_LINES / _RATE` seconds on one connection; one that is late goes at once."""
-    from headway.bench.live.overhead import count_response, read_response
-
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sent, due = 0, first
     try:

@@ -8,7 +8,6 @@ core. `hook_overhead.py` measures the scheduler hook inside vLLM.
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import tempfile
 import time
@@ -22,25 +21,22 @@ import numpy as np
 import uvloop
 
 from headway.bench.live.dashboard_cost import dashboard_rows
-from headway.bench.live.fake_engine import NAME, WORD
+from headway.bench.live.fake_engine import NAME
 from headway.bench.live.peers import DIRECT, HEADWAY, Peer, Peers, servers
 from headway.bench.live.planning_overhead import planning_rows
+from headway.bench.live.responses import MARK, TOKENS, check, complete, count_response, read_response
 from headway.bench.load import prompts
 from headway.bench.output.plots import png, sheet
 from headway.bench.output.results import About, Grid, Report, Row, deliver
 from headway.errors import EngineError
 from headway.types import Floats
 
-_TOKENS = 200  # per stream
 _CLIENTS, _STREAMS = 32, 64
 _CHAT = f"chat, 16 tokens at once, idle {NAME}"
 _TTFT = f"streamed, to the first token, idle {NAME}"
 _REQUESTS = f"chat, {_CLIENTS} at once, {NAME}"
-_FAST = f"{_STREAMS} streams x {_TOKENS} tokens, {NAME} as fast as it can"
-_PACED = f"{_STREAMS} streams x {_TOKENS} tokens, {NAME} at 100 tokens/s each"
-_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-_MARK = f'"content":"{WORD}"'.encode()  # in every event with a token
-_END = b"\r\n0\r\n\r\n"  # of a chunked body
+_FAST = f"{_STREAMS} streams x {TOKENS} tokens, {NAME} as fast as it can"
+_PACED = f"{_STREAMS} streams x {TOKENS} tokens, {NAME} at 100 tokens/s each"
 
 
 def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
@@ -82,7 +78,7 @@ def measure(quick: bool, seed: int) -> Measured:
 
 def _latency(peers: Peers, made: Measured, pairs: int, rng: np.random.Generator) -> None:
     """Send each request to both servers, in random order, and compare the two times."""
-    for setting, mark, more in ((_CHAT, None, {}), (_TTFT, _MARK, {"stream": True})):
+    for setting, mark, more in ((_CHAT, None, {}), (_TTFT, MARK, {"stream": True})):
         texts = prompts.generate(pairs + 50, (24, 48), rng)
         first = rng.integers(0, 2, len(texts))
         with ExitStack() as stack:
@@ -118,28 +114,15 @@ def _ask(line: socket.socket, request: bytes, mark: bytes | None) -> float:
     """Return the seconds until `mark` arrived (None: the whole response); read the whole response."""
     began, data, seen = time.perf_counter(), b"", None
     line.sendall(request)
-    while not _complete(data):
+    while not complete(data):
         piece = line.recv(65536)
         if not piece:
             raise EngineError("A server closed the connection in mid-response.", "Try again.")
         data += piece
         if seen is None and mark is not None and mark in data:
             seen = time.perf_counter() - began
-    _check(data)
+    check(data)
     return time.perf_counter() - began if seen is None else seen
-
-
-def _complete(data: bytes) -> bool:
-    head, found, body = data.partition(b"\r\n\r\n")
-    length = _LENGTH.search(head)
-    return bool(found) and (len(body) >= int(length[1]) if length else data.endswith(_END))
-
-
-def _check(data: bytes) -> None:
-    if not data.startswith(b"HTTP/1.1 200 "):
-        raise EngineError(
-            f"A server refused: {data[:300]!r}.", "This is a bug in the benchmark or the gateway."
-        )
 
 
 # ---- many at once
@@ -148,8 +131,8 @@ def _check(data: bytes) -> None:
 def _throughput(peers: Peers, made: Measured, seconds: float, rng: np.random.Generator) -> None:
     """Saturate each server in turn; divide its work by the CPU time of its process."""
     texts = prompts.generate(500, (24, 48), rng)
-    streamed = {"max_tokens": _TOKENS, "stream": True, "vllm_xargs": {"fake_tokens": _TOKENS}}
-    paced = {**streamed, "vllm_xargs": {"fake_tokens": _TOKENS, "fake_delay": 0.01}}
+    streamed = {"max_tokens": TOKENS, "stream": True, "vllm_xargs": {"fake_tokens": TOKENS}}
+    paced = {**streamed, "vllm_xargs": {"fake_tokens": TOKENS, "fake_delay": 0.01}}
     for peer in peers:
         _work(peer, _CLIENTS, 0.5, texts, {"max_tokens": 16})  # warms up caches
         requests = _work(peer, _CLIENTS, seconds, texts, {"max_tokens": 16})
@@ -157,7 +140,7 @@ def _throughput(peers: Peers, made: Measured, seconds: float, rng: np.random.Gen
         for setting, more in ((_FAST, streamed), (_PACED, paced)):
             tokens = _work(peer, _STREAMS, seconds, texts, more)
             made.rows += _rates(
-                "gateway.tokens_per_s", "tokens/s", peer.name, setting, tokens.responses * _TOKENS, tokens
+                "gateway.tokens_per_s", "tokens/s", peer.name, setting, tokens.responses * TOKENS, tokens
             )
 
 
@@ -207,20 +190,6 @@ async def _many(peer: Peer, clients: int, seconds: float, requests: list[bytes],
         return responses
 
     return sum(await asyncio.gather(*(client(number) for number in range(clients))))
-
-
-async def read_response(reader: asyncio.StreamReader) -> bytes:
-    """Return head and body of the next response on a connection."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = _LENGTH.search(head)
-    return head + (await reader.readexactly(int(length[1])) if length else await reader.readuntil(_END))
-
-
-def count_response(data: bytes, streamed: bool) -> None:
-    """Raise EngineError unless the response is complete, so that errors are not counted as throughput."""
-    _check(data)
-    if streamed and data.count(_MARK) != _TOKENS:
-        raise EngineError(f"A stream had {data.count(_MARK)} tokens, not {_TOKENS}.", "This is a bug.")
 
 
 # ---- the report

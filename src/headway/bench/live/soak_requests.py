@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from headway.bench.live.overhead import count_response, read_response
 from headway.bench.live.peers import Peer, servers
+from headway.bench.live.responses import count_response, read_response
 from headway.bench.load import prompts
 from headway.bench.output.results import Row
 
