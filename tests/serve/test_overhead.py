@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.live import overhead, planning_overhead, responses
+from headway.bench.live import dashboard_cost, overhead, planning_overhead, responses
 from headway.bench.live.fake_engine import NAME
 from headway.bench.output.results import Row, save
 from headway.errors import EngineError
@@ -19,7 +19,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> overhead.Measured:
     """Measure for a moment; the hook's rows are made up."""
     measured, rng = overhead.Measured(seconds=1.0), np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch, overhead.servers(tmp_path_factory.mktemp("o")) as peers:
-        patch.setattr(overhead, "_TOKENS", 20)
+        for module in (overhead, responses):
+            patch.setattr(module, "TOKENS", 20)
         overhead._latency(peers, measured, 10, rng)
         overhead._throughput(peers, measured, 0.2, rng)
     measured.rows.append(Row("hook.ratio", "slack", "16 running", 1.5, "x"))
@@ -77,3 +78,10 @@ def test_refusals_are_not_counted_as_speed() -> None:
         responses.count_response(b"HTTP/1.1 429 Too Many\r\n\r\n", False)
     with pytest.raises(EngineError, match="0 tokens"):
         responses.count_response(b"HTTP/1.1 200 OK\r\n\r\n", True)
+
+
+def test_a_viewer_of_the_dashboard_is_measured() -> None:
+    rows = {(row.id, row.setting.split(",")[0]): row for row in dashboard_cost.dashboard_rows(0.3, 0)}
+    assert rows["dashboard.us_per_request", "no viewer"].ours > 0  # type: ignore[operator]
+    assert rows["dashboard.us_per_request", "a viewer"].ours > 0  # type: ignore[operator]
+    assert len(rows) == 3
