@@ -20,6 +20,15 @@ Value = TypeVar("Value", float, Floats)
 ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
 # Levels; only `ATTAINABLE` and least slack use more than the first.
 ON_TIME, LATE, BEST_EFFORT = range(3)
+# The rank (`Jobs.urgency`) of a promise that is beyond its tenant's part (`plan/tenant_parts.py`): it is the
+# first to be given up where not all can be kept, and otherwise like one of rank 0. Best effort has greater.
+BEYOND = 5e-7
+
+
+@compiled
+def outer(urgency: float) -> float:
+    """Return the rank by which a packer orders what it keeps: `BEYOND` is no order."""
+    return 0.0 if urgency == BEYOND else urgency
 
 
 @compiled

@@ -17,11 +17,12 @@ from headway.apps.prepare import prepare
 from headway.apps.prewarming import Prewarming
 from headway.apps.runs import Futures, RankOptions, Runs
 from headway.core.cluster import Cluster
-from headway.core.ranks import BEST_EFFORT
+from headway.core.ranks import BEST_EFFORT, BEYOND, LATE
 from headway.events import Arrived, Event, Failed, Finished, Started
 from headway.plan.baselines.vtc import ANSWER_WEIGHT
 from headway.plan.ordered import Ordered
 from headway.plan.service_costs import ServiceCosts
+from headway.plan.tenant_parts import TenantParts
 from headway.plan.tenant_turns import TenantTurns
 from headway.plan.waiting import Entry
 from headway.types import Backlog, Ints, Plan, Request, Send
@@ -55,6 +56,8 @@ class RunOrder(Ordered):
         self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
         self._origin = math.nan  # when the first request of a run came; ranks count from it
         self._turns: TenantTurns | None = None
+        self._parts: TenantParts | None = None
+        self._beyond: set[str] = set()  # promises beyond their tenants' parts, by id
 
     @property
     def wake_at(self) -> float:
@@ -76,8 +79,8 @@ class RunOrder(Ordered):
         return self.runs.rest((tenant, app, run), now)
 
     def take_turns(self) -> None:
-        """Serve best effort in turns of its tenants."""
-        self._turns, self._origin = TenantTurns(), 0.0
+        """Serve best effort in turns of its tenants, and give up promises beyond their parts first."""
+        self._turns, self._origin, self._parts = TenantTurns(), 0.0, TenantParts()
 
     def prepare(self) -> None:
         """Compile what ranks of runs need."""
@@ -98,8 +101,21 @@ class RunOrder(Ordered):
                 self._turns.ended(id, output_tokens)
             case Failed(id) if self._turns is not None:
                 self._turns.ended(id, None)
+        if self._parts is not None:
+            self._count(self._parts, event, now)
         if self._stands and isinstance(event, Finished | Failed):
             self._stands.pop(event.id, None)
+
+    def _count(self, parts: TenantParts, event: Event, now: float) -> None:
+        match event:
+            case Started(id):
+                parts.began(id)
+            case Finished(id, output_tokens):
+                parts.ended(id, output_tokens, now)
+                self._beyond.discard(id)
+            case Failed(id):
+                parts.ended(id, None, now)
+                self._beyond.discard(id)
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside by its place in the order, and what is to be warmed."""
@@ -116,7 +132,12 @@ class RunOrder(Ordered):
         if (costs := self._costs.changed(cluster)) is not None:
             runs.costs = costs
         expected = float(backlog.tokens[row] - backlog.prompt[row])
-        promised = backlog.due.item(row) < math.inf
+        due = backlog.due.item(row)
+        promised = due < math.inf
+        if promised and self._parts is not None:
+            asked = request.id, request.tenant, request.prompt_tokens, expected
+            if self._parts.beyond(*asked, due, now):
+                self._beyond.add(request.id)
         if request.stage is None:
             if not promised:
                 needs = request.prompt_tokens * runs.costs.delay + expected * runs.costs.output
@@ -148,16 +169,19 @@ class RunOrder(Ordered):
         return (self._placed(backlog, entry) for entry in super()._entries(backlog, rows))
 
     def _placed(self, backlog: Backlog, entry: Entry) -> Entry:
-        """Put best effort where it stands."""
+        """Put best effort where it stands, and promises beyond their tenants' parts behind the others."""
         if entry[0] != BEST_EFFORT:
-            return entry
+            beyond = self._beyond and str(backlog.keys[entry[4]]) in self._beyond
+            return (LATE, *entry[1:]) if beyond else entry
         arrival, stands = entry[2], self._stands
         key = stands.get(str(backlog.keys[entry[4]]), arrival) if stands else arrival
         return (entry[0], key, *entry[2:])
 
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
-        """Let best effort carry where it stands, so that the packer orders by it, too."""
+        """Let best effort carry where it stands, so that the packer orders by it, too; `BEYOND` as well."""
         send, entry = super()._send(cluster, row, name), self._entry(cluster.backlog, row)
+        if send.id in self._beyond:
+            return replace(send, rank=BEYOND)
         if entry[0] != BEST_EFFORT or math.isnan(self._origin):
             return send
         return replace(send, rank=max(entry[1] - self._origin, _FIRST))

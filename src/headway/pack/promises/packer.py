@@ -27,6 +27,7 @@ import numpy as np
 from headway.compiled import compiled
 from headway.core.engine_spec import EngineSpec, KeepOptions, PackerParams
 from headway.core.feasibility import Pace
+from headway.core.ranks import outer
 from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
@@ -126,7 +127,7 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
     rows, level, start = outlook.rows[kept], outlook.level[kept], outlook.start[kept]
     keys = np.empty((3, kept.size))
     for i in range(kept.size):
-        keys[0, i], keys[1, i] = jobs["urgency"][rows[i]], level[i]
+        keys[0, i], keys[1, i] = outer(jobs["urgency"][rows[i]]), level[i]
         keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
     order = ordered(keys, jobs["serial"][rows])
     return Outlook(rows[order], level[order], start[order])

@@ -12,6 +12,7 @@ import numpy as np
 
 from headway.compiled import compiled
 from headway.core.feasibility import Pace
+from headway.core.ranks import outer
 from headway.core.sorting import push, sort
 from headway.pack.kernels import Rows
 from headway.pack.promises.outlook import EASY, HOPE, LATE, LOST, OTHER, Outlook, size_of
@@ -68,7 +69,7 @@ def _fill(
             at += 1
     for i in range(at):
         row, running = rows[i], jobs["running"][rows[i]]
-        keys[0, i], keys[1, i] = jobs["urgency"][row], level[i]
+        keys[0, i], keys[1, i] = outer(jobs["urgency"][row]), level[i]
         if level[i] == LOST:
             keys[2, i] = size_of(jobs, row, theta, pace)
         elif level[i] != EASY or running:

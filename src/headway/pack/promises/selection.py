@@ -15,6 +15,7 @@ import numpy as np
 from headway.compiled import compiled
 from headway.core.engine_spec import KeepOptions, PackerParams
 from headway.core.feasibility import Pace
+from headway.core.ranks import outer
 from headway.core.sorting import pop, push
 from headway.forecast.latency.online import seconds_of
 from headway.memory.budget import KvBudget
@@ -210,8 +211,8 @@ def _admit(
 @compiled
 def _same_rank(jobs: Rows, outlook: Outlook, begin: int) -> int:
     """Return the end of the rows that have the same rank from outside as the one at `begin`."""
-    rank, end = jobs["urgency"][outlook.rows[begin]], begin + 1
-    while end < outlook.rows.size and jobs["urgency"][outlook.rows[end]] == rank:
+    rank, end = outer(jobs["urgency"][outlook.rows[begin]]), begin + 1
+    while end < outlook.rows.size and outer(jobs["urgency"][outlook.rows[end]]) == rank:
         end += 1
     return end
 
