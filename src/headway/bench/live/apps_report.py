@@ -20,7 +20,7 @@ from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 
 _HERMES = "hermes"
 _QUICK = ("vllm-fcfs", _HERMES)
-_QUICK_SECONDS, _QUICK_RATE, _QUICK_SCALE = 6.0, 1.25, 0.1
+_QUICK_SECONDS, _QUICK_RATE, _QUICK_SCALE = 4.0, 1.25, 0.1
 _SECONDS = "headway_run_seconds"
 Figure = tuple[str, str, float | None, str]
 
