@@ -1,0 +1,82 @@
+"""What each client library does against a Headway, run in an environment of its own: NAME URL MODEL_DIR.
+
+Prints one JSON object: what was tried -> what came. A failure is a traceback and a status other than 0.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+QUESTION = "What is the capital of France?"
+SCHEMA = {
+    "type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
+}  # fmt: skip
+
+
+def openai(url: str, _: str) -> dict[str, Any]:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+    ask: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": QUESTION}]}
+    chat = client.chat.completions.create(**ask, max_tokens=12, temperature=0)
+    stream = client.chat.completions.create(**ask, max_tokens=12, temperature=0, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    plain = client.completions.create(model="smollm2", prompt="One two", max_tokens=4)
+    shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    structured = client.chat.completions.create(**ask, max_tokens=40, temperature=0, response_format=shape)
+    return {
+        "chat": chat.choices[0].message.content, "stream": text, "completions": plain.choices[0].text,
+        "structured output": sorted(json.loads(structured.choices[0].message.content or "")),
+        "models": [model.id for model in client.models.list()],
+    }  # fmt: skip
+
+
+def langchain(url: str, _: str) -> dict[str, Any]:
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        base_url=f"{url}/v1", api_key="none", model="smollm2", temperature=0, max_tokens=12, timeout=600,
+        default_headers={"x-slo-ttft-ms": "60000"},
+    )  # fmt: skip
+    return {
+        "invoke": model.invoke(QUESTION).content,
+        "stream": "".join(str(chunk.content) for chunk in model.stream(QUESTION)),
+    }
+
+
+def litellm(url: str, _: str) -> dict[str, Any]:
+    import litellm as lite
+
+    ask: dict[str, Any] = {
+        "model": "openai/smollm2", "api_base": f"{url}/v1", "api_key": "none", "max_tokens": 12,
+        "temperature": 0, "messages": [{"role": "user", "content": QUESTION}], "timeout": 600,
+    }  # fmt: skip
+    stream = lite.completion(**ask, stream=True)
+    return {
+        "completion": lite.completion(**ask).choices[0].message.content,
+        "stream": "".join(chunk.choices[0].delta.content or "" for chunk in stream),
+    }
+
+
+def guidellm(url: str, model: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "out.json"
+        subprocess.run(
+            [
+                str(Path(sys.executable).with_name("guidellm")), "benchmark", "--target", url,
+                "--model", "smollm2", "--processor", model, "--profile", "synchronous", "--max-requests", "4",
+                "--data", "prompt_tokens=32,output_tokens=8", "--output-path", str(file),
+            ],
+            check=True, stdout=sys.stderr, timeout=900,
+        )  # fmt: skip
+        runs = json.loads(file.read_text())["benchmarks"]
+    return {"requests": len(runs[0]["requests"]["successful"])}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](sys.argv[2], sys.argv[3])))
