@@ -13,6 +13,7 @@ import pytest
 from headway.config import (
     Apps,
     Backend,
+    Batches,
     Broker,
     Config,
     Engine,
@@ -105,6 +106,14 @@ history = "lengths.npz"
 dir = "graphs"
 run_timeout_s = 30
 
+[batches]
+dir = "files"
+max_file_mib = 20
+max_lines = 500
+tenant_mib = 100
+max_open = 3
+lines = 16
+
 [backends.python]
 kind = "sandbox"
 load = "module:function"
@@ -181,6 +190,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)
+    assert config.batches == Batches("files", 20, 500, 100, 3, 16)
     assert config.backends["python"] == Backend(
         "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
@@ -196,6 +206,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Sqlite: data["broker"]["sqlite"],
         Predictor: data["predictor"],
         Apps: data["apps"],
+        Batches: data["batches"],
         Backend: data["backends"]["python"],
         Tier: data["classes"]["gold"],
         Key: data["keys"][0],

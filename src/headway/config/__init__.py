@@ -129,6 +129,26 @@ class Apps:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Batches:
+    """Files of requests that are answered within hours (`/v1/files`, `/v1/batches`).
+
+    dir: the directory of the files and of their progress, which gateways that share the queue share, too;
+        unset, beside the queue; "none", or a queue in memory = there are no batches.
+    max_file_mib, max_lines: of one file. tenant_mib: of all files of a tenant.
+    max_open: batches of a tenant that have not ended.
+    lines: of a tenant's batches that wait for an engine or are in one at a time; unset, twice what the
+        engines compute at a time (engines.max_running).
+    """
+
+    dir: Annotated[str, Field(min_length=1)] | None = None
+    max_file_mib: Count = 200
+    max_lines: Count = 50_000
+    tenant_mib: Count = 4096
+    max_open: Count = 100
+    lines: Count | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Backend:
     """What serves units of applications outside the LLM, for `POST /v1/backends/NAME`.
 
@@ -201,6 +221,7 @@ class Config:
     broker: Broker = field(default_factory=Broker)
     predictor: Predictor = field(default_factory=Predictor)
     apps: Apps = field(default_factory=Apps)
+    batches: Batches = field(default_factory=Batches)
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
@@ -220,6 +241,11 @@ class Config:
         """Return the directory that keeps the applications' demand graphs, None = nowhere."""
         return self._beside_queue(self.apps.dir, ".apps")
 
+    @property
+    def batches_dir(self) -> Path | None:
+        """Return the directory of batches, None = there are none, because no queue on disk would run them."""
+        return None if self.broker.kind == "memory" else self._beside_queue(self.batches.dir, ".batches")
+
     def _beside_queue(self, given: str | None, suffix: str) -> Path | None:
         if given == "none" or (given is None and self.broker.kind == "memory"):
             return None
@@ -229,7 +255,7 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
-    "apps": Apps, "backends": Backend, "classes": Tier, "keys": Key,
+    "apps": Apps, "batches": Batches, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
 
 

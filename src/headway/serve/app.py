@@ -19,6 +19,7 @@ from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.backend_endpoints import add_backend_endpoints
+from headway.serve.batches.endpoints import add_batch_endpoints
 from headway.serve.dashboard.endpoints import add_dashboard_endpoints
 from headway.serve.gateway import Gateway
 from headway.serve.metrics import Metrics, relabelled
@@ -52,6 +53,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _background(app, state)
     add_run_endpoints(app, state)
     add_backend_endpoints(app, state)
+    add_batch_endpoints(app, state)
     _status(app, state)
     _operations(app, state)
     add_dashboard_endpoints(app, state)

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hmac import compare_digest
@@ -175,29 +176,45 @@ class AppState:
         self, kind: Kind, request: Request, data: bytes, key: Key | None, arrival: float
     ) -> ParsedRequest:
         raw, body = await offload(len(data), partial(self._validated, kind, data))
+        parsed, prompt = await self.interpreted(
+            kind, raw, body, request.headers, key, arrival,
+            tenant="default" if key is None else key.tenant, size=len(data),
+        )  # fmt: skip
+        parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
+        self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
+        self._learn_prefix(parsed.request, prompt)
+        return parsed
+
+    async def interpreted(
+        self, kind: Kind, raw: dict[str, Any], body: ChatBody | CompletionBody, headers: Mapping[str, str],
+        key: Key | None, arrival: float, *, tenant: str, size: int,
+    ) -> tuple[ParsedRequest, Prompt]:  # fmt: skip
+        """Interpret a valid body for a model that is served; nothing is refused here for want of room.
+
+        key: what its claims are held against, None = nothing. size: bytes of the body.
+        """
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)
         engine = self._engine_of(body.model)
         if isinstance(body, ChatBody) and body.tools:
             _check_tools(engine, body.model, raw.get("tool_choice"))
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
-        parsed = await offload(len(data), partial(
-            interpret, kind, raw, body, request.headers, self.config,
-            tenant="default" if key is None else key.tenant, arrival=arrival,
+        parsed = await offload(size, partial(
+            interpret, kind, raw, body, headers, self.config, tenant=tenant, arrival=arrival,
             prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
         ))  # fmt: skip
         if key is not None:
-            own = body.priority is not None or "x-vllm-priority" in request.headers
+            own = body.priority is not None or "x-vllm-priority" in headers
             check_claims(key, parsed.request, parsed.request.priority if own else None)
-        asked = replace(parsed.request, model=model, adapter=adapter)
-        parsed = replace(parsed, request=self.gateway.dispatcher.promised(asked))
-        self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
-        self._learn_prefix(parsed.request, prompt)
-        return parsed
+        return replace(parsed, request=replace(parsed.request, model=model, adapter=adapter)), prompt
 
     def _validated(self, kind: Kind, data: bytes) -> tuple[dict[str, Any], ChatBody | CompletionBody]:
         raw = read_json(data)
-        return raw, validate(kind, raw, self._longest)
+        return raw, self.validated(kind, raw)
+
+    def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
+        """Check the fields of a body; errors as `validate`."""
+        return validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
         """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""

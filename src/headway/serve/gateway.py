@@ -25,6 +25,8 @@ from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
+from headway.serve.batches.store import Store
+from headway.serve.batches.store import opened as opened_batches
 from headway.serve.budget import ByteBudget
 from headway.serve.dashboard.history import History
 from headway.serve.dispatcher import Dispatcher, Listener
@@ -46,6 +48,7 @@ class Gateway:
     counters: model name -> what counts its prompts' tokens.
     bodies: the memory that bodies may take.
     history: promises kept over the last minutes.
+    batches: files and batches; None = no queue on disk would run them.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -62,6 +65,7 @@ class Gateway:
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
     history: History
+    batches: Store | None
 
 
 @asynccontextmanager
@@ -78,9 +82,9 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
         opened(config.backends) as backends,
+        opened_batches(config.batches_dir) as batches,
     ):
-        planner = recipe.planner()
-        controller = _controller(config, planner, lengths)
+        controller = _controller(config, recipe.planner(), lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics, Usage(config.keys))
@@ -92,7 +96,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         loops = recovery.run, forget, path.closings.run, history.run
         try:
             async with (
-                kept_graphs(planner.knowledge, config.apps_dir),
+                kept_graphs(controller.planner.knowledge, config.apps_dir),
                 dispatcher.running(),
                 background.running(),
             ):
@@ -100,7 +104,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background, bodies,
-                        backends, prefixes, history,
+                        backends, prefixes, history, batches,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")

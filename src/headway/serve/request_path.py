@@ -31,7 +31,7 @@ from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
 from headway.serve.usage import Usage
-from headway.types import Request
+from headway.types import Reject, Request
 
 log = logging.getLogger("headway.serve")
 
@@ -81,13 +81,17 @@ class RequestPath:
         unavailable = self._dispatcher.swaps.unavailable(request.model)
         if unavailable is not None:
             raise unavailable
-        reject = self._dispatcher.controller.admit(request, clock.now(), self._storing, most)
+        reject = self.admission(request, most)
         if reject is None:
             return
         self._metrics.dropped(reject.reason)
         if reject.reason == "infeasible":
             self._metrics.failed(request, "refused")
         raise refusal(reject)
+
+    def admission(self, request: Request, most: int | None = None) -> Reject | None:
+        """Return why a request would be refused now, None = it would not be. Nothing is counted."""
+        return self._dispatcher.controller.admit(request, clock.now(), self._storing, most)
 
     @property
     def on_disk(self) -> bool:
