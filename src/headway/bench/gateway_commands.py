@@ -1,4 +1,4 @@
-"""The commands of `headway bench` that break a gateway in front of a FAKE engine."""
+"""The commands of `headway bench` that break a gateway."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headway.bench.options import Json, Out, Quick, Seed
+from headway.bench.options import Duration, Json, MaxRunning, Model, Out, Quick, Seed
 
 
 def attack(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
@@ -28,3 +28,22 @@ def soak(
 
     names = tuple(name.strip() for name in only.split(",") if name.strip())
     main(names, quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+def batch(
+    model: Model = "smollm2",
+    lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 10_000,
+    rate: Annotated[float, typer.Option(min=0.001, help="Interactive requests per second.")] = 1.0,
+    duration: Duration = 120.0,
+    max_running: MaxRunning = 16,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Serve interactive requests beside a batch on real vLLM, and kill the gateway in the middle of it."""
+    from headway.bench.live.batch import Trial, main
+    from headway.bench.live.systems import standard_engine
+
+    engine = standard_engine(model, max_running=max_running, blocks=None)
+    main(Trial(engine, lines, rate, duration, seed), quick=quick, as_json=as_json, out=out)
