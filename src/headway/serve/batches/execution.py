@@ -247,12 +247,12 @@ class Execution:
         await store.ask(store.close_lines, id, end)
 
     async def _close(self, line: Line) -> bool:
-        """Cancel a line's request, or record its answer; False when the queue does not know it."""
+        """Cancel a line's request, or record how it ended; False when the queue does not know it."""
         gateway, id = self._state.gateway, request_id(self._batch, line.number)
         with suppress(HeadwayError):  # its end cannot be stored at the moment
             await gateway.background.cancel(id)
         job = await gateway.broker.get(id)
-        if job is not None and job.state == "done":
+        if job is not None and job.state != "open" and job.reason != "cancelled":
             await self._record(line, *answered(self._batch, line, job))
         return job is not None
 
