@@ -13,6 +13,7 @@ import pytest
 from headway.config import (
     Apps,
     Backend,
+    Batches,
     Broker,
     Config,
     Engine,
@@ -123,6 +124,14 @@ endpoint = "http://localhost:4318"
 service = "gateway"
 sample = 0.25
 
+[batches]
+dir = "files"
+max_file_mib = 20
+max_lines = 500
+tenant_mib = 100
+max_open = 3
+lines = 16
+
 [backends.python]
 kind = "sandbox"
 load = "module:function"
@@ -202,6 +211,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
     assert config.log == Log("debug", "json", True)
     assert config.tracing == Tracing("http://localhost:4318", "gateway", 0.25)
+    assert config.batches == Batches("files", 20, 500, 100, 3, 16)
     assert config.backends["python"] == Backend(
         "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
@@ -220,6 +230,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Journal: data["journal"],
         Log: data["log"],
         Tracing: data["tracing"],
+        Batches: data["batches"],
         Backend: data["backends"]["python"],
         Tier: data["classes"]["gold"],
         Key: data["keys"][0],

@@ -124,7 +124,7 @@ def test_why_a_request_was_late_is_told_from_the_journal(headway: Headway, clien
         model="smollm2", messages=QUESTION, max_tokens=12, extra_headers={"x-slo-e2e-ms": "1"},
         extra_body={"ignore_eos": True}, stream=False,
     )  # fmt: skip
-    folder = f"{headway.queue}.journal"
+    folder = str(headway.queue.with_suffix(".journal"))
     deadline = time.monotonic() + ANSWER_S
     seen: dict[str, float] = {}
     while time.monotonic() < deadline and "running" not in seen:  # the engine is asked every second

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from headway.bench.gateway_commands import advise, attack, soak
+from headway.bench.gateway_commands import advise, attack, batch, soak
 from headway.bench.load import mix as mixes
 from headway.bench.options import (
     AppSystems,
@@ -174,6 +174,7 @@ def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: O
 
 
 bench_app.command()(attack)
+bench_app.command()(batch)
 bench_app.command()(soak)
 bench_app.command()(advise)
 

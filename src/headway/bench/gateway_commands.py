@@ -1,4 +1,4 @@
-"""Commands of `headway bench` on one gateway: attack and soak (FAKE engine), advise (real engine)."""
+"""Commands of `headway bench` on one gateway: FAKE engines (attack, soak) and real ones (advise, batch)."""
 
 from __future__ import annotations
 
@@ -53,3 +53,22 @@ def advise(
     engine = standard_engine(model, max_running=max_running, blocks=None)
     trial = Trial(mixes.load(mix), engine, recipe, numbers(loads), duration, seed)
     main(trial, quick=quick, as_json=as_json, out=out)
+
+
+def batch(
+    model: Model = "smollm2",
+    lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 10_000,
+    rate: Annotated[float, typer.Option(min=0.001, help="Interactive requests per second.")] = 1.0,
+    duration: Duration = 120.0,
+    max_running: MaxRunning = 16,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Serve interactive requests beside a batch on real vLLM, and kill the gateway in the middle of it."""
+    from headway.bench.live.batch import Trial, main
+    from headway.bench.live.systems import standard_engine
+
+    engine = standard_engine(model, max_running=max_running, blocks=None)
+    main(Trial(engine, lines, rate, duration, seed), quick=quick, as_json=as_json, out=out)

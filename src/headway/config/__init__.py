@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from headway.config.backends import Backend as Backend
+from headway.config.batches import Batches as Batches
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
 from headway.config.journal import Journal as Journal
@@ -176,6 +177,7 @@ class Config:
     journal: Journal = field(default_factory=Journal)
     log: Log = field(default_factory=Log)
     tracing: Tracing = field(default_factory=Tracing)
+    batches: Batches = field(default_factory=Batches)
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
@@ -200,6 +202,11 @@ class Config:
         """Return the folder of the journal, None = none is kept."""
         return self._beside_queue(self.journal.dir, ".journal")
 
+    @property
+    def batches_dir(self) -> Path | None:
+        """Return the directory of batches, None = there are none, because no queue on disk would run them."""
+        return None if self.broker.kind == "memory" else self._beside_queue(self.batches.dir, ".batches")
+
     def _beside_queue(self, given: str | None, suffix: str) -> Path | None:
         if given == "none" or (given is None and self.broker.kind == "memory"):
             return None
@@ -209,8 +216,8 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
-    "apps": Apps, "journal": Journal, "log": Log, "tracing": Tracing, "backends": Backend,
-    "classes": Tier, "keys": Key,
+    "apps": Apps, "batches": Batches, "journal": Journal, "log": Log, "tracing": Tracing,
+    "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
 
 

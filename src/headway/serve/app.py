@@ -17,8 +17,11 @@ from headway import __version__, clock
 from headway.broker.port import Job
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
+from headway.serve.anthropic.endpoints import PATH as MESSAGES
+from headway.serve.anthropic.endpoints import add_message_endpoints, message_error
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.backend_endpoints import add_backend_endpoints
+from headway.serve.batches.endpoints import add_batch_endpoints
 from headway.serve.dashboard.endpoints import add_dashboard_endpoints
 from headway.serve.gateway import Gateway
 from headway.serve.metrics import Metrics, relabelled
@@ -32,6 +35,7 @@ from headway.serve.request_parsing import (
 )
 from headway.serve.run_endpoints import add_run_endpoints
 from headway.serve.streaming import ResponseStream, error_response
+from headway.serve.token_endpoints import add_token_endpoints
 
 log = logging.getLogger("headway.serve")
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
@@ -52,6 +56,9 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _background(app, state)
     add_run_endpoints(app, state)
     add_backend_endpoints(app, state)
+    add_batch_endpoints(app, state)
+    add_message_endpoints(app, state)
+    add_token_endpoints(app, state)
     _status(app, state)
     _operations(app, state)
     add_dashboard_endpoints(app, state)
@@ -63,7 +70,8 @@ def _errors(app: FastAPI, metrics: Metrics) -> None:
         if error.status not in _FLOODS:
             path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
             log.info("%s %s: %d, %s", request.method, path, error.status, why)
-        return error_response(error)
+        messages = request.url.path.startswith(MESSAGES)
+        return message_error(error) if messages else error_response(error)
 
     @app.exception_handler(HeadwayError)
     async def ours(request: Request, error: HeadwayError) -> JSONResponse:

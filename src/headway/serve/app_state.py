@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from hmac import compare_digest
@@ -33,9 +33,10 @@ from headway.serve.request_parsing import (
     read_json,
     validate,
 )
-from headway.serve.tokens import Prompt
+from headway.serve.tokens import Prompt, TokenCounter
 from headway.types import Request as CoreRequest
 
+Translate = Callable[[dict[str, Any]], dict[str, Any]]
 _LARGE = 4  # large bodies that are parsed at a time
 
 
@@ -79,15 +80,20 @@ class AppState:
             request.scope["headway.tenant"] = key.tenant  # for the access log
         else:
             raise RequestError(
-                "This server wants an API key.", "Send `Authorization: Bearer KEY`.",
+                "This server wants an API key.", "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
         return key
 
     def _given(self, request: Request) -> bytes | None:
-        """Return the digest of the key that a request carries."""
+        """Return the digest of the key that a request carries; two different ones are none."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return self._digest(key.strip()) if scheme.lower() == "bearer" else None
+        bearer = key.strip() if scheme.lower() == "bearer" else None
+        other = request.headers.get("x-api-key")  # as clients of Anthropic's API send it
+        if bearer is not None and other is not None and bearer != other:
+            return None
+        given = other if bearer is None else bearer
+        return None if given is None else self._digest(given)
 
     def _digest(self, key: str) -> bytes:
         """Return the digest by which keys are compared.
@@ -152,17 +158,34 @@ class AppState:
             headers={"connection": "close"},
         )
 
-    async def parse(self, kind: Kind, request: Request, held: Held) -> ParsedRequest:
-        """Parse an HTTP request, or refuse it before anything is stored."""
+    async def json(self, request: Request) -> dict[str, Any]:
+        """Read the JSON object of a request that is answered at once; errors as `read`."""
+        data = await self.body(request)
+        return await offload(len(data), partial(read_json, data))
+
+    async def prompt(self, kind: Kind, raw: dict[str, Any]) -> Prompt:
+        """Return the tokens of a body's prompt; RequestError as for a request that is to be answered."""
+        body = self.validated(kind, raw)
+        engine = self._engine_of(body.model)
+        model = self.adapters.get(body.model, body.model)
+        return await self.gateway.counters[model].read(body, engine.max_model_len)
+
+    async def parse(
+        self, kind: Kind, request: Request, held: Held, translate: Translate | None = None
+    ) -> ParsedRequest:
+        """Parse an HTTP request, or refuse it before anything is stored.
+
+        translate: makes the body that is served here of the client's.
+        """
         arrival, key = clock.now(), self.key(request)
         if key is not None:
             held.tenant = key.tenant
             self.gateway.path.check_limits(key, arrival)
         data = await self.read(request, held)
         if len(data) <= INLINE:
-            return await self._parse(kind, request, data, key, arrival)
+            return await self._parse(kind, request, data, key, arrival, translate)
         async with self._large:
-            return await self._parse(kind, request, data, key, arrival)
+            return await self._parse(kind, request, data, key, arrival, translate)
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return what OpenAI's API says of a model or an adapter. RequestError (404) if it is not served."""
@@ -170,6 +193,15 @@ class AppState:
         base = {"parent": self.adapters[name]} if name in self.adapters else {}
         return {"id": name, "object": "model", "created": self.started, "owned_by": "headway",
                 "max_model_len": longest} | base  # fmt: skip
+
+    def only_model(self) -> str:
+        """Return the model that a request means which names none: the only one here, else "" (a 404)."""
+        return next(iter(self.models)) if len(self.models) == 1 else ""
+
+    def counter(self, name: Any) -> TokenCounter:
+        """Return the tokenizer of a model or an adapter. RequestError (404) when it is not served."""
+        self._engine_of(str(name))
+        return self.gateway.counters[self.adapters.get(str(name), str(name))]
 
     def _engine_of(self, name: str) -> Engine:
         """Return the engine of a model or an adapter. RequestError (404) when it is not served."""
@@ -183,32 +215,52 @@ class AppState:
         return engine
 
     async def _parse(
-        self, kind: Kind, request: Request, data: bytes, key: Key | None, arrival: float
-    ) -> ParsedRequest:
-        raw, body = await offload(len(data), partial(self._validated, kind, data))
+        self, kind: Kind, request: Request, data: bytes, key: Key | None, arrival: float,
+        translate: Translate | None,
+    ) -> ParsedRequest:  # fmt: skip
+        raw, body = await offload(len(data), partial(self._validated, kind, data, translate))
+        parsed, prompt = await self.interpreted(
+            kind, raw, body, request.headers, key, arrival,
+            tenant="default" if key is None else key.tenant, size=len(data),
+        )  # fmt: skip
+        parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
+        self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
+        self._learn_prefix(parsed.request, prompt)
+        return parsed
+
+    async def interpreted(
+        self, kind: Kind, raw: dict[str, Any], body: ChatBody | CompletionBody, headers: Mapping[str, str],
+        key: Key | None, arrival: float, *, tenant: str, size: int,
+    ) -> tuple[ParsedRequest, Prompt]:  # fmt: skip
+        """Interpret a valid body for a model that is served; nothing is refused here for want of room.
+
+        key: what its claims are held against, None = nothing. size: bytes of the body.
+        """
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)
         engine = self._engine_of(body.model)
         if isinstance(body, ChatBody) and body.tools:
             _check_tools(engine, body.model, raw.get("tool_choice"))
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
-        parsed = await offload(len(data), partial(
-            interpret, kind, raw, body, request.headers, self.config,
-            tenant="default" if key is None else key.tenant, arrival=arrival,
+        parsed = await offload(size, partial(
+            interpret, kind, raw, body, headers, self.config, tenant=tenant, arrival=arrival,
             prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
         ))  # fmt: skip
         if key is not None:
-            own = body.priority is not None or "x-vllm-priority" in request.headers
+            own = body.priority is not None or "x-vllm-priority" in headers
             check_claims(key, parsed.request, parsed.request.priority if own else None)
-        asked = replace(parsed.request, model=model, adapter=adapter)
-        parsed = replace(parsed, request=self.gateway.dispatcher.promised(asked))
-        self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
-        self._learn_prefix(parsed.request, prompt)
-        return parsed
+        return replace(parsed, request=replace(parsed.request, model=model, adapter=adapter)), prompt
 
-    def _validated(self, kind: Kind, data: bytes) -> tuple[dict[str, Any], ChatBody | CompletionBody]:
+    def _validated(
+        self, kind: Kind, data: bytes, translate: Translate | None
+    ) -> tuple[dict[str, Any], ChatBody | CompletionBody]:
         raw = read_json(data)
-        return raw, validate(kind, raw, self._longest)
+        raw = raw if translate is None else translate(raw)
+        return raw, self.validated(kind, raw)
+
+    def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
+        """Check the fields of a body; errors as `validate`."""
+        return validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
         """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""

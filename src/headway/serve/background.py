@@ -66,6 +66,11 @@ class BackgroundWork:
         """Return the ids of the requests that run."""
         return list(self._running)
 
+    async def wait(self, id: str) -> None:
+        """Wait until a request does not run here, at once for one that never did."""
+        if id in self._running:
+            await asyncio.wait([self._running[id][1]])
+
     async def cancel(self, id: str) -> bool:
         """Cancel a request that has not ended; return whether there was one.
 

@@ -26,6 +26,8 @@ from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
+from headway.serve.batches.store import Store
+from headway.serve.batches.store import opened as opened_batches
 from headway.serve.budget import ByteBudget
 from headway.serve.dashboard.history import History
 from headway.serve.dispatcher import Dispatcher, Listener
@@ -50,6 +52,7 @@ class Gateway:
     counters: model name -> what counts its prompts' tokens.
     bodies: the memory that bodies may take.
     history: promises kept over the last minutes.
+    batches: files and batches; None = no queue on disk would run them.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -66,6 +69,7 @@ class Gateway:
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
     history: History
+    batches: Store | None
 
     def adopt(self, config: Config) -> None:
         """Take over classes and keys of a configuration."""
@@ -91,9 +95,9 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
         opened(config.backends) as backends,
+        opened_batches(config.batches_dir) as batches,
     ):
-        planner = recipe.planner()
-        controller = _controller(config, planner, lengths)
+        controller = _controller(config, recipe.planner(), lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
         usage = Usage(config.keys)
@@ -108,7 +112,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         loops += journal.loops(dispatcher.engines, config.recipe)
         try:
             async with (
-                kept_graphs(planner.knowledge, config.apps_dir),
+                kept_graphs(controller.planner.knowledge, config.apps_dir),
                 dispatcher.running(),
                 background.running(),
             ):
@@ -116,7 +120,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background, bodies,
-                        backends, prefixes, history,
+                        backends, prefixes, history, batches,
                     )  # fmt: skip
         finally:
             await path.fail_foreground("gateway_stopped")

@@ -32,6 +32,7 @@ from headway.serve import tasks
 from headway.serve.adapters import base_models
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
+from headway.serve.batches.runner import BatchRunner
 from headway.serve.connections import Connections, Limits
 from headway.serve.garbage import collect, spare_old_objects
 from headway.serve.gateway import Gateway, serving
@@ -233,7 +234,9 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
         tidy = partial(collect, lambda: len(gateway.dispatcher.controller.requests))
-        async with tasks.running(partial(self._announce, gateway), self._connections.watch, tidy):
+        batches = [BatchRunner(state, gateway.batches).run] if gateway.batches is not None else []
+        watch = self._connections.watch
+        async with tasks.running(partial(self._announce, gateway), watch, tidy, *batches):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

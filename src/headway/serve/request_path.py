@@ -33,7 +33,7 @@ from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
 from headway.serve.tracing import Tracing
 from headway.serve.usage import Usage
-from headway.types import Request
+from headway.types import Reject, Request
 
 log = logging.getLogger("headway.serve")
 
@@ -85,7 +85,7 @@ class RequestPath:
         unavailable = self._dispatcher.swaps.unavailable(request.model)
         if unavailable is not None:
             raise unavailable
-        reject = self._dispatcher.controller.admit(request, clock.now(), self._storing, most)
+        reject = self.admission(request, most)
         if reject is None:
             return
         self._metrics.dropped(reject.reason)
@@ -95,6 +95,10 @@ class RequestPath:
         else:
             self._journal.refused(reject.reason, request.tenant, request)
         raise refusal(reject)
+
+    def admission(self, request: Request, most: int | None = None) -> Reject | None:
+        """Return why a request would be refused now, None = it would not be. Nothing is counted."""
+        return self._dispatcher.controller.admit(request, clock.now(), self._storing, most)
 
     @property
     def on_disk(self) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, RequestError
 from headway.models.resolve import resolve
 from headway.serve.offload import offload
 from headway.serve.request_parsing import ChatBody, CompletionBody, too_long
@@ -66,6 +66,22 @@ class TokenCounter:
             if tokens > max_model_len + (len(texts) if isinstance(body, ChatBody) else 0):
                 raise too_long(body, f"at least {tokens} tokens", max_model_len)
         return await offload(size, partial(self._read, body))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included. RequestError for an id that there is not."""
+        self._check(ids)
+        return str(self._tokenizer.decode(list(ids)))
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary writes them; errors as `text`."""
+        self._check(ids)
+        return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
+
+    def _check(self, ids: Sequence[int]) -> None:
+        size = len(self._tokenizer)
+        bad = next((one for one in ids if not 0 <= one < size), None)
+        if bad is not None:
+            raise RequestError(f"There is no token {bad}.", f"Send ids from 0 to {size - 1}.", param="tokens")
 
     def _read(self, body: ChatBody | CompletionBody) -> Prompt:
         encoding = self._read_chat(body) if isinstance(body, ChatBody) else self._read_text(body)

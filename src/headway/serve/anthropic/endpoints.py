@@ -90,7 +90,7 @@ class _Translated(Response):
 
 
 class _Translator:
-    """Takes what a chat's response sends; an answer is held until it is whole, a stream goes on as it comes."""
+    """Takes what a chat's response sends: holds an answer until it is whole, passes a stream on."""
 
     def __init__(self, id: str, events: MessageEvents, send: Send) -> None:
         self._id, self._events, self._send = id, events, send

@@ -36,7 +36,9 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         if raw.get(name):
             raise RequestError(f"{name} is not known here.", "Leave it out.", param=name)
     if not isinstance(raw.get("max_tokens"), int):
-        raise RequestError("max_tokens is missing.", "Give the most tokens of the answer.", param="max_tokens")
+        raise RequestError(
+            "max_tokens is missing.", "Give the most tokens of the answer.", param="max_tokens"
+        )
     chat = {name: raw[name] for name in _SAME if name in raw}
     chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
     chat["messages"] = [*_system(raw.get("system")), *_messages(raw.get("messages"))]
@@ -178,7 +180,9 @@ def _tool(tool: Any) -> dict[str, Any]:
     kind = _object(tool, "tools").get("type", "custom")
     if kind != "custom":
         raise RequestError(
-            f"Tools of type {kind!r} are Anthropic's own.", "Describe the tool by an input_schema.", param="tools"
+            f"Tools of type {kind!r} are Anthropic's own.",
+            "Describe the tool by an input_schema.",
+            param="tools",
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
     if tool.get("description"):
@@ -196,9 +200,7 @@ def _choice(choice: Any) -> dict[str, Any]:
     elif kind in _CHOICES:
         fields["tool_choice"] = _CHOICES[kind]
     else:
-        raise RequestError(
-            f"tool_choice is {kind!r}.", "Use auto, any, tool or none.", param="tool_choice"
-        )
+        raise RequestError(f"tool_choice is {kind!r}.", "Use auto, any, tool or none.", param="tool_choice")
     if choice.get("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     return fields

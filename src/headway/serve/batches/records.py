@@ -1,0 +1,95 @@
+"""Files, batches and their lines as they are stored, and what a client is told who asks for too much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.errors import RequestError
+
+GOOD, BAD, EXPIRED, CANCELLED = range(1, 5)  # ends of a line; 0 = it has none
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a tenant. purpose: "batch" or "batch_output". size: bytes. created: instant."""
+
+    id: str
+    tenant: str
+    name: str
+    purpose: str
+    size: int
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch.
+
+    Attributes:
+        input_file, output_file, error_file: ids of files
+        window: as the client wrote it; due: the instant at which it ends
+        metadata: the client's, as JSON
+        claims: what the key may that made it (`Key` without its secret), as JSON; None = there are no keys
+        state: "validating", "in_progress", "finalizing" or "cancelling", then how it ended: "completed",
+            "failed", "expired" or "cancelled"
+        began, finalizing, cancelling, ended: instants at which the state changed
+        errors: what is wrong with its lines, as JSON
+        total, completed, failed: numbers of lines
+    """
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file: str
+    window: str
+    created: float
+    due: float
+    metadata: str | None = None
+    claims: str | None = None
+    state: str = "validating"
+    began: float | None = None
+    finalizing: float | None = None
+    cancelling: float | None = None
+    ended: float | None = None
+    errors: str | None = None
+    output_file: str | None = None
+    error_file: str | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a batch's input: its number from 1 on, where it is in the file, and its `custom_id`."""
+
+    number: int
+    start: int
+    size: int
+    custom_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLine:
+    """A line and how it ended. content: its line in the output or error file, None = it was not answered."""
+
+    number: int
+    custom_id: str
+    ended: int
+    content: bytes | None
+
+
+def no_room(most: int) -> RequestError:
+    """Return the error of a tenant whose files have all bytes that they may (413)."""
+    return RequestError(
+        f"Your files may have {most / 2**20:g} MiB in all (batches.tenant_mib).",
+        "Delete files that are not needed any more.", status=413, code="files_full",
+        headers={"connection": "close"},
+    )  # fmt: skip
+
+
+def no_file(id: str) -> RequestError:
+    """Return the error of a file that a tenant does not have (404)."""
+    return RequestError(
+        f"There is no file {id[:64]!r}.", "GET /v1/files lists them.", status=404, code="not_found"
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Lines of output and error files, as OpenAI's, and the files themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+from headway import clock
+from headway.broker.port import Job
+from headway.errors import HeadwayError
+from headway.serve.batches.files import new_id, settle
+from headway.serve.batches.records import CANCELLED, EXPIRED, GOOD, Batch, EndedLine, Line, StoredFile
+from headway.serve.batches.store import Store
+
+_PAGE = 64  # lines in memory at a time
+_UNANSWERED = {
+    EXPIRED: {"code": "batch_expired",
+              "message": "This request could not be executed before the completion window expired."},
+    CANCELLED: {"code": "batch_cancelled", "message": "The batch was cancelled before this request ended."},
+}  # fmt: skip
+
+
+def request_id(batch: Batch, number: int) -> str:
+    """Return the id of a line's request: the same after a restart, so that the queue knows it again."""
+    return f"{batch.id}-{number}"
+
+
+def answered(batch: Batch, line: Line, job: Job) -> tuple[bool, bytes]:
+    """Return whether a request that has ended was answered, and its line of the output or error file."""
+    if job.state == "done":
+        return True, _with_response(batch, line, 200, job.result or b"null")
+    code, _, message = (job.reason or "internal").partition(": ")
+    return False, _line(batch, line, error={"code": code, "message": message or code})
+
+
+def refused(batch: Batch, line: Line, error: HeadwayError) -> bytes:
+    """Return the line of the error file of a request that was not accepted."""
+    return _with_response(batch, line, error.status, json.dumps(error.body()).encode())
+
+
+def _with_response(batch: Batch, line: Line, status: int, body: bytes) -> bytes:
+    """Return a line with a response whose body is JSON, byte for byte but for the ends of its lines."""
+    flat = body.replace(b"\n", b" ").replace(b"\r", b" ")  # JSON has none within its texts
+    response = {"status_code": status, "request_id": request_id(batch, line.number), "body": None}
+    before, _, after = _line(batch, line, response=response).partition(b'"body": null')
+    return before + b'"body": ' + flat + after
+
+
+def _line(
+    batch: Batch, line: Line | EndedLine, *, response: dict[str, Any] | None = None,
+    error: dict[str, str] | None = None,
+) -> bytes:  # fmt: skip
+    id = f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}"
+    # `custom_id` is the client's, and goes last: what is looked for in a line must not be found in it.
+    told = {"id": id, "response": response, "error": error, "custom_id": line.custom_id}
+    return json.dumps(told).encode()
+
+
+def conclude(store: Store, batch: Batch) -> None:
+    """Write the output and error files of a batch whose lines have all ended, and end it.
+
+    Done again after a crash it has the same outcome; files that were written before are swept.
+    """
+    state = store.finalize(batch.id, clock.now())
+    output, error = _write(store, batch, good=True), _write(store, batch, good=False)
+    store.end(batch.id, state, clock.now(), output=output, error=error)
+
+
+def _write(store: Store, batch: Batch, *, good: bool) -> StoredFile | None:
+    """Write one of the two files; None when it would be empty."""
+    kind = "output" if good else "error"
+    name = f"{batch.id}_{kind}.jsonl"
+    file = StoredFile(new_id("file"), batch.tenant, name, "batch_output", 0, clock.now())
+    path = store.path(file.id)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as out:
+        size = _write_lines(out, store, batch, good)
+    if not size:
+        path.unlink()
+        return None
+    settle(path)
+    return replace(file, size=size)
+
+
+def _write_lines(out: BinaryIO, store: Store, batch: Batch, good: bool) -> int:
+    size = 0
+    for line in _ended(store, batch.id):
+        if (line.ended == GOOD) == good:
+            content = line.content or _line(batch, line, error=_UNANSWERED[line.ended])
+            size += out.write(content + b"\n")
+    return size
+
+
+def _ended(store: Store, id: str) -> Iterator[EndedLine]:
+    after = 0
+    while page := store.ended_lines(id, after, _PAGE):
+        yield from page
+        after = page[-1].number

@@ -1,0 +1,86 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM's, by the gateway's own tokenizer; what embeds is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from headway.errors import RequestError
+from headway.serve.app_state import AppState, error_docs
+from headway.serve.offload import offload
+
+_MOST_IDS = 1_000_000
+_POOLING = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/pooling")
+_TEXT: dict[str, Any] = {"model": {"type": "string"}, "prompt": {"type": "string"}}
+_TOKENIZE = {
+    "type": "object",
+    "properties": {
+        **_TEXT, "messages": {"type": "array", "items": {"type": "object"}},
+        "return_token_strs": {"type": "boolean"},
+    },
+}  # fmt: skip
+_DETOKENIZE = {
+    "type": "object", "required": ["tokens"],
+    "properties": {"model": _TEXT["model"], "tokens": {"type": "array", "items": {"type": "integer"}}},
+}  # fmt: skip
+
+
+def add_token_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints."""
+    errors = error_docs(400, 401, 404, 413, 429)
+
+    @app.post("/tokenize", responses=errors, openapi_extra=_body(_TOKENIZE))
+    async def tokenize(request: Request) -> Response:
+        """Return the tokens of a prompt, or of the messages of a chat."""
+        state.tenant(request)
+        raw = await state.json(request)
+        raw.setdefault("model", state.only_model())
+        prompt = await state.prompt("chat" if "messages" in raw else "completions", raw)
+        if prompt.ids is None:
+            raise RequestError(
+                "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.",
+                param="prompt",
+            )  # fmt: skip
+        told = {"count": prompt.tokens, "max_model_len": state.describe(raw["model"])["max_model_len"]}
+        answer: dict[str, Any] = told | {"tokens": list(prompt.ids)}
+        if raw.get("return_token_strs"):
+            answer["token_strs"] = await offload(
+                4 * prompt.tokens, partial(state.counter(raw["model"]).words, prompt.ids)
+            )
+        return JSONResponse(answer)
+
+    @app.post("/detokenize", responses=errors, openapi_extra=_body(_DETOKENIZE))
+    async def detokenize(request: Request) -> Response:
+        """Return the text of tokens."""
+        state.tenant(request)
+        raw = await state.json(request)
+        ids = raw.get("tokens")
+        if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
+            raise RequestError(
+                "tokens is no list of token ids.",
+                f"Send a list of up to {_MOST_IDS:,} integers.",
+                param="tokens",
+            )
+        counter = state.counter(raw.get("model", state.only_model()))
+        return JSONResponse({"prompt": await offload(4 * len(ids), partial(counter.text, ids))})
+
+    async def pooling(request: Request) -> NoReturn:
+        """Refuse: no engine here embeds or scores."""
+        state.tenant(request)
+        raw = await state.json(request)
+        model = str(raw.get("model", state.only_model()))[:100]
+        raise RequestError(
+            f"{request.url.path} needs a pooling model, and {model!r} generates text.",
+            "Headway schedules text generation; send embeddings and scores to a vLLM with --runner pooling.",
+            code="unsupported_task", param="model",
+        )  # fmt: skip
+
+    for path in _POOLING:
+        app.post(path, responses=errors, openapi_extra=_body({"type": "object"}), name=path)(pooling)
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
