@@ -157,7 +157,7 @@ def test_nothing_refused_is_stored(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/nothing", 404), ("GET", "/v1/nothing", 404), ("POST", "/v1/embeddings", 404),
+        ("GET", "/nothing", 404), ("GET", "/v1/nothing", 404), ("POST", "/v1/images/generations", 404),
         ("GET", CHAT, 405), ("DELETE", "/v1/models", 405), ("PUT", COMPLETIONS, 405),
         ("POST", "/health", 405),
         ("GET", "/v1/responses/hw-1", 404), ("POST", "/v1/responses/hw-1/cancel", 404),

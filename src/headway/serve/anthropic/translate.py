@@ -20,7 +20,8 @@ _TAKEN = {
 }  # fmt: skip
 _UNKNOWN = ("container", "mcp_servers", "context_management")  # that Anthropic's own servers have
 _KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error",
     409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
     504: "timeout_error",
 }  # fmt: skip
