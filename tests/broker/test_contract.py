@@ -133,6 +133,22 @@ async def test_forget_deletes_what_ended_before(broker: Broker, monkeypatch: pyt
     await broker.put(job("0"))  # a forgotten id is new again
 
 
+async def test_a_job_that_has_ended_may_be_deleted(broker: Broker) -> None:
+    for id in ("open", "done", "failed"):
+        await broker.put(job(id))
+    await broker.done("done", b"r", 1.0)
+    await broker.fail("failed", "why", 1.0)
+    assert [await broker.delete(id) for id in ("open", "done", "failed", "none")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert await broker.get("open") is not None
+    assert await broker.get("done") is None
+    assert not await broker.delete("done")
+
+
 async def test_odd_text_survives(broker: Broker) -> None:
     odd = replace(job("quote'\x00\U0001f600"), tenant="", path="/ü", body=b"", arrival=1e300)
     await broker.put(odd)

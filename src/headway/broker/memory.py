@@ -105,6 +105,13 @@ class MemoryBroker:
             del leases[owner]
         return len(old)
 
+    async def delete(self, id: str) -> bool:
+        """Delete a job that has ended."""
+        if id not in self._jobs or self._jobs[id].state == "open":
+            return False
+        del self._jobs[id]
+        return True
+
     async def close(self) -> None:
         """End the lease."""
         if lease := self._store.leases.get(self.owner):

@@ -113,6 +113,9 @@ class Broker(Protocol):
         Leases that ended before it are deleted too, if they protect no open job.
         """
 
+    async def delete(self, id: str) -> bool:
+        """Delete a job that has ended. False when it is open, unknown or forgotten."""
+
     async def close(self) -> None:
         """Finish pending writes, end the lease and release files and threads.
 

@@ -46,6 +46,7 @@ FREE = f"""WITH free (owner) AS (
             ORDER BY arrival, seq LIMIT :limit))
     ORDER BY arrival, seq LIMIT :limit"""
 TAKE = "UPDATE jobs SET owner = ? WHERE seq = ?"
+DELETE = "DELETE FROM jobs WHERE id = ? AND state <> 'open'"
 GIVE_BACK = "UPDATE jobs SET owner = NULL WHERE id = ? AND state = 'open' AND owner = ?"
 END = """UPDATE jobs SET state = ?, result = ?, reason = ?, finished = ?, body = x''
     WHERE id = ? AND state = 'open' AND owner = ?"""
@@ -150,6 +151,10 @@ class SqliteBroker:
             deleted = await self._write(partial(_forget, before))
             total += deleted
         return total
+
+    async def delete(self, id: str) -> bool:
+        """Delete a job that has ended."""
+        return await self._write(partial(_changes, DELETE, [id])) == 1
 
     def problem(self) -> str | None:
         """Return why nothing that is put now would be kept: the file was deleted or replaced."""

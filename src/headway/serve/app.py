@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from headway import __version__, clock
-from headway.broker.port import Job
+from headway import __version__
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.anthropic.endpoints import PATH as MESSAGES
@@ -33,12 +32,12 @@ from headway.serve.request_parsing import (
     Kind,
     read_json,
 )
+from headway.serve.responses.endpoints import add_response_endpoints, background_response, waiting_for
 from headway.serve.run_endpoints import add_run_endpoints
 from headway.serve.streaming import ResponseStream, error_response
 from headway.serve.token_endpoints import add_token_endpoints
 
 log = logging.getLogger("headway.serve")
-_STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 _FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged
 _LOGGED = 300  # characters of an error's message; part of it may be the client's
 Handler = Callable[[Request], Awaitable[Response]]
@@ -53,7 +52,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
     _errors(app, state.gateway.metrics)
     _generation(app, state)
-    _background(app, state)
+    add_response_endpoints(app, state)
     add_run_endpoints(app, state)
     add_backend_endpoints(app, state)
     add_batch_endpoints(app, state)
@@ -144,8 +143,8 @@ def _generation(app: FastAPI, state: AppState) -> None:
                     return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
                 obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
                 await gateway.background.accept(parsed, held)
-                body = _response(parsed.request.id, "queued", parsed.request.arrival)
-                return JSONResponse(body | _waiting_for(obstacle), 202)
+                body = background_response(parsed.request.id, "queued", parsed.request.arrival)
+                return JSONResponse(body | waiting_for(obstacle), 202)
 
         handle.__name__ = kind
         return handle
@@ -160,62 +159,6 @@ def _generation(app: FastAPI, state: AppState) -> None:
             path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=documented,
             response_model=None, route_class_override=_PlainRoute,
         )  # fmt: skip
-
-
-def _background(app: FastAPI, state: AppState) -> None:
-    async def find(request: Request, id: str) -> Job:
-        tenant = state.tenant(request)
-        job = await state.gateway.broker.get(id)
-        if job is None or job.tenant != tenant or not job.background:
-            raise RequestError(
-                f"There is no background response {id[:64]!r}.",
-                "It may have been forgotten (broker.keep_hours).", status=404, code="not_found",
-            )  # fmt: skip
-        return job
-
-    @app.get("/v1/responses/{id}", responses=error_docs(401, 404))
-    async def retrieve(id: str, request: Request) -> Response:
-        """Return a background response: its status, and the answer once it is complete."""
-        job = await find(request, id)
-        body = _response(job.id, _STATUS[job.state], job.arrival, job.reason)
-        if job.state == "open":
-            body |= _waiting_for(state.gateway.dispatcher.swaps.state(job.id))
-        return _with_result(body, job.result)
-
-    @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
-    async def cancel(id: str, request: Request) -> Response:
-        """Cancel a background response that is not complete yet."""
-        job = await find(request, id)
-        if not await state.gateway.background.cancel(job.id):
-            job = await find(request, id)  # it may have ended in between
-            raise RequestError(
-                f"{id} is {_STATUS[job.state]} already.", "Only unfinished ones can be cancelled.", status=409
-            )
-        return JSONResponse(_response(job.id, "cancelled", job.arrival))
-
-
-def _response(id: str, status: str, arrival: float, reason: str | None = None) -> dict[str, Any]:
-    if reason == "cancelled":
-        status, reason = "cancelled", None
-    code = "rate_limit_exceeded" if reason and reason.startswith("dropped:") else "server_error"
-    error = {"code": code, "message": reason} if reason else None
-    created = int(clock.shown(arrival))
-    return {"id": id, "object": "response", "status": status, "created_at": created, "background": True,
-            "error": error}  # fmt: skip
-
-
-def _with_result(body: dict[str, Any], result: bytes | None) -> Response:
-    """Return a background response with its answer, byte for byte as it was stored."""
-    answer = JSONResponse(body)
-    if result is None:
-        return answer
-    whole = bytes(answer.body)[:-1] + b',"response":' + result + b"}"
-    return Response(whole, media_type="application/json")
-
-
-def _waiting_for(obstacle: str | None) -> dict[str, str]:
-    """Return what a queued response waits for, as a field of its body."""
-    return {} if obstacle is None else {"waiting_for": obstacle}
 
 
 def _status(app: FastAPI, state: AppState) -> None:

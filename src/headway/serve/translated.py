@@ -1,0 +1,74 @@
+"""The response to a chat in the shape of another API, whose endpoint translated the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from fastapi.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from headway.serve.offload import offload
+from headway.serve.streaming import ResponseStream
+
+Whole = Callable[[int, bytes], bytes]
+
+
+class Events(Protocol):
+    """Translates a chat's stream."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the events for some bytes of the stream."""
+
+
+class TranslatedResponse(Response):
+    """An ASGI response that translates what a chat's response sends.
+
+    An answer or an error is held until it is whole (`whole`: status, body -> body), a stream goes on as it
+    comes. headers: more of them.
+    """
+
+    def __init__(
+        self,
+        inner: ResponseStream,
+        events: Events,
+        whole: Whole,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__()
+        self._inner, self._events, self._translate, self._more = inner, events, whole, headers
+        self._start: Message | None = None
+        self._streams = False
+        self._whole = bytearray()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve until the response is complete or the client has disconnected."""
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await self._begin(message, send)
+            elif self._streams:
+                await send({**message, "body": self._events.feed(message.get("body", b""))})
+            else:
+                self._whole += message.get("body", b"")
+                if not message.get("more_body"):
+                    await self._end(send)
+
+        await self._inner(scope, receive, sending)
+
+    async def _begin(self, start: Message, send: Send) -> None:
+        headers = [*start["headers"], *self._more]
+        self._streams = any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
+        if self._streams:
+            await send({**start, "headers": headers})
+        else:
+            kept = [(name, value) for name, value in headers if name != b"content-length"]
+            self._start = {**start, "headers": kept}
+
+    async def _end(self, send: Send) -> None:
+        assert self._start is not None, "the start comes first"
+        status, data = self._start["status"], bytes(self._whole)
+        body = await offload(len(data), lambda: self._translate(status, data))
+        headers = [*self._start["headers"], (b"content-length", b"%d" % len(body))]
+        await send({**self._start, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
