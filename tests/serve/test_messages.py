@@ -76,7 +76,8 @@ def test_errors_are_in_anthropic_s_shape(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_tokens": None}, "max_tokens"), ({"messages": "Hi."}, "messages"), ({"messages": []}, "messages"),
+        ({"max_tokens": None}, "max_tokens"), ({"messages": "Hi."}, "messages"),
+        ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "role"), ({"system": 3}, "system"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "Anthropic's own"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"), ({"messages": [3]}, "messages.0"),

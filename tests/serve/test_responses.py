@@ -103,11 +103,14 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"previous_response_id": "hw-1"}, "keeps no conversations"), ({"conversation": "c"}, "conversations"),
-        ({"prompt": {"id": "p"}}, "templates"), ({"input": []}, "input"), ({"input": None}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "web_search"), ({"input": [{"type": "item_reference"}]}, "item_ref"),
+        ({"previous_response_id": "hw-1"}, "keeps no conversations"),
+        ({"conversation": "c"}, "conversations"), ({"prompt": {"id": "p"}}, "templates"),
+        ({"input": []}, "input"), ({"input": None}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"input": [{"type": "item_reference"}]}, "item_ref"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "role"), ({"text": {"format": {"type": "x"}}}, "format"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"text": {"format": {"type": "x"}}}, "format"),
         ({"instructions": [1]}, "instructions"), ({"max_output_tokens": 0}, "max_tokens"),
     ],
 )  # fmt: skip

@@ -26,7 +26,8 @@ _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
     "type": "object", "required": ["model", "input"],
     "properties": {
-        "model": _TEXT, "instructions": _TEXT, "stream": {"type": "boolean"}, "background": {"type": "boolean"},
+        "model": _TEXT, "instructions": _TEXT, "stream": {"type": "boolean"},
+        "background": {"type": "boolean"},
         "input": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
         "max_output_tokens": {"type": "integer", "minimum": 1}, "temperature": {"type": "number"},
         "top_p": {"type": "number"}, "tools": {"type": "array", "items": {"type": "object"}},
@@ -136,7 +137,7 @@ def background_response(id: str, status: str, arrival: float, reason: str | None
 
 
 def _with_result(body: dict[str, Any], path: str, result: bytes | None) -> Response:
-    """Return a background response with its answer, byte for byte as it was stored; a chat's as output, too."""
+    """Return a background response with its answer, as it was stored; that of a chat in `output`, too."""
     if result is None:
         return JSONResponse(body)
     if path == PATHS["chat"]:

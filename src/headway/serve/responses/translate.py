@@ -12,8 +12,8 @@ _SAME = (
     "metadata",
 )  # fmt: skip
 _TAKEN = {
-    *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "store",
-    "include", "truncation", "previous_response_id", "conversation", "prompt", "prompt_cache_key",
+    *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning",
+    "store", "include", "truncation", "previous_response_id", "conversation", "prompt", "prompt_cache_key",
     "safety_identifier", "stream_options", "max_tool_calls", "top_logprobs",
 }  # fmt: skip
 _UNKNOWN = {
