@@ -163,9 +163,9 @@ class AppState:
         data = await self.body(request)
         return await offload(len(data), partial(read_json, data))
 
-    async def prompt(self, kind: Kind, raw: dict[str, Any]) -> Prompt:
+    async def prompt(self, kind: Kind, data: bytes, translate: Translate | None = None) -> Prompt:
         """Return the tokens of a body's prompt; RequestError as for a request that is to be answered."""
-        body = self.validated(kind, raw)
+        _, body = await offload(len(data), partial(self._validated, kind, data, translate))
         engine = self._engine_of(body.model)
         model = self.adapters.get(body.model, body.model)
         return await self.gateway.counters[model].read(body, engine.max_model_len)

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from headway.errors import RequestError
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.offload import offload
+from headway.serve.request_parsing import Kind, read_json
 
 _MOST_IDS = 1_000_000
 _POOLING = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/pooling")
@@ -36,20 +37,22 @@ def add_token_endpoints(app: FastAPI, state: AppState) -> None:
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt, or of the messages of a chat."""
         state.tenant(request)
-        raw = await state.json(request)
-        raw.setdefault("model", state.only_model())
-        prompt = await state.prompt("chat" if "messages" in raw else "completions", raw)
+        data = await state.body(request)
+        asked: dict[str, Any] = {"model": state.only_model()}
+        asked |= await offload(len(data), partial(read_json, data))
+        kind: Kind = "chat" if "messages" in asked else "completions"
+        prompt = await state.prompt(kind, data, lambda raw: {"model": asked["model"], **raw})
         if prompt.ids is None:
             raise RequestError(
                 "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.",
                 param="prompt",
             )  # fmt: skip
-        told = {"count": prompt.tokens, "max_model_len": state.describe(raw["model"])["max_model_len"]}
+        model = asked["model"]
+        told = {"count": prompt.tokens, "max_model_len": state.describe(model)["max_model_len"]}
         answer: dict[str, Any] = told | {"tokens": list(prompt.ids)}
-        if raw.get("return_token_strs"):
-            answer["token_strs"] = await offload(
-                4 * prompt.tokens, partial(state.counter(raw["model"]).words, prompt.ids)
-            )
+        if asked.get("return_token_strs"):
+            words = partial(state.counter(model).words, prompt.ids)
+            answer["token_strs"] = await offload(4 * prompt.tokens, words)
         return JSONResponse(answer)
 
     @app.post("/detokenize", responses=errors, openapi_extra=_body(_DETOKENIZE))

@@ -66,8 +66,8 @@ def add_message_endpoints(app: FastAPI, state: AppState) -> None:
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a message's prompt."""
         state.tenant(request)
-        raw = await state.json(request)
-        prompt = await state.prompt("chat", chat_of({"max_tokens": 1, **raw}))
+        data = await state.body(request)
+        prompt = await state.prompt("chat", data, lambda raw: chat_of({"max_tokens": 1, **raw}))
         return JSONResponse({"input_tokens": prompt.tokens})
 
 
