@@ -18,21 +18,6 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def headway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Headway]:
-    server = Headway(tmp_path_factory.mktemp("serve"))
-    server.start()
-    try:
-        server.wait_ready()
-        yield server
-        status, left = server.interrupt()
-        assert status == 0
-        assert left == []
-    finally:
-        if server.process is not None and server.process.poll() is None:
-            server.kill()
-
-
-@pytest.fixture(scope="module")
 def client(headway: Headway) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{headway.url}/v1", api_key="none", max_retries=0) as client:
         yield client

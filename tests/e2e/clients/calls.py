@@ -6,9 +6,11 @@ Prints one JSON object: what was tried -> what came. A failure is a traceback an
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,58 @@ def openai(url: str, _: str) -> dict[str, Any]:
         "chat": chat.choices[0].message.content, "stream": text, "completions": plain.choices[0].text,
         "structured output": sorted(json.loads(structured.choices[0].message.content or "")),
         "models": [model.id for model in client.models.list()],
+        **_responses(client), "files and batches": _batch(client),
+    }  # fmt: skip
+
+
+def _responses(client: Any) -> dict[str, Any]:
+    ask: dict[str, Any] = {
+        "model": "smollm2", "input": QUESTION, "max_output_tokens": 12, "temperature": 0,
+    }  # fmt: skip
+    with client.responses.stream(**ask) as stream:
+        streamed = stream.get_final_response()
+    later = client.responses.create(**ask, background=True)
+    while (seen := client.responses.retrieve(later.id)).status in ("queued", "in_progress"):
+        time.sleep(0.2)
+    client.responses.delete(later.id)
+    return {
+        "responses": client.responses.create(**ask).output_text, "responses stream": streamed.output_text,
+        "background": seen.output_text,
+    }  # fmt: skip
+
+
+def _batch(client: Any) -> int:
+    """Run a batch of three lines and return how many were answered."""
+    chat = {"model": "smollm2", "max_tokens": 4, "messages": [{"role": "user", "content": QUESTION}]}
+    lines = [
+        {"custom_id": f"line {i}", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+        for i in range(3)
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("lines.jsonl", data), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    while (batch := client.batches.retrieve(batch.id)).status in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.2)
+    told = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    return sum(line["response"]["status_code"] == 200 for line in told)
+
+
+def anthropic(url: str, _: str) -> dict[str, Any]:
+    from anthropic import Anthropic
+
+    client = Anthropic(base_url=url, api_key="none", max_retries=0, timeout=600)
+    ask: dict[str, Any] = {
+        "model": "smollm2", "max_tokens": 12, "temperature": 0,
+        "messages": [{"role": "user", "content": QUESTION}],
+    }  # fmt: skip
+    with client.messages.stream(**ask) as stream:
+        text = "".join(stream.text_stream)
+    counted = client.messages.count_tokens(model="smollm2", messages=ask["messages"])
+    return {
+        "messages": client.messages.create(**ask).content[0].text, "stream": text,
+        "count tokens": counted.input_tokens,
     }  # fmt: skip
 
 
@@ -76,6 +130,23 @@ def guidellm(url: str, model: str) -> dict[str, Any]:
         )  # fmt: skip
         runs = json.loads(file.read_text())["benchmarks"]
     return {"requests": len(runs[0]["requests"]["successful"])}
+
+
+def vllm_bench_serve(url: str, model: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        # vLLM is in Headway's own environment.
+        vllm = str(Path(__file__).parents[3] / ".venv" / "bin" / "vllm")
+        subprocess.run(
+            [
+                os.environ.get("HEADWAY_VLLM", vllm), "bench", "serve", "--backend", "openai-chat",
+                "--base-url", url, "--endpoint", "/v1/chat/completions", "--model", "smollm2",
+                "--tokenizer", model, "--dataset-name", "random", "--random-input-len", "32",
+                "--random-output-len", "8", "--num-prompts", "6", "--request-rate", "4", "--save-result",
+                "--result-dir", folder, "--result-filename", "out.json",
+            ],
+            check=True, stdout=sys.stderr, timeout=900,
+        )  # fmt: skip
+        return {"completed": json.loads((Path(folder) / "out.json").read_text())["completed"]}
 
 
 if __name__ == "__main__":

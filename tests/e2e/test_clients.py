@@ -1,0 +1,52 @@
+"""Client libraries against a real `headway serve`, each from an environment of its own (`make clients`).
+
+`docs/clients.md` lists what they did; the last test holds its table to what has really run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.models.resolve import resolve
+from tests.e2e.server import ANSWER_S, Headway
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("HEADWAY_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
+CALLS = Path(__file__).parent / "clients" / "calls.py"
+CLIENTS = {
+    "openai": {"chat", "completions", "models", "stream", "structured output", "responses", "responses stream",
+               "background", "files and batches"},
+    "anthropic": {"messages", "stream", "count tokens"},
+    "langchain": {"invoke", "stream"},
+    "litellm": {"completion", "stream"},
+    "guidellm": {"requests"},
+    "vllm bench serve": {"completed"},
+}  # fmt: skip
+TEXTS = {"chat", "stream", "invoke", "completion", "responses", "responses stream", "messages"}
+needs_clients = pytest.mark.skipif(not PYTHON.exists(), reason="make clients has not installed them")
+
+
+@needs_clients
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_client_is_answered(headway: Headway, name: str) -> None:
+    argv = [str(PYTHON), str(CALLS), name.replace(" ", "_"), headway.url, resolve("smollm2")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * ANSWER_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert set(seen) == CLIENTS[name]
+    assert all(seen.values()), seen
+    assert all("Paris" in seen[what] for what in TEXTS & set(seen)), seen
+
+
+def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
+    lines = (ROOT / "docs" / "clients.md").read_text().splitlines()
+    begin = lines.index("| client | what the test does |") + 2
+    table = dict(line.strip("| ").split(" | ") for line in lines[begin : begin + len(CLIENTS)])
+    names = {name.strip("` "): set(what.split(", ")) for name, what in table.items()}
+    assert names == CLIENTS
