@@ -1,6 +1,7 @@
 # `make serve`, `make test`, `make test-fast`, `make explore`: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
+CLIENTS ?= .venv-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 LOCKS := -r requirements.lock -r requirements-dev.lock
@@ -10,7 +11,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: chromium install serve test test-fast explore lint bench clean
+.PHONY: chromium clients install serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -35,7 +36,15 @@ chromium:
 	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
 	  || echo "Chromium cannot be installed here, so the dashboard is not tested in a browser."
 
-test: install chromium
+# Client libraries want other versions of what Headway uses, so they have an environment of their own.
+clients: requirements-clients.lock
+	@test -e $(CLIENTS)/.installed -a ! requirements-clients.lock -nt $(CLIENTS)/.installed \
+	  || { $(PYTHON) -m venv $(CLIENTS) \
+	       && $(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.lock \
+	       && touch $(CLIENTS)/.installed; } \
+	  || { rm -rf $(CLIENTS); echo "Client libraries cannot be installed here, so they are not tested."; }
+
+test: install chromium clients
 	$(BIN)/headway model fetch
 	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
@@ -58,4 +67,4 @@ bench: install
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) $(CLIENTS) out

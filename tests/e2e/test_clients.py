@@ -20,8 +20,10 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("HEADWAY_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
 CALLS = Path(__file__).parent / "clients" / "calls.py"
 CLIENTS = {
-    "openai": {"chat", "completions", "models", "stream", "structured output", "responses", "responses stream",
-               "background", "files and batches"},
+    "openai": {
+        "chat", "completions", "models", "stream", "structured output", "responses", "responses stream",
+        "background", "files and batches",
+    },
     "anthropic": {"messages", "stream", "count tokens"},
     "langchain": {"invoke", "stream"},
     "litellm": {"completion", "stream"},
