@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from headway.bench.journal.report import records_of
+from headway.bench.journal.served import records_of
 from headway.bench.load import metrics
 from headway.bench.load.records import Record
 from headway.bench.output.results import SIMULATED, About, Grid, Line, Pictures, Report, Row, deliver, show

@@ -114,7 +114,7 @@ def _rows(parts: Sequence[Floats]) -> list[Row]:
     for part in parts:
         start, seconds = part[:-1, 0], part[:-1, 1]
         interval = part[1:, 0] - start
-        whole = (interval > 0) & (interval <= 1.5 * seconds + 0.01)
+        whole = (interval > 0) & (interval <= 1.2 * seconds + 0.002)
         kept = np.column_stack([start, seconds, interval, part[:-1, 2:6]])[whole]
         rows += kept.tolist()
     return rows

@@ -15,17 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from headway.bench.journal.explain import load
+from headway.bench.journal.served import SERVED, records_of
 from headway.bench.load import metrics
-from headway.bench.load.records import Record
 from headway.bench.output.results import About, Grid, Line, Pictures, Report, Row, deliver, show
 from headway.errors import ConfigError
 from headway.journal.reader import Journal
 from headway.journal.rows import ITERATION, EngineRow, RequestRow
-from headway.types import Floats, Slo
+from headway.types import Floats
 
-SERVED = "served"
 _MINUTE = 60.0
-_NO_GAPS = np.empty(0, np.float32)  # the journal keeps no chunks
 _FIGURES = ("requests", "failed", "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "e2el.p99")
 _NOTE = (
     "Latencies are the gateway's, from the arrival on. Of engines, batch and KV are means over the time that "
@@ -60,26 +58,6 @@ def _about(journal: Journal) -> str:
 
 
 # ---- requests
-
-
-def records_of(rows: Sequence[RequestRow], *, by_tenant: bool = False) -> list[Record]:
-    """Return requests as records, without those that were cancelled; seconds count from the first arrival.
-
-    by_tenant: the records' class is their tenant.
-    """
-    began = min((row.arrival for row in rows), default=0.0)
-    return [_record(row, began, by_tenant) for row in rows if row.outcome != "cancelled"]
-
-
-def _record(row: RequestRow, began: float, by_tenant: bool) -> Record:
-    done = row.outcome == "finished"
-    return Record(
-        tier=row.tenant if by_tenant else row.tier, at=row.arrival - began, sent=row.arrival - began,
-        first=None if row.first is None else row.first - began, last=row.ended - began,
-        prompt_tokens=row.prompt_tokens, output_tokens=row.output_tokens, itl=_NO_GAPS,
-        status=200 if done else None, error=None if done else row.reason or row.outcome,
-        slo=Slo(row.ttft, row.tpot, row.e2e), id=row.id, model=row.model,
-    )  # fmt: skip
 
 
 def of_requests(journal: Journal) -> list[Row]:

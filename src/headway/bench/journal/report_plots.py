@@ -6,9 +6,9 @@ from datetime import datetime
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.dates import AutoDateFormatter, AutoDateLocator
+from matplotlib.dates import date2num
 
-from headway.bench.journal.report import SERVED, records_of
+from headway.bench.journal.served import SERVED, records_of
 from headway.bench.load import plots
 from headway.bench.output.plots import colour, line_legend, png, sheet
 from headway.journal.reader import Journal, columns
@@ -42,11 +42,10 @@ def _engine(axes: Axes, table: Floats, engine: EngineRow) -> None:
     shares = {"computing": np.ones(len(table)), "batch": running}
     if engine.blocks:
         shares["KV"] = of["blocks"] / engine.blocks
-    when = [datetime.fromtimestamp(at) for at in ((edges[1:] + edges[:-1]) / 2).tolist()]
+    seconds = (edges[1:] + edges[:-1]) / 2
+    when = date2num([datetime.fromtimestamp(at) for at in seconds.tolist()])
     for number, (label, share) in enumerate(shares.items()):
         mean = np.bincount(place, share * of["seconds"], _BINS) / width
         axes.plot(when, 100 * np.minimum(mean, 1.0), label=label, color=colour(number), linewidth=1.3)
-    locator = AutoDateLocator()
-    axes.xaxis.set_major_locator(locator)
-    axes.xaxis.set_major_formatter(AutoDateFormatter(locator))
+    axes.xaxis_date()
     axes.set(ylim=(0, 103), ylabel="in use, %", title=f"{engine.instance}: {engine.model}")

@@ -129,7 +129,7 @@ def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str
             return f"it was paused ({_times(len(spans))}){_while(spans)}"
         case "lost":
             lost = [span for span in spans if span.state not in WORKS]
-            return f"it lost its KV {_times(len(lost))}{_to(lost)}{_full(run, lost)}"
+            return f"it lost its KV {_times(len(lost))}{_to(lost)}{_full(run, lost)}".rstrip(",")
         case "prefill":
             return f"its own prompt of {prompt:,} tokens was computed{_beside(spans)}"
     busy = 100 * story.crowded / max(story.seconds().get("running", 0.0), 1e-12)

@@ -18,7 +18,7 @@ class MessageEvents:
     """
 
     def __init__(self, id: str, model: str, input_tokens: int) -> None:
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": id, "type": "message", "role": "assistant", "model": model, "content": [],
             "stop_reason": None, "stop_sequence": None,
             "usage": {"input_tokens": input_tokens, "output_tokens": 0},

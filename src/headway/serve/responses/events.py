@@ -99,7 +99,7 @@ class ResponseEvents:
                 yield self._sent("response.content_part.added", part)
         self._text += text
         if text:
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._sent(_DELTA[kind], self._place() | {"delta": text} | more)
 
     def _item(self, status: str) -> dict[str, Any]:
