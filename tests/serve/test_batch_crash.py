@@ -12,7 +12,7 @@ import pytest
 
 from headway.bench.live.peers import gateway_argv, serving, write_config
 from headway.engines.vllm.process.launch import free_port
-from tests.serve.batches import lines, text
+from tests.serve.batches import held, line, text
 from tests.serve.gateway import CHAT, WEB, Fake
 
 COUNT, AT_A_TIME = 60, 8
@@ -23,7 +23,9 @@ def test_a_batch_survives_kills(fake: Fake, tmp_path: Path) -> None:
     port, before = free_port(), fake.last()["asked"]
     write_config(tmp_path, fake.port, port, engines={"max_running": AT_A_TIME // 2}, lease_seconds=2.0)
     id = ""
-    for kill_at in (10, 30, None):
+    for kill_at, release in ((10, ""), (30, "crash-a"), (None, "crash-b")):
+        if release:
+            fake.release(release)
         with serving("gateway", gateway_argv(tmp_path), port, "/ready", tmp_path) as gateway:
             if not id:
                 id = begin(port)
@@ -31,7 +33,8 @@ def test_a_batch_survives_kills(fake: Fake, tmp_path: Path) -> None:
                 batch = progress(port, id, COUNT)
                 good, bad = answers(port, batch, "output"), answers(port, batch, "error")
             else:
-                progress(port, id, kill_at)
+                seen = progress(port, id, kill_at)
+                assert (seen["status"], seen["request_counts"]["completed"]) == ("in_progress", kill_at)
                 gateway.process.kill()
     assert batch["status"] == "completed"
     assert Counter(good + bad) == Counter(f"line-{i}" for i in range(COUNT))
@@ -41,9 +44,10 @@ def test_a_batch_survives_kills(fake: Fake, tmp_path: Path) -> None:
 
 
 def begin(port: int) -> str:
-    """Begin a batch of answers that take a moment."""
+    """Begin a batch whose first 10 answers come at once; the next 20, and the others, are held back."""
     url = f"http://127.0.0.1:{port}/v1"
-    content = text(lines(COUNT, vllm_xargs={"fake_delay": 0.01}))
+    holds = [{}] * 10 + [held("crash-a")] * 20 + [held("crash-b")] * 30
+    content = text([line(f"line-{i}", **fields) for i, fields in enumerate(holds)])
     file = WEB.post(f"{url}/files", files={"file": ("x", content)}, data={"purpose": "batch"}).json()
     body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
     return str(WEB.post(f"{url}/batches", json=body).json()["id"])

@@ -116,11 +116,19 @@ def test_the_bytes_of_a_tenant(serve: Serve) -> None:
         ({"purpose": "fine-tune"}, "invalid_purpose"),
         ({"purpose": ""}, "invalid_purpose"),
         ({"headers": {"content-type": "text/plain"}}, "invalid_form"),
-        ({"headers": {"content-type": "multipart/form-data; boundary=other"}}, "invalid_form"),
     ],
 )
 def test_what_is_no_form_of_a_file(gateway: Gateway, more: dict[str, Any], code: str) -> None:
     assert refused(gateway, LINE, **more) == (400, code)
+
+
+@pytest.mark.parametrize("boundary", ["other", "", "x" * 300])
+def test_a_boundary_that_is_none(gateway: Gateway, boundary: str) -> None:
+    before = left(gateway)
+    kind = {"content-type": f"multipart/form-data; boundary={boundary}"}
+    answer = gateway.post(None, "/v1/files", content=b"--abc\r\n\r\n\r\n--abc--\r\n", headers=kind)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+    assert left(gateway) == before
 
 
 def test_fields_that_mean_nothing_here_are_refused(gateway: Gateway) -> None:

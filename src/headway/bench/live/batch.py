@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Outcome:
     killed.
     """
 
-    records: dict[str, Sequence[Record]]
+    records: Mapping[str, Sequence[Record]]
     batch: dict[str, Any]
     answered: Sequence[str]
     refused: Sequence[str]
@@ -112,8 +112,9 @@ async def run(trial: Trial) -> Outcome:
     say(f"the gateway was killed with {killed_at} lines ended; it is started again")
     async with answering(_NAME, _gateway(trial.engine, folder, port), f"{url}/ready"):
         batch = await _until_ended(url, id)
-        files = [await _ids(url, batch[f"{kind}_file_id"]) for kind in ("output", "error")]
-    return Outcome(records, batch, *files, killed_at)
+        answered = await _ids(url, batch["output_file_id"])
+        refused = await _ids(url, batch["error_file_id"])
+    return Outcome(records, batch, answered, refused, killed_at)
 
 
 def _gateway(engine: Engine, folder: Path, port: int) -> Child:
@@ -199,8 +200,8 @@ def rows_of(trial: Trial, outcome: Outcome) -> list[Row]:
     """Return the figures; requests without a first token have an infinite ttft."""
     found = list[Row]()
     for setting, records in outcome.records.items():
-        with np.errstate(invalid="ignore"):  # between two infinite values it is NaN
-            p99 = float(np.quantile([record.ttft for record in records], 0.99))
+        # A value that was measured: between two of which one is infinite there is none.
+        p99 = float(np.quantile([record.ttft for record in records], 0.99, method="higher"))
         found.append(Row("ttft.p99", _NAME, setting, p99, "s"))
     times = Counter([*outcome.answered, *outcome.refused])
     once = sum(count == 1 for count in times.values())

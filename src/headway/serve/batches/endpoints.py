@@ -48,7 +48,9 @@ def add_batch_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of files and batches."""
     _uploads(app, state)
     _files(app, state)
+    _contents(app, state)
     _batches(app, state)
+    _one_batch(app, state)
 
 
 def _store(state: AppState) -> Store:
@@ -120,14 +122,16 @@ async def _receive(
         quota.add(tenant, -counted)
 
 
-def _files(app: FastAPI, state: AppState) -> None:
-    async def find(request: Request, id: str) -> tuple[Store, StoredFile]:
-        tenant, store = state.tenant(request), _store(state)
-        file = await store.ask(store.file, tenant, id)
-        if file is None:
-            raise no_file(id)
-        return store, file
+async def _found(state: AppState, request: Request, id: str) -> tuple[Store, StoredFile]:
+    """Return a file of the request's tenant."""
+    tenant, store = state.tenant(request), _store(state)
+    file = await store.ask(store.file, tenant, id)
+    if file is None:
+        raise no_file(id)
+    return store, file
 
+
+def _files(app: FastAPI, state: AppState) -> None:
     @app.get("/v1/files", responses=error_docs(400, 401, 403, 503), openapi_extra=_query("files"))
     async def files(request: Request) -> Response:
         """List the tenant's files, the newest first."""
@@ -145,16 +149,18 @@ def _files(app: FastAPI, state: AppState) -> None:
     @app.get("/v1/files/{id}", responses=error_docs(401, 403, 404, 503))
     async def file(id: str, request: Request) -> Response:
         """Describe a file."""
-        _, found = await find(request, id)
+        _, found = await _found(state, request, id)
         return JSONResponse(_file(found))
 
+
+def _contents(app: FastAPI, state: AppState) -> None:
     @app.get(
         "/v1/files/{id}/content", responses={**_CONTENT, **error_docs(401, 403, 404, 503)},
         response_class=FileResponse,
     )  # fmt: skip
     async def content(id: str, request: Request) -> Response:
         """Return what is in a file."""
-        store, found = await find(request, id)
+        store, found = await _found(state, request, id)
         path = store.path(found.id)
         if not path.is_file():
             raise no_file(id)
@@ -163,7 +169,7 @@ def _files(app: FastAPI, state: AppState) -> None:
     @app.delete("/v1/files/{id}", responses=error_docs(401, 403, 404, 409, 503))
     async def delete(id: str, request: Request) -> Response:
         """Delete a file that no batch reads."""
-        store, found = await find(request, id)
+        store, found = await _found(state, request, id)
         if not await store.ask(store.delete_file, found.tenant, found.id):
             raise no_file(id)
         return JSONResponse({"id": found.id, "object": "file", "deleted": True})
@@ -179,17 +185,18 @@ def _file(file: StoredFile) -> dict[str, Any]:
 # ---- batches
 
 
-def _batches(app: FastAPI, state: AppState) -> None:
-    async def find(request: Request, id: str) -> tuple[Store, Batch]:
-        tenant, store = state.tenant(request), _store(state)
-        batch = await store.ask(store.batch, tenant, id)
-        if batch is None:
-            raise RequestError(
-                f"There is no batch {id[:64]!r}.", "GET /v1/batches lists them.",
-                status=404, code="not_found",
-            )  # fmt: skip
-        return store, batch
+async def _found_batch(state: AppState, request: Request, id: str) -> tuple[Store, Batch]:
+    """Return a batch of the request's tenant."""
+    tenant, store = state.tenant(request), _store(state)
+    batch = await store.ask(store.batch, tenant, id)
+    if batch is None:
+        raise RequestError(
+            f"There is no batch {id[:64]!r}.", "GET /v1/batches lists them.", status=404, code="not_found"
+        )  # fmt: skip
+    return store, batch
 
+
+def _batches(app: FastAPI, state: AppState) -> None:
     @app.post(
         "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 429, 503),
         openapi_extra=body_docs(BatchBody),
@@ -215,24 +222,26 @@ def _batches(app: FastAPI, state: AppState) -> None:
         found = await store.ask(store.batches, tenant, request.query_params.get("after"), limit + 1)
         return _list([_batch(batch) for batch in found], limit)
 
+
+def _one_batch(app: FastAPI, state: AppState) -> None:
     @app.get("/v1/batches/{id}", responses=error_docs(401, 403, 404, 503))
     async def batch(id: str, request: Request) -> Response:
         """Describe a batch: its state, its files, how many of its lines have ended."""
-        _, found = await find(request, id)
+        _, found = await _found_batch(state, request, id)
         return JSONResponse(_batch(found))
 
     @app.post("/v1/batches/{id}/cancel", responses=error_docs(401, 403, 404, 409, 503))
     async def cancel(id: str, request: Request) -> Response:
         """Cancel a batch: what was answered is kept, what was not is not run any more."""
-        store, found = await find(request, id)
+        store, found = await _found_batch(state, request, id)
         if not await store.ask(store.cancel, found.tenant, id, clock.now()):
-            store, found = await find(request, id)
+            store, found = await _found_batch(state, request, id)
             if found.cancelling is None or found.ended is not None:
                 raise RequestError(
                     f"{id} is {found.state} already.", "Only unfinished ones can be cancelled.", status=409
                 )
         store.changed.set()
-        _, found = await find(request, id)
+        _, found = await _found_batch(state, request, id)
         return JSONResponse(_batch(found))
 
 

@@ -97,9 +97,9 @@ class Execution:
         if self.stop.is_set():
             check.stopped.set()
         work = asyncio.get_running_loop().run_in_executor(self._threads, check.run)
-        stopping = asyncio.create_task(self.stop.wait())
+        stopping: asyncio.Future[bool] = asyncio.ensure_future(self.stop.wait())
         try:
-            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not work.done():
                 check.stopped.set()

@@ -11,14 +11,18 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartCallbacks, MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from headway.config import Batches
 from headway.errors import RequestError
 from headway.serve.batches.records import no_room
 from headway.serve.batches.store import Store
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 PIECE = 2**18  # bytes that are written at a time
 ROOM = 2**16  # bytes of a body that are not the file's
