@@ -24,6 +24,24 @@ Since = Annotated[
 Until = Annotated[str | None, typer.Option(help="Requests that ended before, as --since.")]
 
 
+TraceFile = Annotated[
+    str | None, typer.Option(help="A file of arrivals and lengths (docs/simulate.md), instead of --journal.")
+]
+Today = Annotated[
+    list[str] | None,
+    typer.Option(help="Instances of today, as in headway simulate; default: the journal's."),
+]
+FleetToday = Annotated[
+    Path | None, typer.Option(help="Instances and classes of today: a file, as in headway simulate.")
+]
+TraceSlo = Annotated[
+    str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")
+]
+Wanted = Annotated[str, typer.Option(help="Recipes to compare, the preferred one first.")]
+Target = Annotated[float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")]
+Stretch = Annotated[str, typer.Option(help="Stretch of the traffic that is simulated: its busiest.")]
+
+
 def explain(
     run: Annotated[
         str | None,
@@ -77,34 +95,19 @@ def advise(
     journal: JournalDir = None,
     since: Since = "24h",
     until: Until = None,
-    trace: Annotated[
-        str | None, typer.Option(help="Instead: a file of arrivals and lengths (docs/simulate.md).")
-    ] = None,
-    instance: Annotated[
-        list[str] | None,
-        typer.Option(help="Instances of today, as in headway simulate; default: the journal's."),
-    ] = None,
-    fleet: Annotated[
-        Path | None, typer.Option(help="Instances and classes of today: a file, as in headway simulate.")
-    ] = None,
-    slo: Annotated[
-        str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")
-    ] = "",
-    recipes: Annotated[
-        str, typer.Option(help="Recipes to compare, the preferred one first.")
-    ] = "headway,vllm",
+    trace: TraceFile = None,
+    instance: Today = None,
+    fleet: FleetToday = None,
+    slo: TraceSlo = "",
+    recipes: Wanted = "headway,vllm",
     loads: Annotated[str, typer.Option(help="Multiples of the traffic's rate.")] = "1,1.5,2",
-    target: Annotated[
-        float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")
-    ] = 99.0,
+    target: Target = 99.0,
     most: Annotated[int, typer.Option(min=1, help="Most instances to try.")] = 16,
-    busiest: Annotated[
-        str, typer.Option(help="Stretch of the traffic that is simulated: its busiest.")
-    ] = "1h",
+    busiest: Stretch = "1h",
     as_json: Json = False,
     seed: Seed = 0,
     out: Out = None,
-) -> None:  # fmt: skip
+) -> None:
     """Say how many instances, which recipe and which batch limit keep the promises of your own traffic."""
     from headway.bench.journal import advise as advice
     from headway.bench.journal.times import seconds

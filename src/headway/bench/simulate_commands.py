@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headway.bench.journal_commands import JournalDir, Since, fleet_of, source_of
+from headway.bench.journal_commands import JournalDir, Since, TraceFile, fleet_of, source_of
 from headway.bench.options import Json, Quick, Seed
 from headway.errors import ConfigError
 
@@ -56,6 +56,14 @@ PlanUs = Annotated[
 ]
 
 
+LoadFactor = Annotated[
+    float, typer.Option(min=0.01, help="With --journal or --trace: multiple of the traffic's rate.")
+]
+RunsOut = Annotated[
+    Path | None, typer.Option(help="Directory for plots, report.json, report.html and runs/RECIPE.")
+]
+
+
 def simulate(
     recipes: Recipes = "vllm,slack,headway",
     profile: Profile = None,
@@ -72,17 +80,11 @@ def simulate(
     plan_us: PlanUs = 0.0,
     journal: JournalDir = None,
     since: Since = None,
-    trace: Annotated[
-        str | None, typer.Option(help="Instead of --rate: a file of arrivals and lengths (docs/simulate.md).")
-    ] = None,
-    load: Annotated[
-        float, typer.Option(min=0.01, help="With --journal or --trace: multiple of the traffic's rate.")
-    ] = 1.0,
+    trace: TraceFile = None,
+    load: LoadFactor = 1.0,
     as_json: Json = False,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for plots, report.json, report.html and runs/RECIPE.")
-    ] = None,
+    out: RunsOut = None,
     record_mb: Annotated[float, typer.Option(min=0.1, help="Memory limit of a run's recording, MB.")] = 1000,
 ) -> None:
     """Simulate recipes on a fleet in virtual time (SIMULATED): chat and best effort, or a file's traffic."""

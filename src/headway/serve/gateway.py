@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -100,11 +99,9 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         controller = _controller(config, recipe.planner(), lengths)
         dispatcher = _dispatcher(config, controller, metrics, log_dir)
         prefixes = _add_warmers(dispatcher, backends, config)
-        usage = Usage(config.keys)
-        tracing = Tracing(config.tracing)
+        usage, tracing = Usage(config.keys), Tracing(config.tracing)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
         background = BackgroundWork(path, dispatcher)
-        bodies = _bodies(config)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         history = History(metrics)
@@ -119,14 +116,11 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
-                        config, metrics, lengths, counters, broker, dispatcher, path, background, bodies,
+                        config, metrics, lengths, counters, broker, dispatcher, path, background, _bodies(config),
                         backends, prefixes, history, batches,
                     )  # fmt: skip
         finally:
-            await path.fail_foreground("gateway_stopped")
-            await path.closings.retry()
-            await journal.close()
-            await asyncio.to_thread(tracing.close)
+            await path.close()
 
 
 def _controller(config: Config, planner: Planner, lengths: LengthService) -> Controller:

@@ -277,6 +277,13 @@ class RequestPath:
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
         self._lengths.ended(in_flight.id)
 
+    async def close(self) -> None:
+        """Fail what is still open, store its end, and write what has been noted of all requests."""
+        await self.fail_foreground("gateway_stopped")
+        await self.closings.retry()
+        await self._journal.close()
+        await asyncio.to_thread(self._tracing.close)
+
     async def fail_foreground(self, reason: str) -> None:
         """Fail every request whose client waits on a connection; background work stays open in the broker."""
         for in_flight in [one for one in self._dispatcher.in_flight.values() if not one.background]:

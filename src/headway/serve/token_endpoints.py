@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -29,11 +29,18 @@ _DETOKENIZE = {
 }  # fmt: skip
 
 
+_ERRORS = error_docs(400, 401, 404, 413, 429)
+
+
 def add_token_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints."""
-    errors = error_docs(400, 401, 404, 413, 429)
+    _tokens(app, state)
+    _text(app, state)
+    _pooling(app, state)
 
-    @app.post("/tokenize", responses=errors, openapi_extra=_body(_TOKENIZE))
+
+def _tokens(app: FastAPI, state: AppState) -> None:
+    @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(_TOKENIZE))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt, or of the messages of a chat."""
         state.tenant(request)
@@ -55,7 +62,9 @@ def add_token_endpoints(app: FastAPI, state: AppState) -> None:
             answer["token_strs"] = await offload(4 * prompt.tokens, words)
         return JSONResponse(answer)
 
-    @app.post("/detokenize", responses=errors, openapi_extra=_body(_DETOKENIZE))
+
+def _text(app: FastAPI, state: AppState) -> None:
+    @app.post("/detokenize", responses=_ERRORS, openapi_extra=_body(_DETOKENIZE))
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens."""
         state.tenant(request)
@@ -70,7 +79,9 @@ def add_token_endpoints(app: FastAPI, state: AppState) -> None:
         counter = state.counter(raw.get("model", state.only_model()))
         return JSONResponse({"prompt": await offload(4 * len(ids), partial(counter.text, ids))})
 
-    async def pooling(request: Request) -> NoReturn:
+
+def _pooling(app: FastAPI, state: AppState) -> None:
+    async def pooling(request: Request) -> Response:
         """Refuse: no engine here embeds or scores."""
         state.tenant(request)
         raw = await state.json(request)
@@ -82,7 +93,7 @@ def add_token_endpoints(app: FastAPI, state: AppState) -> None:
         )  # fmt: skip
 
     for path in _POOLING:
-        app.post(path, responses=errors, openapi_extra=_body({"type": "object"}), name=path)(pooling)
+        app.post(path, responses=_ERRORS, openapi_extra=_body({"type": "object"}), name=path)(pooling)
 
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:

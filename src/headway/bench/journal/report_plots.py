@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.dates import date2num
 
 from headway.bench.journal.served import SERVED, records_of
 from headway.bench.load import plots
@@ -32,6 +31,11 @@ def draw(journal: Journal) -> dict[str, bytes]:
     return pictures
 
 
+def _offset(instant: float) -> float:
+    """Return the days by which local time is ahead of UTC."""
+    return (datetime.fromtimestamp(instant).astimezone().utcoffset() or timedelta()) / timedelta(days=1)
+
+
 def _engine(axes: Axes, table: Floats, engine: EngineRow) -> None:
     """Draw the shares in use, as means over equal stretches of time; an idle engine uses nothing."""
     of = columns(table)
@@ -43,7 +47,7 @@ def _engine(axes: Axes, table: Floats, engine: EngineRow) -> None:
     if engine.blocks:
         shares["KV"] = of["blocks"] / engine.blocks
     seconds = (edges[1:] + edges[:-1]) / 2
-    when = date2num([datetime.fromtimestamp(at) for at in seconds.tolist()])
+    when = seconds / 86400 + _offset(seconds[0])  # days, by which matplotlib counts
     for number, (label, share) in enumerate(shares.items()):
         mean = np.bincount(place, share * of["seconds"], _BINS) / width
         axes.plot(when, 100 * np.minimum(mean, 1.0), label=label, color=colour(number), linewidth=1.3)

@@ -81,25 +81,26 @@ def _translated(base: Mapping[str, Any], status: int, data: bytes) -> bytes:
 # ---- background
 
 
+async def _find(state: AppState, request: Request, id: str) -> Job:
+    """Return a response of the request's tenant; the operator's key finds those of all."""
+    tenant = None if state.is_operator(request) else state.tenant(request)
+    job = await state.gateway.broker.get(id)
+    if job is None or (tenant is not None and job.tenant != tenant) or not job.background:
+        raise RequestError(
+            f"There is no background response {id[:64]!r}.",
+            "Only those with \"background\": true are kept, for some time (broker.keep_hours).",
+            status=404, code="not_found",
+        )  # fmt: skip
+    return job
+
+
 def _kept(app: FastAPI, state: AppState) -> None:
     broker = state.gateway.broker
-
-    async def find(request: Request, id: str) -> Job:
-        """Return a response of the request's tenant; the operator's key finds those of all."""
-        tenant = None if state.is_operator(request) else state.tenant(request)
-        job = await broker.get(id)
-        if job is None or (tenant is not None and job.tenant != tenant) or not job.background:
-            raise RequestError(
-                f"There is no background response {id[:64]!r}.",
-                "Only those with \"background\": true are kept, for some time (broker.keep_hours).",
-                status=404, code="not_found",
-            )  # fmt: skip
-        return job
 
     @app.get("/v1/responses/{id}", responses=error_docs(401, 404))
     async def retrieve(id: str, request: Request) -> Response:
         """Return a background response: its status, and the answer once it is complete."""
-        job = await find(request, id)
+        job = await _find(state, request, id)
         body = background_response(job.id, _STATUS[job.state], job.arrival, job.reason)
         if job.state == "open":
             body |= waiting_for(state.gateway.dispatcher.swaps.state(job.id))
@@ -109,9 +110,9 @@ def _kept(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
     async def cancel(id: str, request: Request) -> Response:
         """Cancel a background response that is not complete yet."""
-        job = await find(request, id)
+        job = await _find(state, request, id)
         if not await state.gateway.background.cancel(job.id):
-            job = await find(request, id)  # it may have ended in between
+            job = await _find(state, request, id)  # it may have ended in between
             raise RequestError(
                 f"{id} is {_STATUS[job.state]} already.", "Only unfinished ones can be cancelled.", status=409
             )
@@ -120,7 +121,7 @@ def _kept(app: FastAPI, state: AppState) -> None:
     @app.delete("/v1/responses/{id}", responses=error_docs(401, 404, 409))
     async def delete(id: str, request: Request) -> Response:
         """Delete a background response that has ended."""
-        job = await find(request, id)
+        job = await _find(state, request, id)
         if not await broker.delete(job.id) and await broker.get(job.id) is not None:
             raise RequestError(f"{id} has not ended yet.", "Cancel it first.", status=409)
         return JSONResponse({"id": job.id, "object": "response", "deleted": True})
