@@ -44,9 +44,8 @@ def test_the_client_gets_a_response(gateway: Gateway) -> None:
 def test_the_client_streams(gateway: Gateway) -> None:
     with gateway.client() as asks:
         whole = asks.responses.create(**body())
-        with asks.responses.stream(**body()) as stream:
-            events = list(stream)
-            final = stream.get_final_response()
+        events = list(asks.responses.create(**body(), stream=True))
+    final = events[-1].response
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert (events[0].type, events[-1].type) == ("response.created", f"response.{final.status}")
     assert final.output_text == whole.output_text

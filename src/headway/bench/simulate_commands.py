@@ -51,6 +51,7 @@ Budget = Annotated[int, typer.Option(min=1, help="Tokens per iteration (vLLM's -
 KvTokens = Annotated[
     int | None, typer.Option(min=16, help="KV capacity per instance, in tokens; default: the profile's.")
 ]
+ContextLength = Annotated[int, typer.Option(min=16, help="Context length.")]
 PlanUs = Annotated[
     float, typer.Option(min=0, help="Virtual microseconds that a plan takes per queued request.")
 ]
@@ -59,6 +60,7 @@ PlanUs = Annotated[
 LoadFactor = Annotated[
     float, typer.Option(min=0.01, help="With --journal or --trace: multiple of the traffic's rate.")
 ]
+RecordMb = Annotated[float, typer.Option(min=0.1, help="Memory limit of a run's recording, MB.")]
 RunsOut = Annotated[
     Path | None, typer.Option(help="Directory for plots, report.json, report.html and runs/RECIPE.")
 ]
@@ -75,7 +77,7 @@ def simulate(
     slo: ChatSlo = "ttft:400 tpot:200",
     max_running: MaxRunning = 256,
     budget: Budget = 2048,
-    max_model_len: Annotated[int, typer.Option(min=16, help="Context length.")] = 2048,
+    max_model_len: ContextLength = 2048,
     kv_tokens: KvTokens = None,
     plan_us: PlanUs = 0.0,
     journal: JournalDir = None,
@@ -85,27 +87,30 @@ def simulate(
     as_json: Json = False,
     seed: Seed = 0,
     out: RunsOut = None,
-    record_mb: Annotated[float, typer.Option(min=0.1, help="Memory limit of a run's recording, MB.")] = 1000,
+    record_mb: RecordMb = 1000,
 ) -> None:
     """Simulate recipes on a fleet in virtual time (SIMULATED): chat and best effort, or a file's traffic."""
     from headway.bench.simulate.experiment import Fleet
     from headway.bench.simulate.scenario import mixed, uniform
     from headway.bench.simulate.simulate import main
 
-    scenario: Any
-    sizes = {"max_running": max_running, "budget": budget, "max_model_len": max_model_len}
-    sizes |= {} if kv_tokens is None else {"kv_tokens": kv_tokens}
+    sizes = _sizes(max_running=max_running, budget=budget, max_model_len=max_model_len, kv_tokens=kv_tokens)
     specs, traffic = fleet_of(instance, fleet, sizes)
     if journal or trace:
         if not specs and (profile or not journal):
             specs = fleet_of([f"{profile or _PROFILE}:{instances}"], None, sizes)[0]
-        scenario = source_of(journal, trace, since, None, specs, traffic, slo, seed).scenario(load, plan_us)
+        source = source_of(journal, trace, since, None, specs, traffic, slo, seed)
+        scenario: Any = source.scenario(load, plan_us)
     elif specs:
         scenario = mixed(specs, traffic, rate, duration, slo, seed, plan_us)
     else:
         equal = Fleet(profile or _PROFILE, instances, max_running, budget, max_model_len, kv_tokens)
         scenario = uniform(equal, rate, duration, slo, seed, plan_us)
     main(_names(recipes), scenario, as_json=as_json, out=out, record_mb=record_mb)
+
+
+def _sizes(**given: int | None) -> dict[str, int]:
+    return {name: size for name, size in given.items() if size is not None}
 
 
 def sweep(

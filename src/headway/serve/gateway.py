@@ -103,8 +103,7 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
-        forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
-        history = History(metrics)
+        forget, history = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600), History(metrics)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, history.run]
         loops += journal.loops(dispatcher.engines, config.recipe)
         try:
@@ -116,8 +115,8 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
-                        config, metrics, lengths, counters, broker, dispatcher, path, background, _bodies(config),
-                        backends, prefixes, history, batches,
+                        config, metrics, lengths, counters, broker, dispatcher, path, background,
+                        _bodies(config), backends, prefixes, history, batches,
                     )  # fmt: skip
         finally:
             await path.close()

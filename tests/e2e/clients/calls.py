@@ -43,8 +43,7 @@ def _responses(client: Any) -> dict[str, Any]:
     ask: dict[str, Any] = {
         "model": "smollm2", "input": QUESTION, "max_output_tokens": 12, "temperature": 0,
     }  # fmt: skip
-    with client.responses.stream(**ask) as stream:
-        streamed = stream.get_final_response()
+    streamed = list(client.responses.create(**ask, stream=True))[-1].response
     later = client.responses.create(**ask, background=True)
     while (seen := client.responses.retrieve(later.id)).status in ("queued", "in_progress"):
         time.sleep(0.2)

@@ -28,7 +28,7 @@ class MessageEvents:
         self._index = -1  # of the block that is open
         self._open: tuple[str, int] | None = None  # its type, and the number of its tool call
         self._reason: tuple[str, str | None] = ("end_turn", None)
-        self._tokens = 0
+        self._usage = dict(self._head["usage"])
 
     def feed(self, data: bytes) -> bytes:
         """Return the events for some bytes of the stream."""
@@ -49,7 +49,10 @@ class MessageEvents:
             yield _sent("error", error_body(int(told.get("status") or 500), str(told.get("message"))))
             return
         yield from self._begin()
-        self._tokens = (chunk.get("usage") or {}).get("completion_tokens", self._tokens)
+        if usage := chunk.get("usage"):
+            self._usage = {
+                "input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage["completion_tokens"],
+            }  # fmt: skip
         for choice in chunk.get("choices") or ():
             yield from self._delta(choice.get("delta") or {})
             if choice.get("finish_reason"):
@@ -97,7 +100,7 @@ class MessageEvents:
         yield from self._close()
         reason, word = self._reason
         told = {"delta": {"stop_reason": reason, "stop_sequence": word}}
-        yield _sent("message_delta", told | {"usage": {"output_tokens": self._tokens}})
+        yield _sent("message_delta", told | {"usage": self._usage})
         yield _sent("message_stop", {})
 
 

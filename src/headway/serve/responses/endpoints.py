@@ -142,7 +142,8 @@ def _with_result(body: dict[str, Any], path: str, result: bytes | None) -> Respo
     if result is None:
         return JSONResponse(body)
     if path == PATHS["chat"]:
-        body = response_of(body, json.loads(result))
+        # One that was cut at its most tokens is completed, too: clients poll for that word.
+        body = response_of(body, json.loads(result)) | {"status": body["status"]}
     whole = bytes(JSONResponse(body).body)[:-1] + b',"response":' + result + b"}"
     return Response(whole, media_type="application/json")
 
