@@ -21,13 +21,12 @@ from tests.plan.place import Place, ask, instance
 
 
 def parts_at_rate() -> TenantParts:
-    """Return counts of a fleet that serves 100 tokens/s to the tenants a and b."""
+    """Return counts of a fleet that serves work of 100 per second to the tenants a and b."""
     parts = TenantParts()
     for i in range(30):
         for tenant in "ab":
             id = f"{tenant}{i}"
             parts.beyond(id, tenant, 10, 20.0, i + 100.0, float(i))
-            parts.began(id)
             parts.ended(id, 20, float(i))
     return parts
 
@@ -35,7 +34,7 @@ def parts_at_rate() -> TenantParts:
 def test_what_a_tenant_s_part_cannot_reach_in_time_is_beyond() -> None:
     parts = parts_at_rate()
     told = [parts.beyond(f"f{i}", "a", 10, 20.0, 40.0, 30.0) for i in range(20)]
-    # Each costs 50 tokens, and in 10 s a's half of 100 tokens/s reaches ten of them.
+    # Each is 50 of work, and in 10 s a's half of 100 per second gets through ten of them.
     assert told == [False] * 11 + [True] * 9
     assert not parts.beyond("b", "b", 10, 20.0, 40.0, 30.0), "another tenant's flood is not its own"
 
@@ -54,11 +53,10 @@ def test_before_anything_was_served_nothing_is_beyond() -> None:
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     parts = parts_at_rate()
     assert not parts._prompts
-    assert not parts._turns._turns
     for i in range(1000):
         parts.beyond(f"t{i}", f"tenant{i}", 10, 20.0, 1000.0, 100.0 + i)
         parts.ended(f"t{i}", None, 100.0 + i)
-    assert len(parts._seen) < 40
+    assert len(parts._tenants) < 40
 
 
 def test_engines_are_told_and_order_the_kept_as_before() -> None:
@@ -93,7 +91,7 @@ def flood(rate: float) -> Workload:
     return concat(*parts).sorted()
 
 
-@pytest.mark.parametrize("rate", [400.0])
+@pytest.mark.parametrize("rate", [100.0])
 def test_a_flood_of_promises_costs_another_tenant_at_most_a_tenth(rate: float) -> None:
     def turned() -> Planner:
         planner = find("headway").planner()
@@ -110,7 +108,8 @@ def test_a_flood_of_promises_costs_another_tenant_at_most_a_tenth(rate: float) -
         ttft = out.first - work.arrival
         tpot = (out.end - out.first) / np.maximum(work.output - 1, 1)
         met = (ttft <= work.ttft) & (tpot <= work.tpot)
-        kept[name] = {t: float(met[work.tenant == i].mean()) for i, t in enumerate(work.tenants)}
+        mine = {t: met[work.tenant == i] for i, t in enumerate(work.tenants)}
+        kept[name] = {t: float(found.mean()) for t, found in mine.items() if found.size}
     assert kept["both"]["a"] < 0.6, "it is a flood"
     assert kept["alone"]["b"] > 0.98
     assert kept["both"]["b"] >= 0.9 * kept["alone"]["b"]

@@ -97,10 +97,10 @@ def simulate(
     sizes = _sizes(max_running=max_running, budget=budget, max_model_len=max_model_len, kv_tokens=kv_tokens)
     specs, traffic = fleet_of(instance, fleet, sizes)
     if journal or trace:
-        if not specs and (profile or not journal):
+        if not specs and (profile or trace):
             specs = fleet_of([f"{profile or _PROFILE}:{instances}"], None, sizes)[0]
-        source = source_of(journal, trace, since, None, specs, traffic, slo, seed)
-        scenario: Any = source.scenario(load, plan_us)
+        real = source_of(journal, trace, since, None, specs, traffic, slo, seed)
+        scenario: Any = real.scenario(load, plan_us)
     elif specs:
         scenario = mixed(specs, traffic, rate, duration, slo, seed, plan_us)
     else:

@@ -108,8 +108,6 @@ class RunOrder(Ordered):
 
     def _count(self, parts: TenantParts, event: Event, now: float) -> None:
         match event:
-            case Started(id):
-                parts.began(id)
             case Finished(id, output_tokens):
                 parts.ended(id, output_tokens, now)
                 self._beyond.discard(id)

@@ -2,30 +2,38 @@
 
 A promise goes by its deadline, whatever its tenant has had: a tenant that floods the queue with promises
 would take from the others in proportion. Under overload some promises must be given up; these shall be those
-that are beyond a tenant's part. Tenants' service is counted as in `tenant_turns.py`. A request is beyond when
-its tenant, with an equal part of what was served lately, could not get to it before it is due. As long as all
-can be kept that changes nothing, and a tenant alone has all.
+that are beyond a tenant's part: those that an engine as fast as that part, and the tenant's own, could not
+begin before they are due. As long as all can be kept that changes nothing, and a tenant alone has all.
+Work is counted as in VTC: a prompt token is 1, an answer's 2.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 from headway.plan.baselines.vtc import ANSWER_WEIGHT, PROMPT_WEIGHT
-from headway.plan.tenant_turns import TenantTurns
 
-_WINDOW = 30.0  # seconds of service that tell the rate, and for which a tenant that asks nothing counts
+_ACTIVE = 30.0  # seconds for which a tenant that asks nothing counts
+_WINDOW, _LEAST = 5.0, 1.0  # seconds of service that tell the rate, and from which it is told
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A tenant: its latest arrival, and the work that an engine of its own would have left then."""
+
+    seen: float = 0.0
+    left: float = 0.0
 
 
 class TenantParts:
-    """Counts the service of tenants whose requests have promises. Unit: VTC's tokens."""
+    """Knows the work served lately, and what of it each tenant has asked for with promises."""
 
     def __init__(self) -> None:
-        self._turns = TenantTurns()
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # by their latest arrival
         self._prompts: dict[str, int] = {}  # by id, of requests that have not ended
-        self._seen: OrderedDict[str, float] = OrderedDict()  # tenant -> its latest arrival, by that
-        self._served: deque[tuple[float, float]] = deque()  # (instant, tokens) of the last `_WINDOW`
+        self._served: deque[tuple[float, float]] = deque()  # (instant, work) of the last `_WINDOW`
         self._sum = 0.0
 
     def beyond(self, id: str, tenant: str, prompt: int, answer: float, due: float, now: float) -> bool:
@@ -33,32 +41,31 @@ class TenantParts:
 
         prompt, answer: tokens, of the answer as expected. due: instant.
         """
-        at = self._turns.take(id, tenant, prompt, answer)
         self._prompts[id] = prompt
-        self._seen[tenant] = now
-        self._seen.move_to_end(tenant)
-        while next(iter(self._seen.values())) < now - _WINDOW:
-            self._seen.popitem(last=False)
-        rate = self._rate(now) / len(self._seen)
-        return len(self._seen) > 1 and (at - self._turns.now) > rate * (due - now)
-
-    def began(self, id: str) -> None:
-        """Take note of a first token."""
-        self._turns.began(id)
+        mine = self._tenants.setdefault(tenant, _Tenant(now))
+        self._tenants.move_to_end(tenant)
+        before, mine.seen = mine.seen, now
+        while next(iter(self._tenants.values())).seen < now - _ACTIVE:
+            self._tenants.popitem(last=False)
+        part = self._rate(now) / len(self._tenants)
+        done = part * (now - before) if now > before else 0.0
+        mine.left = max(mine.left - done, 0.0)
+        if len(self._tenants) > 1 and mine.left > part * (due - now):
+            return True
+        mine.left += PROMPT_WEIGHT * prompt + ANSWER_WEIGHT * answer
+        return False
 
     def ended(self, id: str, answer: int | None, now: float) -> None:
         """Take note of an end; answer: tokens, None = the request failed."""
         prompt = self._prompts.pop(id, None)
-        if prompt is None:
-            return
-        self._turns.ended(id, answer)
-        if answer is not None:
-            tokens = PROMPT_WEIGHT * prompt + ANSWER_WEIGHT * answer
-            self._served.append((now, tokens))
-            self._sum += tokens
+        if prompt is not None and answer is not None:
+            work = PROMPT_WEIGHT * prompt + ANSWER_WEIGHT * answer
+            self._served.append((now, work))
+            self._sum += work
 
     def _rate(self, now: float) -> float:
-        """Return the tokens served per second lately; inf when nothing is known."""
+        """Return the work served per second lately; inf when too little is known."""
         while self._served and self._served[0][0] < now - _WINDOW:
             self._sum -= self._served.popleft()[1]
-        return self._sum / _WINDOW if self._served else math.inf
+        seconds = now - self._served[0][0] if self._served else 0.0
+        return self._sum / seconds if seconds >= _LEAST else math.inf

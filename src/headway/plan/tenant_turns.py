@@ -29,11 +29,6 @@ class TenantTurns:
         self._now = 0.0  # the latest turn that has begun
         self._turns: dict[str, _Turn] = {}
 
-    @property
-    def now(self) -> float:
-        """The latest turn that has begun."""
-        return self._now
-
     def take(self, id: str, tenant: str, prompt: int, answer: float, shift: float = 0.0) -> float:
         """Return the turn of a request that has come, lower first.
 

@@ -127,7 +127,9 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
     rows, level, start = outlook.rows[kept], outlook.level[kept], outlook.start[kept]
     keys = np.empty((3, kept.size))
     for i in range(kept.size):
-        keys[0, i], keys[1, i] = outer(jobs["urgency"][rows[i]]), level[i]
+        rank = jobs["urgency"][rows[i]]
+        # Of what waits, that beyond a tenant's part comes last; an answer in progress keeps its pace.
+        keys[0, i], keys[1, i] = outer(rank) if level[i] == ANSWER else rank, level[i]
         keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
     order = ordered(keys, jobs["serial"][rows])
     return Outlook(rows[order], level[order], start[order])

@@ -142,8 +142,9 @@ class ResponseEvents:
         self._over = True
         yield from self._begin()
         yield from self._close()
-        items = self._items or [message_item(self._response["id"], "")]
-        self._response |= self._end | {"output": items, "usage": usage_of(self._usage)}
+        if not any(item["type"] != "reasoning" for item in self._items):
+            self._items.append(message_item(self._response["id"], ""))
+        self._response |= self._end | {"output": self._items, "usage": usage_of(self._usage)}
         yield self._sent(f"response.{self._response['status']}", {"response": self._response})
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
