@@ -62,7 +62,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
 def test_engines_are_told_and_order_the_kept_as_before() -> None:
     assert outer(BEYOND) == 0.0
     assert outer(1e-6) == 1e-6
-    planner = RunOrder(ATTAINABLE, ahead=10, knowledge=Knowledge())
+    planner = RunOrder(ATTAINABLE, ahead=40, knowledge=Knowledge())
     planner.take_turns()
     planner._parts = parts_at_rate()
     at = Place(planner, instance("e0", 1, lead=0))

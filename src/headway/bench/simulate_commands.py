@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.bench.journal_commands import JournalDir, Since, TraceFile, fleet_of, source_of
 from headway.bench.options import Json, Quick, Seed
 from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.sim.fleet import Spec
 
 # A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (
@@ -97,8 +100,7 @@ def simulate(
     sizes = _sizes(max_running=max_running, budget=budget, max_model_len=max_model_len, kv_tokens=kv_tokens)
     specs, traffic = fleet_of(instance, fleet, sizes)
     if journal or trace:
-        if not specs and (profile or trace):
-            specs = fleet_of([f"{profile or _PROFILE}:{instances}"], None, sizes)[0]
+        specs = specs or _equal(profile if journal else profile or _PROFILE, instances, sizes)
         real = source_of(journal, trace, since, None, specs, traffic, slo, seed)
         scenario: Any = real.scenario(load, plan_us)
     elif specs:
@@ -107,6 +109,11 @@ def simulate(
         equal = Fleet(profile or _PROFILE, instances, max_running, budget, max_model_len, kv_tokens)
         scenario = uniform(equal, rate, duration, slo, seed, plan_us)
     main(_names(recipes), scenario, as_json=as_json, out=out, record_mb=record_mb)
+
+
+def _equal(profile: str | None, count: int, sizes: dict[str, int]) -> list[Spec]:
+    """Return specs of equal instances; none without a profile."""
+    return fleet_of([f"{profile}:{count}"], None, sizes)[0] if profile else []
 
 
 def _sizes(**given: int | None) -> dict[str, int]:
