@@ -1,7 +1,8 @@
 """`headway bench batch`: interactive requests alone, then beside a batch, on a real engine; a kill between.
 
 The batch (`/v1/batches`) has short answers. Once half of its lines have ended and the interactive requests
-are over, the gateway is killed (SIGKILL) and started again; then the batch goes on to its end.
+are over, the gateway is killed (SIGKILL) and started again; then the batch goes on to its end. The engine has
+a process of its own, to which the gateway attaches, and stays up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headway.bench.load.records import Call, Record
 from headway.bench.output.plots import colours, line_legend, png, sheet
 from headway.bench.output.results import About, Report, Row, deliver, row_grid, say
 from headway.config import Broker, Config, Engine, Server, Sqlite, Tier, write
-from headway.engines.vllm.process.launch import Child, environment, free_port
+from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.sim.workload import traffic
 from headway.types import Slo
@@ -36,7 +37,7 @@ _NAME, _WINDOW, _LEASE_S = "headway", "24h", 5.0
 _PATH = "/v1/chat/completions"
 _INTERACTIVE = mix.Tier("interactive", 1.0, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=32)
 _LINES = mix.Tier("batch", 1.0, Slo(), "sharegpt_first_turn", max_tokens=4, prompt_tokens=(8, 48))
-_QUICK_LINES, _QUICK_SECONDS = 60, 4.0
+_QUICK_LINES, _QUICK_SECONDS = 300, 4.0
 _WARM = 4  # requests before anything is measured
 _LOOK_S = 0.5
 
@@ -94,12 +95,22 @@ class Outcome:
 
 async def run(trial: Trial) -> Outcome:
     """Run both settings. ConfigError or EngineError when that cannot be done."""
-    folder, port = Path(tempfile.mkdtemp(prefix="headway-batch-")), free_port()
-    url, calls = f"http://127.0.0.1:{port}", trial.calls
+    folder, calls = Path(tempfile.mkdtemp(prefix="headway-batch-")), trial.calls
     if not calls:
         raise ConfigError("No interactive request comes in that time.", "Give more --rate or --duration.")
     say(f"logs: {folder}")
-    child = _gateway(trial.engine, folder, port)
+    port = free_port()
+    engine = replace(trial.engine, url=f"http://127.0.0.1:{port}")
+    argv = command(trial.engine, port, _NAME)
+    vllm = Child(argv, environment(trial.engine), folder / "engine.log")
+    async with answering("the engine", vllm, f"{engine.url}/health"):
+        return await _measure(trial, calls, engine, folder)
+
+
+async def _measure(trial: Trial, calls: Sequence[Call], engine: Engine, folder: Path) -> Outcome:
+    """Measure with gateways in front of an engine that is up."""
+    port = free_port()
+    url, child = f"http://127.0.0.1:{port}", _gateway(engine, folder, port)
     async with answering(_NAME, child, f"{url}/ready"):
         await _send(url, trial.engine, [replace(call, at=0.0) for call in calls[:_WARM]])
         records = {ALONE: await _send(url, trial.engine, calls)}
@@ -110,7 +121,7 @@ async def run(trial: Trial) -> Outcome:
         assert child.process is not None
         child.process.kill()
     say(f"the gateway was killed with {killed_at} lines ended; it is started again")
-    async with answering(_NAME, _gateway(trial.engine, folder, port), f"{url}/ready"):
+    async with answering(_NAME, _gateway(engine, folder, port), f"{url}/ready"):
         batch = await _until_ended(url, id)
         answered = await _ids(url, batch["output_file_id"])
         refused = await _ids(url, batch["error_file_id"])

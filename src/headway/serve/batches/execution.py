@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway import clock
@@ -30,6 +30,7 @@ from headway.serve.request_parsing import ParsedRequest
 from headway.types import Request
 
 _AGAIN_S = 0.5  # until a line that found no room is tried again
+_ENTRY = 16  # lines that are on their way into the queue at a time
 _PAGE = 64  # lines that are looked up at a time
 _FAR = 1000  # lines in a row that the queue does not know, at least, before the others are not looked for
 log = logging.getLogger("headway.serve")
@@ -41,11 +42,16 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Room for lines of one tenant. free: so many more. total: in all. most: `max_queued` of its keys."""
+    """Room for lines of one tenant. free: so many more. total: in all. most: `max_queued` of its keys.
+
+    entry: for lines that are being queued. The queue's file takes all that come in one go, and what is
+        done for each of them then would hold up everyone else.
+    """
 
     free: asyncio.Semaphore
     total: int
     most: int | None
+    entry: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ENTRY))
 
     @classmethod
     def of(cls, tenant: str, config: Config) -> Slots:
@@ -170,7 +176,8 @@ class Execution:
         """
         while True:
             try:
-                await self._accept(line)
+                async with self._slots.entry:
+                    await self._accept(line)
                 job = await self._ended(request_id(self._batch, line.number))
                 if job is not None:  # else it was forgotten (broker.keep_hours)
                     return job
