@@ -6,13 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import MARK
 from tests.e2e.server import Headway
 
 
 @pytest.fixture(scope="session")
 def headway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Headway]:
     server = Headway(tmp_path_factory.mktemp("serve"))
-    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(MARK)  # it outlives the modules that it serves
+        server.start()
     try:
         server.wait_ready()
         yield server
