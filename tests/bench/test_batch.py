@@ -32,13 +32,14 @@ def outcome(answered: list[str], refused: list[str]) -> Outcome:
 def figures(outcome: Outcome) -> dict[tuple[str, str], float | None]:
     """Return {(id, first word of the setting or the whole one of ttft): value}."""
     rows = rows_of(TRIAL, outcome)
-    return {(row.id, row.setting if row.id == "ttft.p99" else ""): row.ours for row in rows}
+    return {(row.id, row.setting if row.id.startswith("ttft") else ""): row.ours for row in rows}
 
 
 def test_figures() -> None:
     found = figures(outcome(["line-0", "line-1", "line-2"], ["line-3"]))
     assert found["ttft.p99", ALONE] == 0.5
     assert found["ttft.p99", BESIDE] == np.inf, "one of three has no first token"
+    assert found["ttft.p50", BESIDE] == 1.0
     assert found["batch.in_window_pct", ""] == 75.0
     assert found["batch.lines_answered_once", ""] == 4
     assert found["batch.lost", ""] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,6 +106,16 @@ def test_files_that_were_written_twice_count_once() -> None:
         assert [file.purpose for file in store.files("alpha", None, 9)] == ["batch_output", "batch"]
         sweep(store)
         assert store.path("file-left-behind").exists(), "it may be an upload in progress"
+
+
+def test_old_files_that_nothing_knows_are_swept() -> None:
+    with fresh() as store:
+        store.add_file(FILE, ROOM)
+        for name in (FILE.id, "file-left-behind"):
+            store.path(name).write_text("x")
+            os.utime(store.path(name), (0, 0))
+        sweep(store)
+        assert [path.name for path in (store.folder / "files").iterdir()] == [FILE.id]
 
 
 def test_an_answer_is_told_as_openai_does() -> None:

@@ -12,6 +12,8 @@ import pytest
 from headway import clock
 from headway.config import Batches, Broker, Config, Key, Sqlite, Tier
 from headway.engines.vllm.process.launch import free_port
+from headway.serve.batches.records import Batch, Line, StoredFile
+from headway.serve.batches.store import Store
 from tests.serve.batches import (
     begin,
     content,
@@ -279,6 +281,30 @@ async def _ends_unseen(gateway: Gateway, id: str, answer: bytes) -> None:
     """End a job in the queue in such a way that the gateway does not notice."""
     await gateway.inner.broker.done(id, answer, clock.now())
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("killed", ["while lines were checked", "while files were written"])
+def test_what_a_killed_gateway_left(fake: Fake, tmp_path: Path, killed: str) -> None:
+    config = on_disk(tmp_path, fake.url)
+    assert config.batches_dir is not None
+    store, now, content = Store(config.batches_dir), clock.now(), text(lines(3))
+    store.path("file-1").write_bytes(content)
+    store.add_file(StoredFile("file-1", "default", "x", "batch", len(content), now), 10**6)
+    store.add_batch(Batch("batch_1", "default", CHAT, "file-1", "24h", now, now + 86400), 1)
+    store.add_lines("batch_1", [Line(1, 0, 9, "line-0"), Line(2, 0, 9, "line-1")])
+    if "written" in killed:
+        store.begin("batch_1", now)
+        for number in (1, 2):
+            store.record("batch_1", number, True, json.dumps({"custom_id": f"line-{number - 1}"}).encode())
+        store.finalize("batch_1", now)
+    store.close()
+    asked = fake.last()["asked"]
+    with serving(config) as gateway:
+        seen = ended(gateway, "batch_1")
+        count = 2 if "written" in killed else 3
+        assert outcome(gateway, seen) == ([f"line-{i}" for i in range(count)], [])
+        assert seen["request_counts"] == {"total": count, "completed": count, "failed": 0}
+        assert fake.last()["asked"] == asked + (0 if "written" in killed else 3)
 
 
 def test_of_two_gateways_one_runs_it_and_both_tell(fake: Fake, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ _PATH = "/v1/chat/completions"
 _INTERACTIVE = mix.Tier("interactive", 1.0, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=32)
 _LINES = mix.Tier("batch", 1.0, Slo(), "sharegpt_first_turn", max_tokens=4, prompt_tokens=(8, 48))
 _QUICK_LINES, _QUICK_SECONDS = 300, 4.0
-_WARM = 4  # requests before anything is measured
+_WARM = 16  # requests before anything is measured
 _LOOK_S = 0.5
 
 
@@ -212,8 +212,9 @@ def rows_of(trial: Trial, outcome: Outcome) -> list[Row]:
     found = list[Row]()
     for setting, records in outcome.records.items():
         # A value that was measured: between two of which one is infinite there is none.
-        p99 = float(np.quantile([record.ttft for record in records], 0.99, method="higher"))
-        found.append(Row("ttft.p99", _NAME, setting, p99, "s"))
+        for p in (50, 99):
+            value = float(np.quantile([record.ttft for record in records], p / 100, method="higher"))
+            found.append(Row(f"ttft.p{p}", _NAME, setting, value, "s"))
     times = Counter([*outcome.answered, *outcome.refused])
     once = sum(count == 1 for count in times.values())
     took = (outcome.batch["completed_at"] or outcome.batch["expired_at"] or 0) - outcome.batch["created_at"]
