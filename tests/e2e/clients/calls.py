@@ -77,7 +77,7 @@ def anthropic(url: str, _: str) -> dict[str, Any]:
 
     client = Anthropic(base_url=url, api_key="none", max_retries=0, timeout=600)
     ask: dict[str, Any] = {
-        "model": "smollm2", "max_tokens": 12, "temperature": 0,
+        "model": "smollm2", "max_tokens": 12, "extra_body": {"temperature": 0},
         "messages": [{"role": "user", "content": QUESTION}],
     }  # fmt: skip
     with client.messages.stream(**ask) as stream:
@@ -122,7 +122,7 @@ def guidellm(url: str, model: str) -> dict[str, Any]:
         subprocess.run(
             [
                 str(Path(sys.executable).with_name("guidellm")), "benchmark", "--target", url,
-                "--model", "smollm2", "--processor", model, "--profile", "synchronous", "--max-requests", "4",
+                "--model", "smollm2", "--processor", model, "--rate-type", "synchronous", "--max-requests", "4",
                 "--data", "prompt_tokens=32,output_tokens=8", "--output-path", str(file),
             ],
             check=True, stdout=sys.stderr, timeout=900,
