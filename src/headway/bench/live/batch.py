@@ -101,7 +101,10 @@ async def run(trial: Trial) -> Outcome:
     say(f"logs: {folder}")
     port = free_port()
     engine = replace(trial.engine, url=f"http://127.0.0.1:{port}")
-    argv = command(trial.engine, port, _NAME)
+    # With prefix caching the second run would find the prompts of the first.
+    argv = command(
+        replace(trial.engine, args=(*trial.engine.args, "--no-enable-prefix-caching")), port, _NAME
+    )
     vllm = Child(argv, environment(trial.engine), folder / "engine.log")
     async with answering("the engine", vllm, f"{engine.url}/health"):
         return await _measure(trial, calls, engine, folder)
@@ -241,7 +244,7 @@ def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
     workload = (
         f"{interactive}; {trial.rate:g} requests/s for {trial.seconds:g} s, alone and beside a batch of "
         f"{trial.lines} lines ({mix.describe(mix.Mix('lines', (_LINES,)))}) with a window of {_WINDOW}; the "
-        f"gateway killed in the middle; batch limit {trial.engine.max_running}."
+        f"gateway killed in the middle; batch limit {trial.engine.max_running}, no prefix caching."
     )
     built = Report(
         "batch", "vllm", "Interactive requests beside a batch on vLLM", rows, time.perf_counter() - began,
