@@ -123,7 +123,8 @@ def guidellm(url: str, model: str) -> dict[str, Any]:
             [
                 str(Path(sys.executable).with_name("guidellm")), "benchmark", "--target", url,
                 "--model", "smollm2", "--processor", model, "--rate-type", "synchronous",
-                "--max-requests", "4", "--data", "prompt_tokens=32,output_tokens=8", "--output-path", str(file),
+                "--max-requests", "4", "--data", "prompt_tokens=32,output_tokens=8",
+                "--output-path", str(file),
             ],
             check=True, stdout=sys.stderr, timeout=900,
         )  # fmt: skip
