@@ -29,6 +29,7 @@ longest prefix that was found in the cache lately.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -44,6 +45,7 @@ from headway.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
 
 _PENDING = 4096  # urgencies kept for requests that have not arrived
+_LOOK_S = 1.0  # between two looks whether the client of a control message is still there
 
 
 class PendingUrgency:
@@ -221,7 +223,15 @@ class ControlPlugin:
         @app.post("/headway/control")
         async def control(raw: Request) -> JSONResponse:
             core = raw.app.state.engine_client.engine_core
-            answer = await core.call_utility_async("headway_control", await raw.json())
+            call = asyncio.ensure_future(core.call_utility_async("headway_control", await raw.json()))
+            try:
+                # An engine core that has died never answers, and vLLM waits for this at its end.
+                while not (await asyncio.wait({call}, timeout=_LOOK_S))[0]:
+                    if await raw.is_disconnected():
+                        return JSONResponse({"error": "the client has left"}, 400)
+                answer = call.result()
+            finally:
+                call.cancel()
             return JSONResponse(answer, 400 if "error" in answer else 200)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
