@@ -87,7 +87,9 @@ def test_refusals_at_the_door_are_counted(serve: Serve, fake: Fake) -> None:
         codes = [gateway.post(body).status_code for body in stuck]
         refused = codes.count(429)
         assert refused
-        until(lambda: journal(gateway).refusals)
+        folder = gateway.config.journal_dir
+        assert folder is not None
+        until(lambda: list(folder.glob("journal-*")))
         until(lambda: sum(one.count for one in journal(gateway).refusals) == refused)
         assert {one.reason for one in journal(gateway).refusals} == {"queue_full"}
         fake.release("journal-full")

@@ -63,6 +63,8 @@ def process(tmp_path: Path, fake: Fake) -> Iterator[Process]:
         finally:
             started.send_signal(signal.SIGINT)
             assert started.wait(30) == 0
+            if started.stdout is not None:
+                started.stdout.close()
 
 
 def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> None:
