@@ -79,7 +79,10 @@ def test_errors_are_in_anthropic_s_shape(gateway: Gateway) -> None:
     [
         ({"max_tokens": None}, "max_tokens"), ({"messages": "Hi."}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "role"), ({"system": 3}, "system"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"), ({"system": 3}, "system"),
+        ({"n": 2}, "n is"), ({"background": True}, "background"),
+        ({"thinking": {"type": "some"}}, "thinking"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "Anthropic's own"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"), ({"messages": [3]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
@@ -171,6 +174,46 @@ def test_a_tool_call_is_a_block() -> None:
     assert message["usage"] == {"input_tokens": 3, "output_tokens": 4}
 
 
+def test_a_tool_that_the_client_named_is_used_too() -> None:
+    """vLLM ends such an answer with "stop"."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "stop"}
+    assert message_of({"choices": [choice]}, "hw-1")["stop_reason"] == "tool_use"
+    assert (
+        message_of({"choices": [choice | {"finish_reason": "length"}]}, "hw-1")["stop_reason"] == "max_tokens"
+    )
+    delta = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+    events = [{"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    data = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
+    assert b'"stop_reason": "tool_use"' in MessageEvents("hw-1", "m", 7).feed(data + b"data: [DONE]\n\n")
+
+
+def test_what_agents_send_beside_their_messages() -> None:
+    chat = chat_of(body(
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: 1a2b"},
+            {"type": "text", "text": "Be brief."},
+        ],
+        messages=[
+            {"role": "user", "content": "Hi."}, {"role": "system", "content": "It is late."},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": "no", "is_error": True},
+            ]},
+        ],
+        context_management={"edits": []}, output_config={"effort": "low", "format": {
+            "type": "json_schema", "schema": {"type": "object"},
+        }},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    ))  # fmt: skip
+    assert chat["messages"] == [
+        {"role": "system", "content": "Be brief.\nIt is late."}, {"role": "user", "content": "Hi."},
+        {"role": "tool", "tool_call_id": "t", "content": "Error: no"},
+    ]  # fmt: skip
+    assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert (chat["reasoning_effort"], chat["chat_template_kwargs"]) == ("low", {"enable_thinking": True})
+    assert not {"context_management", "output_config", "thinking"} & set(chat)
+
+
 def test_a_stop_sequence_is_named() -> None:
     choice = {"message": {"content": "a"}, "finish_reason": "stop", "stop_reason": "zz"}
     message = message_of({"choices": [choice]}, "hw-1")
@@ -255,6 +298,7 @@ def test_tokens_and_back(gateway: Gateway) -> None:
         ("/tokenize", {"prompt": ["a", "b"]}, 400), ("/tokenize", {}, 400), ("/detokenize", {}, 400),
         ("/detokenize", {"tokens": [10**9]}, 400), ("/detokenize", {"tokens": [True]}, 400),
         ("/tokenize", {"model": "nothing", "prompt": "a"}, 404), ("/v1/embeddings", {"input": "a"}, 400),
+        ("/v1/embeddings", {"model": "nothing", "input": "a"}, 404),
         ("/score", {"text_1": "a", "text_2": "b"}, 400),
     ],
 )  # fmt: skip

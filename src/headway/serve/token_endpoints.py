@@ -86,6 +86,7 @@ def _pooling(app: FastAPI, state: AppState) -> None:
         state.tenant(request)
         raw = await state.json(request)
         model = str(raw.get("model", state.only_model()))[:100]
+        state.describe(model)  # 404 for one that is not here
         raise RequestError(
             f"{request.url.path} needs a pooling model, and {model!r} generates text.",
             "Headway schedules text generation; send embeddings and scores to a vLLM with --runner pooling.",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from headway.errors import EngineError
 from headway.serve.offload import offload
 from headway.serve.streaming import ResponseStream
 
 Whole = Callable[[int, bytes], bytes]
+log = logging.getLogger("headway.serve")
 
 
 class Events(Protocol):
@@ -68,7 +72,16 @@ class TranslatedResponse(Response):
     async def _end(self, send: Send) -> None:
         assert self._start is not None, "the start comes first"
         status, data = self._start["status"], bytes(self._whole)
-        body = await offload(len(data), lambda: self._translate(status, data))
-        headers = [*self._start["headers"], (b"content-length", b"%d" % len(body))]
-        await send({**self._start, "headers": headers})
+        start = self._start
+        try:
+            body = await offload(len(data), lambda: self._translate(status, data))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            log.error("an engine's answer cannot be translated: %r", error)
+            fault = EngineError(
+                "The engine's answer is no answer of a chat.", "Its log may say more.", code="invalid_answer"
+            )
+            body = self._translate(fault.status, json.dumps(fault.body()).encode())
+            start = {**start, "status": fault.status}
+        headers = [*start["headers"], (b"content-length", b"%d" % len(body))]
+        await send({**start, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

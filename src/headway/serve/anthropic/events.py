@@ -24,7 +24,7 @@ class MessageEvents:
             "usage": {"input_tokens": input_tokens, "output_tokens": 0},
         }  # fmt: skip
         self._rest = b""
-        self._begun = self._over = False
+        self._begun = self._over = self._calls = False
         self._index = -1  # of the block that is open
         self._open: tuple[str, int] | None = None  # its type, and the number of its tool call
         self._reason: tuple[str, str | None] = ("end_turn", None)
@@ -46,7 +46,8 @@ class MessageEvents:
         if "error" in chunk:
             self._over = True
             told = chunk["error"]
-            yield _sent("error", error_body(int(told.get("status") or 500), str(told.get("message"))))
+            code = told.get("code")  # vLLM's is the status; Headway's is a word, of what went wrong here
+            yield _sent("error", error_body(code if isinstance(code, int) else 500, str(told.get("message"))))
             return
         yield from self._begin()
         if usage := chunk.get("usage"):
@@ -56,7 +57,7 @@ class MessageEvents:
         for choice in chunk.get("choices") or ():
             yield from self._delta(choice.get("delta") or {})
             if choice.get("finish_reason"):
-                self._reason = stop_of(choice)
+                self._reason = stop_of(choice, self._calls)
 
     def _begin(self) -> Iterator[bytes]:
         if not self._begun:
@@ -73,6 +74,7 @@ class MessageEvents:
             yield self._part({"type": "text_delta", "text": delta["content"]})
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
+            self._calls = True
             begin = {"type": "tool_use", "id": call.get("id"), "name": function.get("name"), "input": {}}
             yield from self._block("tool_use", int(call.get("index", 0)), begin)
             if function.get("arguments"):

@@ -16,9 +16,11 @@ STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "
 _SAME = ("model", "max_tokens", "temperature", "top_k", "top_p", "stream")
 _TAKEN = {
     *_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice", "metadata", "service_tier",
-    "thinking", "cache_control",
+    "thinking", "cache_control", "context_management", "output_config", "betas",
 }  # fmt: skip
-_UNKNOWN = ("container", "mcp_servers", "context_management")  # that Anthropic's own servers have
+_UNKNOWN = ("container", "mcp_servers")  # that Anthropic's own servers have
+_ONLY = {"n": (None, 1), "background": (None, False)}  # fields of chats that a message has no place for
+_BILLING = "x-anthropic-billing-header"  # a block with a hash of the request, which no cached prefix survives
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error",
@@ -36,13 +38,17 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name in _UNKNOWN:
         if raw.get(name):
             raise RequestError(f"{name} is not known here.", "Leave it out.", param=name)
+    for name, may in _ONLY.items():
+        if raw.get(name) not in may:
+            raise RequestError(f"{name} is not known here.", "Leave it out.", param=name)
     if not isinstance(raw.get("max_tokens"), int):
         raise RequestError(
             "max_tokens is missing.", "Give the most tokens of the answer.", param="max_tokens"
         )
     chat = {name: raw[name] for name in _SAME if name in raw}
     chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
-    chat["messages"] = [*_system(raw.get("system")), *_messages(raw.get("messages"))]
+    said = list(_messages(raw.get("messages")))
+    chat["messages"] = [*_system(raw.get("system"), said), *said]
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools"):
@@ -54,10 +60,7 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         chat["stream_options"] = {"include_usage": True}
     if (user := _object(raw.get("metadata") or {}, "metadata").get("user_id")) is not None:
         chat["user"] = str(user)
-    thinking = _object(raw.get("thinking") or {}, "thinking").get("type")
-    if thinking == "disabled":
-        chat["chat_template_kwargs"] = {"enable_thinking": False} | (chat.get("chat_template_kwargs") or {})
-    return chat
+    return chat | _thinking(raw, chat) | _output(_object(raw.get("output_config") or {}, "output_config"))
 
 
 def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
     if told.get("content"):
         content.append({"type": "text", "text": told["content"]})
     content += [_use(call) for call in told.get("tool_calls") or ()]
-    reason, word = stop_of(choice)
+    reason, word = stop_of(choice, any(block["type"] == "tool_use" for block in content))
     return {
         "id": id, "type": "message", "role": "assistant", "model": answer.get("model"), "content": content,
         "stop_reason": reason, "stop_sequence": word,
@@ -81,9 +84,14 @@ def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stop_of(choice: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return why a choice ended, in Anthropic's words, and the stop sequence if that was it."""
+def stop_of(choice: Mapping[str, Any], calls: bool) -> tuple[str, str | None]:
+    """Return why a choice ended, in Anthropic's words, and the stop sequence if that was it.
+
+    calls: it calls a tool. vLLM says "stop" of a tool that the client has named, too.
+    """
     word = choice.get("stop_reason")
+    if calls and choice.get("finish_reason") in ("stop", "tool_calls"):
+        return "tool_use", None
     if choice.get("finish_reason") == "stop" and isinstance(word, str):
         return "stop_sequence", word
     return STOPS.get(str(choice.get("finish_reason")), "end_turn"), None
@@ -103,10 +111,50 @@ def error_body(status: int, message: str) -> dict[str, Any]:
 # ---- requests
 
 
-def _system(system: Any) -> list[dict[str, Any]]:
-    if system is None or system == []:
-        return []
-    return [{"role": "system", "content": _text(system, "system")}]
+def _system(system: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the system prompt, with what system messages say within `said`, which are taken out of it.
+
+    Many templates have a place for one system message alone, the first.
+    """
+    if isinstance(system, list):
+        system = [block for block in system if not _bills(block)]
+    texts = [_text(system, "system")] if system else []
+    texts += [message["content"] for message in said if message["role"] == "system"]
+    said[:] = [message for message in said if message["role"] != "system"]
+    return [{"role": "system", "content": "\n".join(texts)}] if texts else []
+
+
+def _bills(block: Any) -> bool:
+    return isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING)
+
+
+def _thinking(raw: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat for `thinking`."""
+    kind = _object(raw.get("thinking") or {}, "thinking").get("type")
+    if kind not in (None, "enabled", "adaptive", "disabled"):
+        raise RequestError(f"thinking is {kind!r}.", "Use enabled, adaptive or disabled.", param="thinking")
+    if kind is None:
+        return {}
+    return {
+        "chat_template_kwargs": {"enable_thinking": kind != "disabled"}
+        | (chat.get("chat_template_kwargs") or {})
+    }
+
+
+def _output(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat for `output_config`: an effort, and a JSON schema of the answer."""
+    fields: dict[str, Any] = {}
+    if config.get("effort") is not None:
+        fields["reasoning_effort"] = config["effort"]
+    shape = _object(config.get("format") or {}, "output_config")
+    if shape:
+        if shape.get("type") != "json_schema":
+            raise RequestError(
+                f"output_config.format is {shape.get('type')!r}.", "Use json_schema.", param="output_config"
+            )
+        schema = {"name": "answer", "schema": shape.get("schema") or {}}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
@@ -114,13 +162,14 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(_list(messages, "messages")):
         where = f"messages.{number}"
         role, content = _object(message, where).get("role"), message.get("content")
-        if role not in ("user", "assistant"):
+        if role not in ("user", "assistant", "system"):
             raise RequestError(
-                f"{where} has the role {role!r}.", "Use user and assistant; system is a field of its own.",
-                param="messages",
-            )  # fmt: skip
+                f"{where} has the role {role!r}.", "Use user, assistant and system.", param="messages"
+            )
         if isinstance(content, str):
             found.append({"role": role, "content": content})
+        elif role == "system":
+            found.append({"role": role, "content": _text(content, where)})
         elif role == "assistant":
             found.append(_assistant(_list(content, where), where))
         else:
@@ -135,6 +184,7 @@ def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
         kind = _object(block, where).get("type")
         if kind == "tool_result":
             told = _text(block.get("content") or "", where)
+            told = f"Error: {told}" if block.get("is_error") else told
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": told}
         elif kind == "text":
             texts.append(_word(block, "text", where))
@@ -186,8 +236,7 @@ def _tool(tool: Any) -> dict[str, Any]:
             param="tools",
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
-    if tool.get("description"):
-        function["description"] = tool["description"]
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
