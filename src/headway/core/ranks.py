@@ -27,7 +27,7 @@ BEYOND = 5e-7
 
 @compiled
 def outer(urgency: float) -> float:
-    """Return the rank by which a packer orders what it keeps: `BEYOND` is no order."""
+    """Return the rank by which a packer orders what it keeps, where `BEYOND` counts as 0."""
     return 0.0 if urgency == BEYOND else urgency
 
 

@@ -49,7 +49,7 @@ class Journal:
 
 
 def read(folder: Path, *, since: float | None = None, until: float | None = None) -> Journal:
-    """Read what ended in [since, until) (None = all). ConfigError when there is no journal.
+    """Read what ended in [since, until), None = no limit. ConfigError when the folder has no journal.
 
     A file that cannot be read (a power failure may tear the newest) is left out and named in `damaged`.
     """

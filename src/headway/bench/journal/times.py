@@ -18,7 +18,7 @@ def seconds(text: str) -> float:
     """Return the seconds of "90m" (s, m, h, d, w). ConfigError for anything else."""
     match = _LENGTH.fullmatch(text.strip())
     if not match or not float(match[1]):
-        raise ConfigError(f"{text!r} is no length of time.", "Write it like 90m, 1h or 7d.")
+        raise ConfigError(f"{text!r} is not a duration.", "Write it like 90m, 1h or 7d.")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -34,5 +34,5 @@ def instant(text: str, now: float | None = None) -> float:
         return datetime.fromisoformat(given).timestamp()
     except ValueError:
         raise ConfigError(
-            f"{text!r} is no time.", "Write it like 90m, 24h or 7d, or like 2026-11-23 10:00."
+            f"{text!r} is not a time.", "Write it like 90m, 24h or 7d, or like 2026-11-23 10:00."
         ) from None

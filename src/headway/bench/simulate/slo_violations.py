@@ -110,7 +110,7 @@ def _named(workload: Workload, id: str) -> int:
     except KeyError:
         near = get_close_matches(id, workload.ids[-_SPELLED:], _NEAR, 0.4) or [workload.ids[-1]]
         raise ConfigError(
-            f"There is no request {id!r} among {len(workload)}: it may not have ended yet, or be too old.",
+            f"Request {id!r} is not among these {len(workload)}: it may not have ended yet, or be too old.",
             f"Did you mean {', '.join(near)}? --worst 10 lists the latest.",
         ) from None
 
