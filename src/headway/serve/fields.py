@@ -45,3 +45,17 @@ def milliseconds(name: str, text: str) -> float:
             param=name,
         )
     return value
+
+
+def list_in(value: Any, where: str) -> list[Any]:
+    """Return a field that is a list. RequestError (400) for another. where: it stands, such as messages.0."""
+    if not isinstance(value, list):
+        raise RequestError(f"{where} is not a list.", "Send a list of objects.", param=where.split(".")[0])
+    return value
+
+
+def object_in(value: Any, where: str) -> Mapping[str, Any]:
+    """Return a field that is an object; otherwise as `list_in`."""
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} is not an object.", "Send an object.", param=where.split(".")[0])
+    return value

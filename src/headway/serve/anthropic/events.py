@@ -7,53 +7,39 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headway.serve.anthropic.translate import error_body, stop_of
+from headway.serve.chat_stream import ChatStream, thought_of
 
-_DONE = b"[DONE]"
 
-
-class MessageEvents:
+class MessageEvents(ChatStream):
     """Translates the bytes of a chat's stream, however they are cut.
 
     id: of the request. model: its name. input_tokens: of its prompt.
     """
 
     def __init__(self, id: str, model: str, input_tokens: int) -> None:
+        super().__init__()
         self._head: dict[str, Any] = {
             "id": id, "type": "message", "role": "assistant", "model": model, "content": [],
             "stop_reason": None, "stop_sequence": None,
             "usage": {"input_tokens": input_tokens, "output_tokens": 0},
         }  # fmt: skip
-        self._rest = b""
-        self._begun = self._over = self._calls = False
+        self._begun = self._calls = False
         self._index = -1  # of the block that is open
         self._open: tuple[str, int] | None = None  # its type, and the number of its tool call
         self._reason: tuple[str, str | None] = ("end_turn", None)
         self._usage = dict(self._head["usage"])
 
-    def feed(self, data: bytes) -> bytes:
-        """Return the events for some bytes of the stream."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        return b"".join(out for event in events for out in self._event(event))
+    def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
+        code = error.get("code")  # vLLM's is the status; Headway's is a word, of what went wrong here
+        yield _sent("error", error_body(code if isinstance(code, int) else 500, str(error.get("message"))))
 
-    def _event(self, event: bytes) -> Iterator[bytes]:
-        data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-        if not data or self._over:
-            return
-        if data == _DONE:
-            yield from self._end()
-            return
-        chunk = json.loads(data)
-        if "error" in chunk:
-            self._over = True
-            told = chunk["error"]
-            code = told.get("code")  # vLLM's is the status; Headway's is a word, of what went wrong here
-            yield _sent("error", error_body(code if isinstance(code, int) else 500, str(told.get("message"))))
-            return
+    def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
         if usage := chunk.get("usage"):
             self._usage = {
-                "input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage["completion_tokens"],
-            }  # fmt: skip
+                "input_tokens": usage.get("prompt_tokens", 0),
+                "output_tokens": usage.get("completion_tokens", 0),
+            }
         for choice in chunk.get("choices") or ():
             yield from self._delta(choice.get("delta") or {})
             if choice.get("finish_reason"):
@@ -65,8 +51,7 @@ class MessageEvents:
             yield _sent("message_start", {"message": self._head})
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
-        thought = delta.get("reasoning") or delta.get("reasoning_content")
-        if thought:
+        if thought := thought_of(delta):
             yield from self._block("thinking", 0, {"type": "thinking", "thinking": "", "signature": ""})
             yield self._part({"type": "thinking_delta", "thinking": thought})
         if delta.get("content"):
@@ -96,8 +81,7 @@ class MessageEvents:
             self._open = None
             yield _sent("content_block_stop", {"index": self._index})
 
-    def _end(self) -> Iterator[bytes]:
-        self._over = True
+    def _finish(self) -> Iterator[bytes]:
         yield from self._begin()
         yield from self._close()
         reason, word = self._reason

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headway.errors import HeadwayError, RequestError
+from headway.serve.chat_stream import thought_of
+from headway.serve.fields import list_in, object_in
 
 # finish_reason of a chat -> stop_reason of a message
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -52,15 +54,15 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in _list(raw["tools"], "tools")]
+        chat["tools"] = [_tool(tool) for tool in list_in(raw["tools"], "tools")]
         chat |= _choice(raw.get("tool_choice"))
     if raw.get("service_tier") not in (None, "auto", "standard_only"):
         chat["service_tier"] = raw["service_tier"]
     if raw.get("stream"):
         chat["stream_options"] = {"include_usage": True}
-    if (user := _object(raw.get("metadata") or {}, "metadata").get("user_id")) is not None:
+    if (user := object_in(raw.get("metadata") or {}, "metadata").get("user_id")) is not None:
         chat["user"] = str(user)
-    return chat | _thinking(raw, chat) | _output(_object(raw.get("output_config") or {}, "output_config"))
+    return chat | _thinking(raw, chat) | _output(object_in(raw.get("output_config") or {}, "output_config"))
 
 
 def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
     choice = answer["choices"][0]
     usage, told = answer.get("usage") or {}, choice["message"]
     content: list[dict[str, Any]] = []
-    thought = told.get("reasoning") or told.get("reasoning_content")
+    thought = thought_of(told)
     if thought:
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
     if told.get("content"):
@@ -130,7 +132,7 @@ def _bills(block: Any) -> bool:
 
 def _thinking(raw: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat for `thinking`."""
-    kind = _object(raw.get("thinking") or {}, "thinking").get("type")
+    kind = object_in(raw.get("thinking") or {}, "thinking").get("type")
     if kind not in (None, "enabled", "adaptive", "disabled"):
         raise RequestError(f"thinking is {kind!r}.", "Use enabled, adaptive or disabled.", param="thinking")
     if kind is None:
@@ -146,7 +148,7 @@ def _output(config: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if config.get("effort") is not None:
         fields["reasoning_effort"] = config["effort"]
-    shape = _object(config.get("format") or {}, "output_config")
+    shape = object_in(config.get("format") or {}, "output_config")
     if shape:
         if shape.get("type") != "json_schema":
             raise RequestError(
@@ -159,9 +161,9 @@ def _output(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for number, message in enumerate(_list(messages, "messages")):
+    for number, message in enumerate(list_in(messages, "messages")):
         where = f"messages.{number}"
-        role, content = _object(message, where).get("role"), message.get("content")
+        role, content = object_in(message, where).get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise RequestError(
                 f"{where} has the role {role!r}.", "Use user, assistant and system.", param="messages"
@@ -171,9 +173,9 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         elif role == "system":
             found.append({"role": role, "content": _text(content, where)})
         elif role == "assistant":
-            found.append(_assistant(_list(content, where), where))
+            found.append(_assistant(list_in(content, where), where))
         else:
-            found += _user(_list(content, where), where)
+            found += _user(list_in(content, where), where)
     return found
 
 
@@ -181,7 +183,7 @@ def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
     """Yield the results of tools, each a message of its own, then what the user says."""
     texts: list[str] = []
     for block in blocks:
-        kind = _object(block, where).get("type")
+        kind = object_in(block, where).get("type")
         if kind == "tool_result":
             told = _text(block.get("content") or "", where)
             told = f"Error: {told}" if block.get("is_error") else told
@@ -197,7 +199,7 @@ def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
 def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
     texts, calls = list[str](), list[dict[str, Any]]()
     for block in blocks:
-        kind = _object(block, where).get("type")
+        kind = object_in(block, where).get("type")
         if kind == "text":
             texts.append(_word(block, "text", where))
         elif kind == "tool_use":
@@ -220,7 +222,7 @@ def _text(content: Any, where: str) -> str:
     """Return the text of a string, or of text blocks."""
     if isinstance(content, str):
         return content
-    blocks = [_object(block, where) for block in _list(content, where)]
+    blocks = [object_in(block, where) for block in list_in(content, where)]
     for block in blocks:
         if block.get("type") != "text":
             raise _no_place(block.get("type"), where)
@@ -228,7 +230,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    kind = _object(tool, "tools").get("type", "custom")
+    kind = object_in(tool, "tools").get("type", "custom")
     if kind != "custom":
         raise RequestError(
             f"Tools of type {kind!r} are Anthropic's own.",
@@ -244,7 +246,7 @@ def _choice(choice: Any) -> dict[str, Any]:
     """Return the fields of a chat for `tool_choice`."""
     if choice is None:
         return {}
-    kind, fields = _object(choice, "tool_choice").get("type"), dict[str, Any]()
+    kind, fields = object_in(choice, "tool_choice").get("type"), dict[str, Any]()
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif kind in _CHOICES:
@@ -263,18 +265,6 @@ def _use(call: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:  # the model has written no JSON; its client sees what it wrote
         given = {"arguments": function["arguments"]}
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise RequestError(f"{where} is not a list.", "Send a list of objects.", param=where.split(".")[0])
-    return value
-
-
-def _object(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} is not an object.", "Send an object.", param=where.split(".")[0])
-    return value
 
 
 def _word(block: Mapping[str, Any], name: str, where: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headway.serve.chat_stream import ChatStream, thought_of
 from headway.serve.responses.translate import (
     call_item,
     end_of,
@@ -15,23 +16,22 @@ from headway.serve.responses.translate import (
     usage_of,
 )
 
-_DONE = b"[DONE]"
 _DELTA = {
     "message": "response.output_text.delta", "reasoning": "response.reasoning_text.delta",
     "function_call": "response.function_call_arguments.delta",
 }  # fmt: skip
 
 
-class ResponseEvents:
+class ResponseEvents(ChatStream):
     """Translates the bytes of a chat's stream, however they are cut.
 
     base: the response as it is before it has begun.
     """
 
     def __init__(self, base: Mapping[str, Any]) -> None:
+        super().__init__()
         self._response = dict(base)
-        self._rest = b""
-        self._begun = self._over = False
+        self._begun = False
         self._number = 0
         self._open: tuple[str, int] | None = None  # the item that grows: its type, the number of its call
         self._text = ""  # of that item
@@ -41,22 +41,7 @@ class ResponseEvents:
         self._end: dict[str, Any] = end_of("stop")
         self._usage: Mapping[str, Any] = {}
 
-    def feed(self, data: bytes) -> bytes:
-        """Return the events for some bytes of the stream."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        return b"".join(out for event in events for out in self._event(event))
-
-    def _event(self, event: bytes) -> Iterator[bytes]:
-        data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-        if not data or self._over:
-            return
-        if data == _DONE:
-            yield from self._finish()
-            return
-        chunk = json.loads(data)
-        if "error" in chunk:
-            yield from self._fail(chunk["error"])
-            return
+    def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
@@ -71,8 +56,7 @@ class ResponseEvents:
             yield self._sent("response.in_progress", {"response": self._response})
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
-        thought = delta.get("reasoning") or delta.get("reasoning_content")
-        if thought:
+        if thought := thought_of(delta):
             yield from self._grow("reasoning", 0, thought)
         if delta.get("content"):
             yield from self._grow("message", 0, delta["content"])
@@ -139,7 +123,6 @@ class ResponseEvents:
         self._open = None
 
     def _finish(self) -> Iterator[bytes]:
-        self._over = True
         yield from self._begin()
         yield from self._close()
         if not any(item["type"] != "reasoning" for item in self._items):
@@ -148,7 +131,6 @@ class ResponseEvents:
         yield self._sent(f"response.{self._response['status']}", {"response": self._response})
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
-        self._over = True
         yield from self._begin()
         told = {"code": "server_error", "message": str(error.get("message"))}
         self._response |= {"status": "failed", "error": told, "output": self._items}

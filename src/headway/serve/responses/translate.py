@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headway.errors import RequestError
+from headway.serve.chat_stream import thought_of
+from headway.serve.fields import list_in, object_in
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "background", "user", "parallel_tool_calls", "service_tier",
@@ -44,11 +46,11 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("max_output_tokens") is not None:
         chat["max_tokens"] = raw["max_output_tokens"]
     if raw.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in _list(raw["tools"], "tools")]
+        chat["tools"] = [_tool(tool) for tool in list_in(raw["tools"], "tools")]
         chat["tool_choice"] = _choice(raw.get("tool_choice"))
-    if (shape := _format(_object(raw.get("text") or {}, "text").get("format"))) is not None:
+    if (shape := _format(object_in(raw.get("text") or {}, "text").get("format"))) is not None:
         chat["response_format"] = shape
-    effort = _object(raw.get("reasoning") or {}, "reasoning").get("effort")
+    effort = object_in(raw.get("reasoning") or {}, "reasoning").get("effort")
     if effort is not None:
         chat["reasoning_effort"] = effort
     if raw.get("stream"):
@@ -72,7 +74,7 @@ def response_of(base: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str,
     choice = answer["choices"][0]
     told, id = choice["message"], base["id"]
     output: list[dict[str, Any]] = []
-    thought = told.get("reasoning") or told.get("reasoning_content")
+    thought = thought_of(told)
     if thought:
         output.append(reasoning_item(id, thought))
     calls = told.get("tool_calls") or ()
@@ -152,9 +154,9 @@ def _items(given: Any) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": given}
         return
     calls: list[dict[str, Any]] = []
-    for number, item in enumerate(_list(given, "input")):
+    for number, item in enumerate(list_in(given or None, "input")):
         where = f"input.{number}"
-        kind = _object(item, where).get("type", "message")
+        kind = object_in(item, where).get("type", "message")
         if kind == "function_call":
             function = {"name": item.get("name"), "arguments": str(item.get("arguments") or "{}")}
             calls.append({"id": str(item.get("call_id")), "type": "function", "function": function})
@@ -187,8 +189,8 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for part in _list(content, where):
-        kind = _object(part, where).get("type")
+    for part in list_in(content, where):
+        kind = object_in(part, where).get("type")
         if kind not in ("input_text", "output_text", "text", "refusal"):
             raise _no_place(kind, where)
         text = part.get("refusal" if kind == "refusal" else "text")
@@ -206,7 +208,7 @@ def _no_place(kind: Any, where: str) -> RequestError:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    kind = _object(tool, "tools").get("type")
+    kind = object_in(tool, "tools").get("type")
     if kind != "function":
         raise RequestError(
             f"Tools of type {kind!r} are OpenAI's own.", "Send tools of type function.", param="tools",
@@ -232,7 +234,7 @@ def _format(shape: Any) -> dict[str, Any] | None:
     """Return the `response_format` of a chat for `text.format`."""
     if shape is None:
         return None
-    kind = _object(shape, "text").get("type")
+    kind = object_in(shape, "text").get("type")
     if kind in (None, "text"):
         return None
     if kind == "json_object":
@@ -243,15 +245,3 @@ def _format(shape: Any) -> dict[str, Any] | None:
     raise RequestError(
         f"text.format is {kind!r}.", "Use text, json_object or json_schema.", param="text.format"
     )
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise RequestError(f"{where} is not a list.", "Send a list of objects.", param=where.split(".")[0])
-    return value
-
-
-def _object(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} is not an object.", "Send an object.", param=where.split(".")[0])
-    return value

@@ -1,0 +1,54 @@
+"""A chat's stream as another API's: what the translations of `anthropic/` and `responses/` share."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_DONE = b"[DONE]"
+
+
+class ChatStream(ABC):
+    """Reads the chunks of a chat, however their bytes are cut, and yields the other API's events for them."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._over = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the events for some bytes of the stream."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return b"".join(out for event in events for out in self._event(event))
+
+    def _event(self, event: bytes) -> Iterator[bytes]:
+        data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+        if not data or self._over:
+            return
+        chunk = {} if data == _DONE else json.loads(data)
+        self._over = data == _DONE or "error" in chunk
+        if data == _DONE:
+            yield from self._finish()
+        elif "error" in chunk:
+            yield from self._fail(chunk["error"])
+        else:
+            yield from self._chunk(chunk)
+
+    @abstractmethod
+    def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the events of a chunk."""
+
+    @abstractmethod
+    def _finish(self) -> Iterator[bytes]:
+        """Yield the events of the end."""
+
+    @abstractmethod
+    def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the events of an error, which ends the stream."""
+
+
+def thought_of(message: Mapping[str, Any]) -> str | None:
+    """Return what a model has thought, by either name that vLLM has for it."""
+    thought: str | None = message.get("reasoning") or message.get("reasoning_content")
+    return thought
