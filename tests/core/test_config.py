@@ -63,6 +63,7 @@ drain_s = 0
 [[engines]]
 model = "org/some-model"
 served_name = "some"
+runner = "generate"
 models = ["org/other-model", {{ model = "/models/third", served_name = "third" }}]
 adapters = {{ terse = "/adapters/terse" }}
 host_weights_gib = 1.5

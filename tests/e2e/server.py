@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import psutil
@@ -31,6 +32,7 @@ class Headway:
     folder: Path
     recipe: str = "headway"
     max_running: int = 8
+    runner: Literal["generate", "pooling"] = "generate"
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -43,10 +45,14 @@ class Headway:
         return self.folder / "queue.sqlite"
 
     def start(self) -> None:
+        parser = "hermes" if self.runner == "generate" else None  # SmolLM2 has none of its own
+        engine = Engine(
+            max_running=self.max_running, runner=self.runner, start_timeout_s=START_S, tool_parser=parser
+        )
         config = Config(
             recipe=self.recipe,
             server=Server(port=self.port, operator_key="sk-operator-1"),
-            engines=(Engine(max_running=self.max_running, start_timeout_s=START_S),),
+            engines=(engine,),
             classes={"strict": Tier(ttft_ms=1.0, drop=True)},
             broker=Broker(lease_seconds=5, sqlite=Sqlite(str(self.queue))),
         )

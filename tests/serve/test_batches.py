@@ -40,6 +40,35 @@ def cancel(gateway: Gateway, id: str, **more: Any) -> Any:
 # ---- what becomes of a batch
 
 
+def test_responses_are_answered_as_responses(gateway: Gateway) -> None:
+    records = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/responses",
+         "body": {"model": "smollm2", "input": f"Say {i}.", "metadata": {"number": str(i)}}}
+        for i in range(3)
+    ]  # fmt: skip
+    done = ended(gateway, begin(gateway, records, endpoint="/v1/responses"))
+    assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    for one in content(gateway, done["output_file_id"]):
+        body = one["response"]["body"]
+        assert (body["object"], body["status"]) == ("response", "incomplete")  # the fake's end is its limit
+        assert body["metadata"] == {"number": one["custom_id"]}
+        assert body["output"][0]["content"][0]["text"].startswith("fake")
+    wrong = [records[0] | {"body": {"model": "smollm2", "input": "a", "previous_response_id": "b"}}]
+    failed = ended(gateway, begin(gateway, wrong, endpoint="/v1/responses"))
+    assert failed["status"] == "failed"
+
+
+def test_metrics_tell_what_is_left_of_batches(serve: Serve, fake: Fake) -> None:
+    with serve() as gateway:
+        id = begin(gateway, lines(3, **held("batch metrics")))
+        until(lambda: gateway.metric('headway_batches{state="in_progress"}') == 1)
+        assert gateway.metric("headway_batch_lines ") == 3
+        fake.release("batch metrics")
+        ended(gateway, id)
+        until(lambda: gateway.metric('headway_batches{state="in_progress"}') == 0)
+        assert gateway.metric("headway_batch_lines ") == 0
+
+
 def test_openai_s_client_gets_every_line_answered(gateway: Gateway, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(text([*lines(20), line("refused", **fakes(end="400"))]))
@@ -168,7 +197,7 @@ def test_claims_beyond_the_key_of_the_batch(serve: Serve) -> None:
     ("fields", "status"),
     [
         ({"completion_window": "59s"}, 400), ({"completion_window": "tomorrow"}, 400),
-        ({"completion_window": "367d"}, 400), ({"endpoint": "/v1/embeddings"}, 400),
+        ({"completion_window": "367d"}, 400), ({"endpoint": "/v1/rerank"}, 400),
         ({"input_file_id": "file-none"}, 404), ({"metadata": {"x": 3}}, 400),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 400),
     ],

@@ -10,6 +10,7 @@ import pytest
 from headway.config import Journal as JournalTable
 from headway.journal.reader import Journal, read
 from headway.journal.rows import RequestRow
+from headway.journal.writer import PATTERN
 from tests.serve.conftest import Serve
 from tests.serve.gateway import SAY, Fake, Gateway, until
 from tests.serve.test_request_ends import fakes
@@ -28,7 +29,7 @@ def row(gateway: Gateway, id: str) -> RequestRow:
 
     def found() -> RequestRow | None:
         folder = gateway.config.journal_dir
-        if folder is None or not folder.exists():
+        if folder is None or not any(folder.glob(PATTERN)):
             return None
         return next((one for one in read(folder).requests if one.id == id), None)
 

@@ -32,7 +32,8 @@ def ask(gateway: Gateway, fake: Fake) -> Any:
 def metadata(body: dict[str, Any]) -> RequestMetadata:
     """Read the body's metadata as the scheduler does."""
     params = SimpleNamespace(extra_args=body["vllm_xargs"], max_tokens=body["max_tokens"])
-    return read_metadata(SimpleNamespace(sampling_params=params, request_id="vllm's", arrival_time=-1.0))
+    facts = {"request_id": "vllm's", "arrival_time": -1.0}
+    return read_metadata(SimpleNamespace(sampling_params=params, pooling_params=None, **facts))
 
 
 def slo_targets(body: dict[str, Any]) -> dict[str, float]:

@@ -260,7 +260,7 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
 
 
 def _check_keys(config: Config, where: str) -> None:
-    """Raise ConfigError for keys that may claim a class that there is not, and for a key without a url."""
+    """Raise ConfigError for claims of classes that there are not, and for contradictions in engines."""
     for i, key in enumerate(config.keys):
         if unknown := set(key.classes or ()) - set(config.classes):
             problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."
@@ -269,6 +269,9 @@ def _check_keys(config: Config, where: str) -> None:
         if engine.api_key is not None and engine.url is None:
             problem = f"engines.{i} in {where} has an api_key, but no url."
             raise ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
+        if engine.runner == "pooling" and (engine.models or engine.adapters):
+            problem = f'engines.{i} in {where} has runner = "pooling", and other models or adapters.'
+            raise ConfigError(problem, "Give each pooling model an engine of its own, without them.")
 
 
 def write(config: Config) -> str:

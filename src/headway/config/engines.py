@@ -48,6 +48,7 @@ class Engine:
     api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
     tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
         is known for by its name; "none" = none.
+    runner: "generate", or "pooling" for models that embed, score or classify text.
     """
 
     model: str = "smollm2"
@@ -73,6 +74,7 @@ class Engine:
     async_scheduling: bool | None = None  # None: wherever vLLM does
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    runner: Literal["generate", "pooling"] = "generate"
     args: tuple[str, ...] = ()
     start_timeout_s: Positive = 300.0
     health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung

@@ -18,18 +18,19 @@ from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.anthropic.endpoints import PATH as MESSAGES
 from headway.serve.anthropic.endpoints import add_message_endpoints, message_error
-from headway.serve.app_state import AppState, error_docs
+from headway.serve.app_state import AppState, error_docs, header_docs
 from headway.serve.backend_endpoints import add_backend_endpoints
 from headway.serve.batches.endpoints import add_batch_endpoints
 from headway.serve.dashboard.endpoints import add_dashboard_endpoints
 from headway.serve.gateway import Gateway
 from headway.serve.metrics import Metrics, relabelled
 from headway.serve.offload import offload
+from headway.serve.pooling import ENDPOINTS
 from headway.serve.request_parsing import (
-    HEADERS,
     ChatBody,
     CompletionBody,
     Kind,
+    PoolingBody,
     read_json,
 )
 from headway.serve.responses.endpoints import add_response_endpoints, background_response, waiting_for
@@ -113,15 +114,14 @@ class _PlainRoute(APIRoute):
 def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
     schema = model.model_json_schema()
     parts = schema.pop("$defs", {})  # FastAPI would not put them where references find them
+    if model is PoolingBody:  # which fields have the texts depends on the endpoint
+        del schema["properties"]["prompt"]
+        schema["required"] = []
     if "messages" in schema["properties"]:
         schema["properties"]["messages"]["items"] = parts["Message"]
     schema["properties"]["headway"] = parts["RunFields"]
-    headers = [
-        {"name": name, "in": "header", "required": False, "schema": {"type": kind}}
-        for name, kind in HEADERS.items()
-    ]
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"requestBody": body, "parameters": headers}
+    return {"requestBody": body, "parameters": header_docs()}
 
 
 # Of generation: FastAPI adds the type of its own default to 200, which is right.
@@ -153,6 +153,7 @@ def _generation(app: FastAPI, state: AppState) -> None:
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),
+        *((path, kind, PoolingBody) for path, kind in ENDPOINTS.items()),
     )
     for path, kind, model in routes:
         app.router.add_api_route(

@@ -24,7 +24,10 @@ from headway.serve.budget import Held
 from headway.serve.claims import check_claims
 from headway.serve.gateway import Gateway
 from headway.serve.offload import INLINE, offload
+from headway.serve.pooling import PATHS as POOLING
 from headway.serve.request_parsing import (
+    HEADERS,
+    PATHS,
     ChatBody,
     CompletionBody,
     Kind,
@@ -239,6 +242,7 @@ class AppState:
         adapter = body.model if body.model in self.adapters else None
         model = self.adapters.get(body.model, body.model)
         engine = self._engine_of(body.model)
+        _check_runner(engine, kind, body.model)
         if isinstance(body, ChatBody) and body.tools:
             _check_tools(engine, body.model, raw.get("tool_choice"))
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
@@ -260,6 +264,8 @@ class AppState:
 
     def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
         """Check the fields of a body; errors as `validate`."""
+        if kind in POOLING and raw.get("model") is None:  # vLLM wants none of these
+            raw = {**raw, "model": self.only_model()}
         return validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
@@ -267,8 +273,24 @@ class AppState:
         prefixes = self.gateway.prefixes
         if prefixes is None or request.stage is None or request.adapter is not None:
             return
+        if self.models[request.model].runner == "pooling":
+            return  # it completes no prompt
         if (ids := prompt.ids) is not None:
             prefixes.learn(request, ids)
+
+
+def _check_runner(engine: Engine, kind: Kind, model: str) -> None:
+    """Refuse what the model of an engine cannot do: to generate text, or to embed it."""
+    if (kind in POOLING) == (engine.runner == "pooling"):
+        return
+    path = PATHS[kind]
+    what = "generates text" if kind in POOLING else "embeds text and generates none"
+    wanted = "pooling" if kind in POOLING else "generate"
+    raise RequestError(
+        f"{path} needs another model: {model!r} {what}.",
+        f'Use a model whose engine has runner = "{wanted}" in [[engines]].',
+        code="unsupported_task", param="model",
+    )  # fmt: skip
 
 
 def _check_tools(engine: Engine, model: str, choice: Any) -> None:
@@ -279,6 +301,14 @@ def _check_tools(engine: Engine, model: str, choice: Any) -> None:
             'Set tool_parser in [[engines]] (such as "hermes"), or send "tool_choice": "none".',
             param="tools", code="tools_unsupported",
         )  # fmt: skip
+
+
+def header_docs() -> list[dict[str, Any]]:
+    """Return the documentation of the headers that scheduled requests may have, for OpenAPI."""
+    return [
+        {"name": name, "in": "header", "required": False, "schema": {"type": kind}}
+        for name, kind in HEADERS.items()
+    ]
 
 
 def error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from headway.engines.vllm.process.models import SwapReport
+from headway.serve.batches.records import Batch
 from headway.serve.prewarm import PrewarmMetrics
 from headway.serve.run_metrics import RunMetrics
 from headway.types import Request
@@ -76,7 +78,7 @@ class Metrics:
         r.register(self._planned)
 
     def _add_swaps(self, r: CollectorRegistry) -> None:
-        """Add the metrics of models, their swaps, and what goes back to the queue."""
+        """Add the metrics of models, their swaps, what goes back to the queue, and batches."""
         self._swaps = Counter(
             "headway_model_swaps", "Model swaps ended, by way and outcome.",
             ["instance", "model", "kind", "outcome"], registry=r,
@@ -96,6 +98,9 @@ class Metrics:
             registry=r,
         )
         self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
+        told = "Batches that have not ended, by state."
+        self._batches = Gauge("headway_batches", told, ["state"], registry=r)
+        self._lines = Gauge("headway_batch_lines", "Lines of these that have no end yet.", registry=r)
 
     def counted(self, instance: str, counters: Mapping[str, float]) -> None:
         """Store the totals of an instance's scheduler since it started (`hook.py`, `scheduler_stats.py`)."""
@@ -129,6 +134,13 @@ class Metrics:
     def planned(self, gauges: Mapping[str, float]) -> None:
         """Store what the planner sees at the moment (`Planner.gauges`)."""
         self._planned.gauges = gauges
+
+    def batches(self, batches: Sequence[Batch]) -> None:
+        """Set what the batches are that have not ended, in the gateway that runs them."""
+        self._batches.clear()
+        for state, count in Counts(batch.state for batch in batches).items():
+            self._batches.labels(state).set(count)
+        self._lines.set(sum(batch.total - batch.completed - batch.failed for batch in batches))
 
     def loop_failed(self, name: str) -> None:
         """Count an error of a loop beside the requests, which has begun again."""

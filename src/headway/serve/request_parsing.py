@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,10 +22,13 @@ from headway.errors import RequestError
 from headway.serve import run_identity
 from headway.serve.fields import Ms, checked, milliseconds
 from headway.serve.lengths.text import text_of
+from headway.serve.pooling import PATHS as POOLING
+from headway.serve.pooling import PoolingKind, as_completion
 from headway.types import Request, Slo
 
-Kind = Literal["chat", "completions"]
-PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+Kind = Literal["chat", "completions"] | PoolingKind
+_GENERATING: dict[Kind, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS = _GENERATING | dict[Kind, str](POOLING.items())
 _Count = Annotated[int, Field(ge=1, strict=True)]
 
 # Objects and arrays in a body, at most: each one costs far more to read than the two bytes that it takes.
@@ -53,6 +56,7 @@ class Body(BaseModel):
     """The fields of both endpoints. Fields not named here pass through."""
 
     model_config = ConfigDict(extra="allow")
+    prompt_field: ClassVar[str] = "prompt"
 
     model: str
     stream: Annotated[bool, Field(strict=True)] | None = None
@@ -78,6 +82,7 @@ class Message(BaseModel):
 
 
 class ChatBody(Body):
+    prompt_field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _Count | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -90,6 +95,12 @@ _Prompts = Annotated[list[str], Field(fail_fast=True)] | _Ids | Annotated[list[_
 
 class CompletionBody(Body):
     prompt: str | Annotated[_Prompts, Field(min_length=1)]
+
+
+class PoolingBody(CompletionBody):
+    """The body of a request for a pooling model, as a completion of its texts."""
+
+    prompt_field: ClassVar[str] = "input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +225,8 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
     longest: context of the models here, in tokens; no list of tokens or messages needs more elements.
     """
     most = max(longest, _FEWEST)
+    if kind in POOLING:
+        return checked(PoolingBody, as_completion(kind, raw, most))
     for name in ("prompt", "messages", "tools"):
         value = raw.get(name)
         if isinstance(value, list) and len(value) > most:
@@ -263,8 +276,8 @@ def interpret(
     wants_usage = bool((body.stream_options or {}).get("include_usage"))
     upstream = _upstream(raw, body, request.priority, wants_usage)
     return ParsedRequest(
-        request, kind, EngineBody.of(upstream), text_of(raw), stream, background, wants_usage,
-        headers.get("traceparent"),
+        request, kind, EngineBody.of(upstream), None if kind in POOLING else text_of(raw), stream,
+        background, wants_usage, headers.get("traceparent"),
     )  # fmt: skip
 
 
@@ -360,6 +373,10 @@ def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:
 
 def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
     """Return the limit of output tokens; RequestError when prompt and answer cannot fit the model."""
+    if isinstance(body, PoolingBody):
+        if prompt_tokens > max_model_len:
+            raise too_long(body, f"{prompt_tokens} tokens", max_model_len)
+        return 1
     limit = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
     if prompt_tokens + (limit or 1) > max_model_len:
         raise too_long(body, f"{prompt_tokens} tokens and {limit or 1} more are asked for", max_model_len)
@@ -371,6 +388,6 @@ def too_long(body: ChatBody | CompletionBody, what: str, max_model_len: int) -> 
     return RequestError(
         f"The prompt has {what}, but {body.model} has room for {max_model_len}.",
         "Shorten the prompt or lower max_tokens.",
-        param="messages" if isinstance(body, ChatBody) else "prompt",
+        param=body.prompt_field,
         code="context_length_exceeded",
     )

@@ -16,7 +16,7 @@ from headway.config import Key, Server
 from headway.core.shares import Group
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
-from headway.engines.vllm.request_metadata import write_metadata
+from headway.engines.vllm.request_metadata import as_header, write_metadata
 from headway.errors import EngineError, RequestError
 from headway.events import Failed, Finished, Started
 from headway.serve import tasks
@@ -28,6 +28,7 @@ from headway.serve.journal import JournalKeeper
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
 from headway.serve.offload import offload
+from headway.serve.pooling import PATHS as POOLING
 from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
@@ -203,11 +204,14 @@ class RequestPath:
         forecast = self._lengths.lengths.forecast(in_flight.request)
         in_flight.forecast = forecast.mean
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
-        body = upstream.parts(write_metadata(in_flight.request, forecast, in_flight.rank))
+        metadata = write_metadata(in_flight.request, forecast, in_flight.rank)
+        pooled = in_flight.kind in POOLING
         try:
             response = await EngineResponse.open(
-                engine, PATHS[in_flight.kind], body, self._answers, stream=in_flight.streams,
-                headers={"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id),
+                engine, PATHS[in_flight.kind], [upstream.content] if pooled else upstream.parts(metadata),
+                self._answers, stream=in_flight.streams, pooled=pooled,
+                headers={"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
+                | (as_header(metadata) if pooled else {}),
             )  # fmt: skip
         except MalformedAnswer as error:
             log.error("request %s: %s", in_flight.id, error)

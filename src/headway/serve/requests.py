@@ -120,7 +120,7 @@ class InFlightRequest:
     @classmethod
     def from_job(cls, job: Job) -> InFlightRequest:
         """Return the background request of a stored job; its SLO counts from its first arrival."""
-        kind: Kind = "chat" if job.path == PATHS["chat"] else "completions"
+        kind: Kind = next(kind for kind, path in PATHS.items() if path == job.path)
         return cls(_REQUEST.validate_json(job.request), kind, None, background=True)
 
     def to_job(self) -> Job:
@@ -189,6 +189,7 @@ class EngineResponse:
     output_tokens: of a whole answer, as the engine counts them; 0 when it does not.
     engine: id of the engine.
     memory: what is held of the answer.
+    pooled: it is of a pooling model: data or results, and no choices.
     """
 
     status: int
@@ -199,12 +200,13 @@ class EngineResponse:
     _stack: AsyncExitStack = field(repr=False)
     head: bytes = b""
     output_tokens: int = 0
+    pooled: bool = False
     _reading: bool = False
 
     @classmethod
     async def open(
         cls, engine: VllmEngine, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool,
-        headers: Mapping[str, str],
+        headers: Mapping[str, str], pooled: bool = False,
     ) -> EngineResponse:  # fmt: skip
         """Post a request and return the response with its head.
 
@@ -217,7 +219,7 @@ class EngineResponse:
         try:
             http = await stack.enter_async_context(engine.open(path, body, headers))
             streams = stream and http.status == 200
-            response = cls(http.status, streams, engine.id, memory, http, stack)
+            response = cls(http.status, streams, engine.id, memory, http, stack, pooled=pooled)
             response._watch_end()
             await response._begin()
         except BaseException:
@@ -241,7 +243,7 @@ class EngineResponse:
     async def _check(self) -> None:
         """Raise MalformedAnswer unless the body is an answer, or an error that belongs to its status."""
         try:
-            answer = await offload(len(self.head), lambda: read_answer(self.head))
+            answer = await offload(len(self.head), lambda: read_answer(self.head, pooled=self.pooled))
         except ValueError as error:
             raise MalformedAnswer(self.engine, f"{error}, with status {self.status}") from error
         if answer.failed != (self.status != 200):

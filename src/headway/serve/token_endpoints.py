@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, as vLLM's, by the gateway's own tokenizer; what embeds is refused."""
+"""`POST /tokenize` and `/detokenize`, as vLLM's, by the gateway's own tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from headway.serve.offload import offload
 from headway.serve.request_parsing import Kind, read_json
 
 _MOST_IDS = 1_000_000
-_POOLING = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/pooling")
 _TEXT: dict[str, Any] = {"model": {"type": "string"}, "prompt": {"type": "string"}}
 _TOKENIZE = {
     "type": "object",
@@ -36,7 +35,6 @@ def add_token_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints."""
     _tokens(app, state)
     _text(app, state)
-    _pooling(app, state)
 
 
 def _tokens(app: FastAPI, state: AppState) -> None:
@@ -78,23 +76,6 @@ def _text(app: FastAPI, state: AppState) -> None:
             )
         counter = state.counter(raw.get("model", state.only_model()))
         return JSONResponse({"prompt": await offload(4 * len(ids), partial(counter.text, ids))})
-
-
-def _pooling(app: FastAPI, state: AppState) -> None:
-    async def pooling(request: Request) -> Response:
-        """Refuse: no engine here embeds or scores."""
-        state.tenant(request)
-        raw = await state.json(request)
-        model = str(raw.get("model", state.only_model()))[:100]
-        state.describe(model)  # 404 for one that is not here
-        raise RequestError(
-            f"{request.url.path} needs a pooling model, and {model!r} generates text.",
-            "Headway schedules text generation; send embeddings and scores to a vLLM with --runner pooling.",
-            code="unsupported_task", param="model",
-        )  # fmt: skip
-
-    for path in _POOLING:
-        app.post(path, responses=_ERRORS, openapi_extra=_body({"type": "object"}), name=path)(pooling)
 
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:

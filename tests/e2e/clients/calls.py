@@ -34,8 +34,34 @@ def openai(url: str, _: str) -> dict[str, Any]:
     return {
         "chat": chat.choices[0].message.content, "stream": text, "completions": plain.choices[0].text,
         "structured output": sorted(json.loads(structured.choices[0].message.content or "")),
-        "models": [model.id for model in client.models.list()],
+        "models": [model.id for model in client.models.list()], "tools": _tool(client),
         **_responses(client), "files and batches": _batch(client),
+    }  # fmt: skip
+
+
+def _tool(client: Any) -> list[str]:
+    """Have a tool called; return the names of its arguments."""
+    tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+    made = client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": QUESTION}], max_tokens=100, temperature=0,
+        tools=[tool], tool_choice={"type": "function", "function": {"name": "find"}},
+    )  # fmt: skip
+    calls = made.choices[0].message.tool_calls
+    assert calls, made
+    return sorted(json.loads(calls[0].function.arguments))
+
+
+def pooling(url: str, _: str) -> dict[str, Any]:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+    made = client.embeddings.create(model="smollm2", input=["A cat.", "The capital of France."])
+    text = "The capital of France is Paris."
+    asked = {"model": "smollm2", "text_1": text, "text_2": [text, "def f(x): return x"]}
+    scored = client.post("/score", body=asked, cast_to=object)
+    return {
+        "embeddings": [len(one.embedding) for one in made.data],
+        "scores": [one["score"] for one in scored["data"]],
     }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from typing import Any, TextIO
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from headway.bench.live.fake_pooling import pooled_answer
 from headway.bench.live.nonsense import NONSENSE, send_nonsense
 
 NAME = "FAKE instant engine"
@@ -70,6 +71,7 @@ class _Ask:
     model: str
     chunk_tokens: int
     split: bool
+    pooled: dict[str, Any] | None
 
     @property
     def shown(self) -> int:
@@ -119,7 +121,7 @@ class FakeEngine:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["path"].strip("/").split("/"):
-            case ["v1", "chat", "completions"] | ["v1", "completions"]:
+            case [*_, "completions" | "embeddings" | "score" | "rerank" | "pooling" | "classify"]:
                 await self._generate(scope, receive, send)
             case ["health"]:
                 await _say(send, 200, b"")
@@ -168,7 +170,7 @@ class FakeEngine:
         self.last = {"path": scope["path"], "body": body, "headers": headers}
         self.on_request(self.last)
         self.asked += 1
-        ask = self._ask(scope["path"].endswith("chat/completions"), body)
+        ask = self._ask(scope["path"], body)
         id = str((body.get("vllm_xargs") or {}).get("headway_id", self.asked))
         self.tokens_of[id] = 0
         gone = asyncio.ensure_future(receive())  # the only place where uvicorn reports a client that left
@@ -191,12 +193,12 @@ class FakeEngine:
             self.aborted += gone.done()
             gone.cancel()
 
-    def _ask(self, chat: bool, body: dict[str, Any]) -> _Ask:
+    def _ask(self, path: str, body: dict[str, Any]) -> _Ask:
         extra = body.get("vllm_xargs") or {}
         tokens = int(extra.get("fake_tokens", self.tokens))
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or tokens
         return _Ask(
-            chat=chat,
+            chat=path.endswith("chat/completions"),
             stream=bool(body.get("stream")),
             usage=bool((body.get("stream_options") or {}).get("include_usage")),
             choices=body.get("n") or 1,
@@ -206,7 +208,8 @@ class FakeEngine:
             end=str(extra.get("fake_end") or self.script(_prompt(body)) or "stop"),
             chunk_tokens=self.chunk_tokens,
             split=self.split,
-            model=body["model"],
+            model=body.get("model", ""),
+            pooled=pooled_answer(path, body),
         )
 
     async def _answer(self, ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
@@ -216,6 +219,8 @@ class FakeEngine:
             await send_nonsense(ask.end, send)
         elif ask.end == "html":
             await _say(send, 502, b"<h1>bad gateway</h1>", b"text/html")
+        elif ask.pooled is not None:
+            await _json(send, 200, ask.pooled)
         elif ask.stream:
             await _stream(ask, gone, send)
         else:

@@ -1,11 +1,13 @@
 """The metadata of a request, written by the gateway and read by the scheduler inside the engine.
 
-vLLM carries `vllm_xargs`, a flat dict, from the HTTP body to `SamplingParams.extra_args`. The names of
-Headway's entries are spelled here only.
+vLLM carries `vllm_xargs`, a flat dict, from the HTTP body to `SamplingParams.extra_args`. Requests of pooling
+models have none: theirs comes in a header (`plugin/pooling.py`). The names of Headway's entries are spelled
+here only.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ from typing import Any
 
 from headway.types import Forecast, Request
 
+HEADER = "x-headway-metadata"
 _PREFIX = "headway_"
 _LARGEST = sys.float_info.max
 
@@ -59,13 +62,30 @@ def write_metadata(request: Request, forecast: Forecast, rank: float = 0.0) -> d
     return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival, **numbers}
 
 
+def as_header(metadata: Mapping[str, str | float]) -> dict[str, str]:
+    """Return the header that carries the metadata of a request without `vllm_xargs`."""
+    return {HEADER: json.dumps(metadata)}
+
+
+def from_header(text: str) -> dict[str, Any]:
+    """Return the metadata in a header, empty when it is not one: a client may send anything."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    known = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in known if name.startswith(_PREFIX)}
+
+
 def read_metadata(request: Any) -> RequestMetadata:
     """Return the metadata of a vLLM request; one that bypassed the gateway is best effort from its arrival.
 
     Values of a wrong type are ignored: a client's own extra argument must not stop the engine.
     """
-    params = request.sampling_params
+    params, pooling = request.sampling_params, request.pooling_params
     extra = (params.extra_args if params is not None else None) or {}
+    if pooling is not None:
+        extra = pooling.extra_kwargs or {}
     limit = params.max_tokens if params is not None else None
     return RequestMetadata(
         id=str(extra.get(_PREFIX + "id", request.request_id)),

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from headway.errors import HeadwayError
 from headway.serve.anthropic.events import MessageEvents
 from headway.serve.anthropic.translate import chat_of, error_body, error_of, message_of
-from headway.serve.app_state import AppState
+from headway.serve.app_state import AppState, header_docs
 from headway.serve.streaming import ResponseStream
 from headway.serve.translated import TranslatedResponse
 
@@ -50,7 +50,7 @@ def add_message_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints."""
     gateway = state.gateway
 
-    @app.post(PATH, responses={**_ANSWERS, **_ERRORS}, openapi_extra=_BODY)
+    @app.post(PATH, responses={**_ANSWERS, **_ERRORS}, openapi_extra=_BODY | {"parameters": header_docs()})
     async def messages(request: Request) -> Response:
         """Answer a message: a chat, scheduled as all chats."""
         with gateway.bodies.hold() as held:

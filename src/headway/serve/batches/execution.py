@@ -21,11 +21,12 @@ from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve import tasks
 from headway.serve.app_state import AppState
 from headway.serve.batches.files import read_at
-from headway.serve.batches.lines import LineCheck, interpret_line
+from headway.serve.batches.lines import RESPONSES, LineCheck, interpret_line
 from headway.serve.batches.records import CANCELLED, EXPIRED, Batch, Line
-from headway.serve.batches.results import answered, conclude, refused, request_id
+from headway.serve.batches.results import answered, as_response, conclude, refused, request_id
 from headway.serve.batches.store import Store
 from headway.serve.budget import Held
+from headway.serve.offload import offload
 from headway.serve.request_parsing import ParsedRequest
 from headway.types import Request
 
@@ -163,8 +164,21 @@ class Execution:
             why = EngineError(f"Headway failed: {error!r}.", "Its trace is in the log.", status=500)
             ended = False, refused(self._batch, line, why)
         else:
-            ended = answered(self._batch, line, job)
+            ended = await self._outcome(line, job)
         await self._record(line, *ended)
+
+    async def _outcome(self, line: Line, job: Job) -> tuple[bool, bytes]:
+        """Return whether a line was answered, and its line of the output or error file."""
+        result = job.result
+        if self._batch.endpoint == RESPONSES and job.state == "done" and result is not None:
+            text, created = await self._text(line), int(clock.shown(job.arrival))
+            made = await offload(len(result), lambda: as_response(text, job.id, created, result))
+            job = replace(job, result=made)
+        return answered(self._batch, line, job)
+
+    async def _text(self, line: Line) -> bytes:
+        path = self._store.path(self._batch.input_file)
+        return await self._store.ask(read_at, path, line.start, line.size)
 
     async def _record(self, line: Line, good: bool, content: bytes) -> None:
         await self._store.ask(self._store.record, self._batch.id, line.number, good, content)
@@ -192,7 +206,7 @@ class Execution:
         """Queue a line's request; nothing if it is known."""
         gateway, batch = self._state.gateway, self._batch
         self._check_room()
-        text = await self._store.ask(read_at, self._store.path(batch.input_file), line.start, line.size)
+        text = await self._text(line)
         _, parsed = await interpret_line(self._state, batch, text, None, size=len(text))
         request = self._promised(line, parsed.request)
         with gateway.bodies.hold() as held:
@@ -260,7 +274,7 @@ class Execution:
             await gateway.background.cancel(id)
         job = await gateway.broker.get(id)
         if job is not None and job.state != "open" and job.reason != "cancelled":
-            await self._record(line, *answered(self._batch, line, job))
+            await self._record(line, *await self._outcome(line, job))
         return job is not None
 
 

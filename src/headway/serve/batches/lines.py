@@ -21,11 +21,15 @@ from headway.serve.batches.records import Batch, Line
 from headway.serve.batches.store import Store
 from headway.serve.fields import checked
 from headway.serve.offload import offload
-from headway.serve.request_parsing import Kind, ParsedRequest, read_json
+from headway.serve.request_parsing import PATHS, Kind, ParsedRequest, read_json
+from headway.serve.responses.translate import chat_of
 
 MOST_ERRORS = 50  # that a batch is told
 _PAGE = 500  # lines that are stored at a time
-KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+RESPONSES = "/v1/responses"  # its lines run as the chats that they are translated to
+KINDS: dict[str, Kind] = {
+    RESPONSES: "chat", **{PATHS[kind]: kind for kind in ("chat", "completions", "embeddings")}
+}  # fmt: skip
 
 
 class LineBody(BaseModel):
@@ -51,14 +55,15 @@ async def interpret_line(
             param="url", code="invalid_url",
         )  # fmt: skip
     kind = KINDS[batch.endpoint]
-    body = await offload(size, lambda: state.validated(kind, line.body))
+    raw = chat_of(line.body) if batch.endpoint == RESPONSES else line.body
+    body = await offload(size, lambda: state.validated(kind, raw))
     if body.stream:
         raise RequestError(
             "A line of a batch cannot stream.", "Leave out stream.", param="body.stream",
             code="stream_unsupported",
         )  # fmt: skip
     parsed, _ = await state.interpreted(
-        kind, line.body, body, class_headers(state.config), key, clock.now(), tenant=batch.tenant, size=size
+        kind, raw, body, class_headers(state.config), key, clock.now(), tenant=batch.tenant, size=size
     )  # fmt: skip
     return line, parsed
 

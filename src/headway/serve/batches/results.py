@@ -14,6 +14,8 @@ from headway.errors import HeadwayError
 from headway.serve.batches.files import new_id, settle
 from headway.serve.batches.records import CANCELLED, EXPIRED, GOOD, Batch, EndedLine, Line, StoredFile
 from headway.serve.batches.store import Store
+from headway.serve.request_parsing import read_json
+from headway.serve.responses.translate import base_of, response_of
 
 _PAGE = 64  # lines in memory at a time
 _UNANSWERED = {
@@ -34,6 +36,12 @@ def answered(batch: Batch, line: Line, job: Job) -> tuple[bool, bytes]:
         return True, _with_response(batch, line, 200, job.result or b"null")
     code, _, message = (job.reason or "internal").partition(": ")
     return False, _line(batch, line, error={"code": code, "message": message or code})
+
+
+def as_response(line: bytes, id: str, created: int, result: bytes) -> bytes:
+    """Return the answer of a chat in the shape of the Responses API; line: that it answers."""
+    base = base_of(read_json(line)["body"], id, created)
+    return json.dumps(response_of(base, json.loads(result))).encode()
 
 
 def refused(batch: Batch, line: Line, error: HeadwayError) -> bytes:

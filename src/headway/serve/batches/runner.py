@@ -47,7 +47,9 @@ class BatchRunner:
 
     async def _look(self, threads: ThreadPoolExecutor) -> None:
         """Begin new batches, and stop those that were cancelled or whose time is over."""
-        for batch in await self._store.ask(self._store.open_batches):
+        batches = await self._store.ask(self._store.open_batches)
+        self._state.gateway.metrics.batches(batches)
+        for batch in batches:
             if batch.id not in self._running:
                 self._begin(batch, threads)
             if batch.cancelling is not None or clock.now() >= batch.due:

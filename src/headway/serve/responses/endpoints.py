@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from headway import clock
 from headway.broker.port import Job
 from headway.errors import RequestError
-from headway.serve.app_state import AppState, error_docs
+from headway.serve.app_state import AppState, error_docs, header_docs
 from headway.serve.offload import offload
 from headway.serve.request_parsing import PATHS
 from headway.serve.responses.events import ResponseEvents
@@ -51,7 +51,7 @@ def add_response_endpoints(app: FastAPI, state: AppState) -> None:
 def _create(app: FastAPI, state: AppState) -> None:
     gateway = state.gateway
 
-    @app.post("/v1/responses", responses=_ANSWERS, openapi_extra=_BODY)
+    @app.post("/v1/responses", responses=_ANSWERS, openapi_extra=_BODY | {"parameters": header_docs()})
     async def create(request: Request) -> Response:
         """Answer a response: a chat, scheduled as all chats."""
         asked: dict[str, Any] = {}

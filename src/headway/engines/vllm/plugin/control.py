@@ -40,6 +40,7 @@ from fastapi.responses import JSONResponse
 from headway.engines.vllm.plugin import adapters, models
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
+from headway.engines.vllm.plugin.pooling import MetadataHeader, carry
 from headway.engines.vllm.request_metadata import finite
 from headway.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
@@ -217,6 +218,7 @@ class ControlPlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_middleware(Guard)
+        app.add_middleware(MetadataHeader)
         models.attach(app)
         adapters.attach(app)
 
@@ -237,3 +239,4 @@ class ControlPlugin:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Note the keys; the engine core is reached through the app's state."""
         keep_keys(state, args)
+        carry(engine_client)

@@ -50,6 +50,8 @@ class _Usage(Struct, gc=False):
 
 class _Shape(Struct, gc=False):
     choices: list[_Object] | None = None
+    data: list[_Object] | None = None
+    results: list[_Object] | None = None
     usage: _Usage | None = None
     error: _Object | None = None
 
@@ -57,8 +59,8 @@ class _Shape(Struct, gc=False):
 _SHAPE = Decoder(_Shape)
 
 
-def read_answer(data: bytes) -> Answer:
-    """Read an answer or an event; ValueError says what is wrong with it."""
+def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
+    """Read an answer or an event; ValueError says what is wrong with it. pooled: of a pooling model."""
     if data.count(b"{") > _OBJECTS + len(data) // _BYTES_PER_OBJECT:
         raise ValueError("it has too many objects")
     try:
@@ -71,6 +73,10 @@ def read_answer(data: bytes) -> Answer:
     _check_numbers(data)
     if found.error is not None:
         return Answer(failed=True)
+    if pooled:
+        if found.data is None and found.results is None:
+            raise ValueError("it has no list of data or results")
+        return Answer(1)
     if found.choices is None:
         raise ValueError("it has no list of choices")
     if found.usage is None:

@@ -55,6 +55,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--disable-access-log-for-endpoints", "/health,/headway/control"]  # asked every second
+    line += ["--runner", engine.runner] if engine.runner != "generate" else []
     line += ["--enforce-eager"] if engine.eager else []
     line += ["--enable-sleep-mode"] if engine.sleep_mode else []
     if engine.adapters:
