@@ -122,6 +122,23 @@ def small(engine: Engine) -> Iterator[Engine]:
     scheduler._total = total
 
 
+def test_the_default_recipe_swaps_and_changes_no_token(plain: list[list[int]], small: Engine) -> None:
+    """Answers that were promised nothing give way to promised ones that come while they run."""
+    before, done = small.counters(), dict[str, list[int]]()
+    spec = replace(small.scheduler.spec, max_running=8, copy_seconds=1e-6)
+    small.scheduler.packer = find("headway").packer(spec)
+    asked = zip(prompts(len(LONG), 5), LONG, strict=True)
+    for i, (prompt, tokens) in enumerate(asked):
+        promised = {"ttft": 60.0, "tpot": 5.0} if i % 2 else {}
+        small.add(f"r{i}", prompt[:150], tokens, **promised)
+        for _ in range(6):
+            done |= small.step()
+    done |= small.run()
+    assert [done[f"r{i}"] for i in range(len(LONG))] == plain
+    assert small.counters()["saves"] > before["saves"]
+    assert not small.scheduler.connector.saved
+
+
 @pytest.fixture
 def reserving(small: Engine) -> Iterator[Engine]:
     """The same with EcoServe inside."""

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from headway.core.engine_spec import EngineSpec, KeepOptions
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
-from headway.pack.promises.outlook import ANSWER, HOPE, LOST, OTHER, PROMPT, outlook_of, pace_of, size_of
+from headway.pack.promises.outlook import (
+    ANSWER,
+    HOPE,
+    LOST,
+    OTHER,
+    PROMPT,
+    eased,
+    outlook_of,
+    pace_of,
+    size_of,
+)
 from headway.pack.promises.packer import Promises, kept_of, outlooks_of
 from headway.pack.promises.selection import select
 from headway.plan.ordered import Ordered
@@ -210,6 +220,32 @@ def test_answers_that_are_all_behind_let_no_more_in_until_they_have_caught_up() 
     assert 32 in ran(packer(KeepOptions(recover=0.0), running=64).pack(jobs(*rows, fresh), ROOM, 0.9))
     few = [answer(ttft=1.0, tpot=0.08, tokens_left=20.0, first=0.9) for _ in range(31)]
     assert 32 in ran(many.pack(jobs(rows[0], *few, fresh), ROOM, 0.9)), "one lost its KV"
+
+
+@pytest.mark.parametrize(
+    ("spec", "swaps", "saved"),
+    [
+        (EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=1000), True, True),
+        (EngineSpec(8, 2048, copy_seconds=1.0, host_tokens=1000), True, False),
+        (EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=1000), False, False),
+        (EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=0), True, False),
+    ],
+)
+def test_kv_that_yields_goes_to_the_host_where_that_costs_less(
+    spec: EngineSpec, swaps: bool, saved: bool
+) -> None:
+    table = jobs(answer(ttft=0.01, tpot=0.02, arrival=-9.0), {"prompt": 90, "ttft": 1.0})
+    step = Promises(spec, swaps=swaps).pack(table, KvBudget(7, 0, 16, 8), 0.2)
+    assert list(step.save) == ([0] if saved else [])
+    assert list(step.evict) == ([] if saved else [0])
+
+
+def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
+    params = packer().params
+    assert eased(params, 1.0) == params
+    calm = params.keep._replace(sure=params.keep.calm_sure, doubt=params.keep.calm_doubt)
+    assert eased(params, 0.0) == params._replace(keep=calm)
+    assert calm.sure < eased(params, 0.5).keep.sure < params.keep.sure
 
 
 def test_what_is_lost_gives_its_kv_to_what_is_kept() -> None:

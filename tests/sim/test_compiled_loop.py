@@ -80,6 +80,30 @@ def test_same_outcome_with_given_lengths_and_an_early_end(
     assert np.isnan(readable.end).any() or until > 6
 
 
+@given(
+    st.integers(2, 20), st.integers(50, 120), st.floats(10, 60), st.integers(1, 2000), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_same_outcome_with_kv_on_the_host(
+    running: int, blocks: int, rate: float, host: int, seed: int
+) -> None:
+    compiled = on_the_host(traffic(rate, 60, seed), running, blocks, host)
+    same(compiled.run(), replace(compiled, fast=False).run())
+
+
+def test_kv_goes_to_the_host_where_there_is_room() -> None:
+    workload = traffic(40.0, 60, 0)
+    without, little, much = (on_the_host(workload, 12, 60, host).run() for host in (0, 200, 2000))
+    assert (without.end != little.end).any()
+    assert (little.end != much.end).any()
+
+
+def on_the_host(workload: Workload, running: int, blocks: int, host: int) -> Simulation:
+    """Return a run with that many tokens of room for KV on the host."""
+    one = replace(instance_spec("opt-13b-a100", running, blocks, 256), copy_seconds=1e-6, host_tokens=host)
+    return Simulation(RECIPES["headway"], [one], workload)
+
+
 @pytest.mark.parametrize("kind", [DUE, ATTAINABLE])
 def test_same_outcome_with_ranks_that_travel(kind: int) -> None:
     """The planner orders by deadline, the packer by priority: only the rank makes the engine do as told."""

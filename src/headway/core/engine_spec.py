@@ -77,8 +77,10 @@ class KeepOptions(NamedTuple):
 
     sure: a prompt is kept while it has time for this many times its expected answer.
     doubt: deviations below the expected answer at which its deadline counts as lost.
+    calm_sure, calm_doubt: the same while no request is lost; in between, between the two.
     grow: share of the expected growth of answers that admission leaves KV for, of those with a deadline.
-    many: share of the requests that are lost from which on admission leaves all of that, below it less.
+    many: share of the requests that are lost from which on admission leaves all of that, and `sure` and
+        `doubt` are as above; below it less.
     long: deviations above the expected answer that best effort and lost requests leave it time for.
     easy: seconds to its latest start from which on a request with a deadline yields to all others that were
         promised anything; inf = never.
@@ -100,13 +102,15 @@ class KeepOptions(NamedTuple):
 
     sure: float = 1.5
     doubt: float = 2.0
+    calm_sure: float = 0.8
+    calm_doubt: float = 3.0
     grow: float = 0.5
     many: float = 0.25
     long: float = 2.0
     easy: float = 30.0
     started: float = 0.5
     fill: float = 0.95
-    rest: float = 0.85
+    rest: float = 0.9
     recover: float = 3.0
     late: int = 4
     patience: float = 600.0
@@ -120,6 +124,8 @@ class PackerParams(NamedTuple):
     """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer.
 
     keep: of `promises.Promises` only.
+    host: tokens that rows' KV on the host may take, 0 = it is not copied there.
+    copy_seconds: of one token.
     """
 
     kind: int
@@ -129,6 +135,8 @@ class PackerParams(NamedTuple):
     max_step: float
     row_chunk: int = UNLIMITED
     keep: KeepOptions = KeepOptions()
+    host: int = 0
+    copy_seconds: float = 0.0
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from headway.compiled import compiled
 from headway.forecast.latency.online import prefill_of
-from headway.types import Floats
+from headway.types import Bools, Floats, Ints
 
 PAUSE, SWAP, RECOMPUTE = range(3)
 
@@ -41,6 +43,20 @@ def preemption_costs(
         2.0 * tokens * copy_seconds if copy_seconds < math.inf else math.inf,
         prefill_of(theta, float(tokens)),
     )
+
+
+@compiled
+def are_swapped(tokens: Ints, theta: Floats, copy_seconds: float) -> Bools:
+    """Tell of rows that yield whether their KV is copied to the host, which costs less than to compute it.
+
+    tokens: computed, by row. theta, copy_seconds: as in `preemption_costs`.
+    """
+    swapped = np.zeros(tokens.size, np.bool_)
+    for i in range(tokens.size):
+        if tokens[i]:
+            costs = preemption_costs(theta, tokens[i], np.inf, 1, copy_seconds)
+            swapped[i] = cheapest(costs) == SWAP
+    return swapped
 
 
 @compiled

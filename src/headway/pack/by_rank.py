@@ -10,10 +10,10 @@ import numpy as np
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
-from headway.memory.preemption_cost import SWAP, cheapest, preemption_costs
+from headway.memory.preemption_cost import are_swapped
 from headway.pack.allocation import allocate, free_to_run
 from headway.ports import Packer
-from headway.types import Ints, Jobs, Step
+from headway.types import Jobs, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,5 @@ class ByRank(Packer):
         step = allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget, spec.row_chunk)
         if not (step.evict.size and self.kv.saves):
             return step
-        saves = np.array([self._is_cheaper_swapped(jobs, int(row)) for row in step.evict], np.bool_)
-        evict: Ints = step.evict
-        return replace(step, evict=evict[~saves], save=evict[saves])
-
-    def _is_cheaper_swapped(self, jobs: Jobs, row: int) -> bool:
-        tokens = int(jobs.computed[row])
-        costs = preemption_costs(self.spec.latency.theta, tokens, math.inf, 1, self.spec.copy_seconds)
-        return bool(tokens and cheapest(costs) == SWAP)
+        saves = are_swapped(jobs.computed[step.evict], spec.latency.theta, spec.copy_seconds)
+        return replace(step, evict=step.evict[~saves], save=step.evict[saves])

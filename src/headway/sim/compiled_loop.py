@@ -19,6 +19,7 @@ from headway.forecast.latency.online import learn, shape
 from headway.forecast.latency.profiles import SHORTEST
 from headway.forecast.lengths.task import TELLING
 from headway.memory.budget import KvBudget
+from headway.memory.preemption_cost import are_swapped
 from headway.pack.compiled_packers import pack
 from headway.pack.kernels import SLACK
 from headway.sim.compiled_state import RunState
@@ -62,7 +63,7 @@ def _begin(run: RunState, now: float) -> None:
     rows = run.rows[: progress["rows"]]
     kv_budget = KvBudget(run.planner.blocks, run.usage["free_blocks"], run.limits.size, run.limits.slots)
     step = pack(run.packer, run.jobs, rows, kv_budget, now, run.theta)
-    engine.evict(run.jobs, run.usage, step.evict)
+    copied = _yield(run, rows, step.evict)
     paused = run.usage["held_slots"] - np.count_nonzero(run.jobs["running"][step.order])
     budget = run.packer.budget if run.packer.budget else run.limits.budget
     ran = engine.run(run.jobs, run.usage, run.limits, step.order, step.caps, run.packer.max_running, budget)
@@ -74,9 +75,29 @@ def _begin(run: RunState, now: float) -> None:
     progress["iterations"] += 1
     progress["preempted"] += ran.lost.size
     progress["paused"] += paused
-    seconds = _seconds(run, ran.rows, ran.tokens)
+    copies = (copied + ran.copied) * run.packer.copy_seconds  # beside the computation
+    seconds = max(_seconds(run, ran.rows, ran.tokens), copies if copied + ran.copied else 0.0)
     progress["busy"] += seconds
     progress["iteration_end"] = now + seconds
+
+
+@compiled
+def _yield(run: RunState, rows: Ints, evict: Ints) -> int:
+    """Free the KV of rows that yield; return the tokens that are copied to the host for that.
+
+    Rows go there as long as it has room (`two_ended.HostPoolEngine`).
+    """
+    if not evict.size or not run.packer.host:
+        engine.evict(run.jobs, run.usage, evict)
+        return 0
+    swapped = are_swapped(run.jobs["computed"][evict], run.theta, run.packer.copy_seconds)
+    left = run.packer.host - run.jobs["saved"][rows].sum()
+    for i in range(evict.size):
+        if swapped[i]:
+            left -= run.jobs["computed"][evict[i]]
+            swapped[i] = left >= 0
+    engine.evict(run.jobs, run.usage, evict[~swapped])
+    return int(engine.save(run.jobs, run.usage, evict[swapped]))
 
 
 @compiled

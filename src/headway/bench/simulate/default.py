@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.progress import Progress
@@ -23,9 +25,9 @@ from rich.progress import Progress
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.bench.simulate import slo_violations
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground
-from headway.core.engine_spec import KeepOptions
+from headway.core.engine_spec import EngineSpec, KeepOptions
 from headway.pack.promises.packer import Promises
-from headway.ports import Lengths
+from headway.ports import Lengths, Packer
 from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
 from headway.sim.bound import bound
@@ -34,17 +36,26 @@ from headway.sim.run import Simulation
 from headway.sim.workload.traffic import Workload
 
 DEFAULT, BOUND = "headway", "bound"
-ABLATIONS = {
-    "headway without selection": KeepOptions(selects=False),
-    "headway without pace": KeepOptions(paces=False),
-    "headway without easy deadlines": KeepOptions(easy=math.inf),
-    "headway without giving up answers": KeepOptions(started=0.0),
-    "headway without short prompts first": KeepOptions(advances=False),
-    "headway without room to grow": KeepOptions(grow=0.0),
-    "headway with room to grow always": KeepOptions(eager=False),
-    "headway without time for long answers": KeepOptions(long=-2.0),
-    "headway without catching up": KeepOptions(recover=0.0),
-    "headway without late before easy": KeepOptions(late=0),
+
+
+def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
+    """Return a packer with other numbers of `KeepOptions`."""
+    return partial(Promises, keep=KeepOptions(**options))
+
+
+ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
+    "headway without selection": _with(selects=False),
+    "headway without pace": _with(paces=False),
+    "headway without easy deadlines": _with(easy=math.inf),
+    "headway without giving up answers": _with(started=0.0),
+    "headway without short prompts first": _with(advances=False),
+    "headway without room to grow": _with(grow=0.0),
+    "headway with room to grow always": _with(eager=False),
+    "headway without time for long answers": _with(long=-2.0),
+    "headway without time while nothing is lost": _with(calm_sure=1.5, calm_doubt=2.0),
+    "headway without catching up": _with(recover=0.0),
+    "headway without late before easy": _with(late=0),
+    "headway without swapping": partial(Promises, swaps=False),
 }
 OTHERS = (
     "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",
@@ -173,7 +184,7 @@ def compute(cell: Cell) -> Figures:
 def _recipe(system: str) -> Recipe:
     if system not in ABLATIONS:
         return find(system)
-    return replace(find(DEFAULT), packer=lambda spec: Promises(spec, ABLATIONS[system]))
+    return replace(find(DEFAULT), packer=ABLATIONS[system])
 
 
 def last_due(workload: Workload) -> float:

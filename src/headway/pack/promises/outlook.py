@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import KeepOptions
+from headway.core.engine_spec import KeepOptions, PackerParams
 from headway.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
 from headway.forecast.latency.online import prefill_of
 from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
@@ -87,10 +87,32 @@ def growth_of(keep: KeepOptions, outlook: Outlook) -> float:
     """
     if not keep.eager:
         return keep.grow
+    return keep.grow * pressure_of(keep, outlook)
+
+
+@compiled
+def pressure_of(keep: KeepOptions, outlook: Outlook) -> float:
+    """Return the share of lost requests as one of `many`, at most 1."""
     lost = 0
     for level in outlook.level:
         lost += level in (LOST, LATE)
-    return float(keep.grow * min(lost / max(keep.many * outlook.level.size, 1.0), 1.0))
+    return float(min(lost / max(keep.many * outlook.level.size, 1.0), 1.0))
+
+
+@compiled
+def eased(params: PackerParams, pressure: float) -> PackerParams:
+    """Return the parameters under this pressure: while nothing is lost, no request is given up early."""
+    k = params.keep
+    sure = k.calm_sure + pressure * (k.sure - k.calm_sure)
+    doubt = k.calm_doubt + pressure * (k.doubt - k.calm_doubt)
+    keep = KeepOptions(
+        sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.fill, k.rest,
+        k.recover, k.late, k.patience, k.selects, k.paces, k.eager, k.advances,
+    )  # fmt: skip
+    return PackerParams(
+        params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
+        keep, params.host, params.copy_seconds,
+    )  # fmt: skip
 
 
 @compiled
@@ -128,7 +150,7 @@ def outlook_of(
         return LOST, -np.inf
     if jobs["tpot"][row] == np.inf and start - now > keep.easy:
         return EASY, start
-    if made and missing_of(jobs, row) == 1:
+    if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
     return PROMPT if start >= now or jobs["running"][row] else HOPE, start
 

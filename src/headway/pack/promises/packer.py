@@ -14,22 +14,24 @@ No paper has this policy; it takes from several. In each iteration:
 
 Lost requests are served late, not refused: some of them before easy requests, which have the time to wait for
 them, the others whenever nothing kept needs the engine, and after `patience` one at a time before all others,
-so that nothing waits for ever. KV is never copied and never lent; what is lost or was promised nothing is
-evicted and computed again (docs/decisions.md).
+so that nothing waits for ever. KV is never lent; that of what gives way is copied to the host where there is
+a pool and that costs less than to compute it again (QLM 5), else evicted (docs/decisions.md).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import EngineSpec, KeepOptions, PackerParams
+from headway.core.engine_spec import EngineSpec, KeepOptions, KvUse, PackerParams
 from headway.core.feasibility import Pace
 from headway.core.ranks import outer
 from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
+from headway.memory.preemption_cost import are_swapped
 from headway.pack import kernels
 from headway.pack.kernels import CompiledStep, Rows, missing_of
 from headway.pack.promises.iteration import compose, seconds_allowed
@@ -42,10 +44,12 @@ from headway.pack.promises.outlook import (
     OTHER,
     PROMPT,
     Outlook,
+    eased,
     growth_of,
     is_over,
     outlook_of,
     pace_of,
+    pressure_of,
     size_of,
 )
 from headway.pack.promises.queue import queue_of
@@ -53,6 +57,7 @@ from headway.pack.promises.selection import select
 from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
+_NONE = np.empty(0, np.int64)
 _SLOTS = 8  # batch limit below which `patience` is longer: one slot is a large share of so few
 
 
@@ -64,12 +69,14 @@ class Promises(Packer):
     keep: the policy's numbers.
     min_chunk: prompt tokens computed in an iteration that has a promised first token to make, at least.
     max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
+    swaps: KV of a row that yields goes to the host where that costs less than to compute it again (QLM 5).
     """
 
     spec: EngineSpec
     keep: KeepOptions = field(default_factory=KeepOptions)
     min_chunk: int = 64
     max_step: float = 0.2
+    swaps: bool = True
 
     @property
     def params(self) -> PackerParams:
@@ -77,15 +84,25 @@ class Promises(Packer):
         spec = self.spec
         return PackerParams(
             kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,
-            spec.row_chunk, self.keep,
+            spec.row_chunk, self.keep, int(spec.host_tokens or 0) if self.kv.saves else 0, spec.copy_seconds,
         )  # fmt: skip
+
+    @property
+    def kv(self) -> KvUse:
+        """KV is copied to the host where there is a pool of stated size."""
+        able = bool(self.spec.host_tokens) and math.isfinite(self.spec.copy_seconds)
+        return KvUse(saves=self.swaps and able, overlaps_copies=True)
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
         spec = self.spec
         step = pack(self.params, jobs.data, jobs.rows(), kv_budget, now, spec.latency.theta)
+        evict, save = step.evict, _NONE
+        if evict.size and self.kv.saves:
+            saves = are_swapped(jobs.computed[evict], spec.latency.theta, spec.copy_seconds)
+            evict, save = evict[~saves], evict[saves]
         return Step(
-            step.order, step.caps, step.evict, max_running=spec.max_running, token_budget=spec.token_budget
+            step.order, step.caps, evict, save, max_running=spec.max_running, token_budget=spec.token_budget
         )
 
 
@@ -96,7 +113,14 @@ def pack(
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
     pace = pace_of(jobs, rows, theta)
-    outlook = outlooks_of(params, jobs, rows, now, theta, pace)
+    calm = eased(params, 0.0)
+    outlook = outlooks_of(calm, jobs, rows, now, theta, pace)
+    pressure = pressure_of(params.keep, outlook)
+    if pressure > 0.0:
+        params = eased(params, pressure)
+        outlook = outlooks_of(params, jobs, rows, now, theta, pace)
+    else:
+        params = calm
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, pace)
     select(params, jobs, kept, kv, now, theta, pace, may.tpot, growth_of(params.keep, outlook))
