@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CLIENTS ?= .venv-clients
+PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 LOCKS := -r requirements.lock -r requirements-dev.lock
@@ -11,7 +12,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: chromium clients install serve test test-fast explore lint bench clean
+.PHONY: chromium clients peers install serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -44,6 +45,14 @@ clients: requirements-clients.lock
 	       && touch $(CLIENTS)/.installed; } \
 	  || { rm -rf $(CLIENTS); echo "Client libraries cannot be installed here, so they are not tested."; }
 
+# Gateways of other projects, for `headway bench overhead --peers`: 830 MB, so no other target installs them.
+peers: requirements-peers.lock
+	@test -e $(PEERS)/.installed -a ! requirements-peers.lock -nt $(PEERS)/.installed \
+	  || { $(PYTHON) -m venv $(PEERS) \
+	       && $(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.lock \
+	       && touch $(PEERS)/.installed; } \
+	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
+
 test: install chromium clients
 	$(BIN)/headway model fetch
 	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
@@ -67,4 +76,4 @@ bench: install
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) out
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) out

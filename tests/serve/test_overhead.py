@@ -80,6 +80,16 @@ def test_refusals_are_not_counted_as_speed() -> None:
         responses.count_response(b"HTTP/1.1 200 OK\r\n\r\n", True)
 
 
+def test_an_event_that_a_proxy_cuts_in_two_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "TOKENS", 2)
+    head, mark = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", responses.MARK
+    whole, parts = b"%x\r\n%s\r\n" % (len(mark), mark), b"3\r\n%s\r\n%x\r\n%s\r\n"
+    cut = parts % (mark[:3], len(mark) - 3, mark[3:])
+    responses.count_response(head + whole + cut + b"0\r\n\r\n", True)
+    with pytest.raises(EngineError, match="1 tokens"):
+        responses.count_response(head + cut + b"0\r\n\r\n", True)
+
+
 def test_a_viewer_of_the_dashboard_is_measured() -> None:
     rows = {(row.id, row.setting.split(",")[0]): row for row in dashboard_cost.dashboard_rows(0.3, 0)}
     assert rows["dashboard.us_per_request", "no viewer"].ours > 0  # type: ignore[operator]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from headway.bench.gateway_commands import advise, attack, batch, soak
+from headway.bench.gateway_commands import advise, attack, batch, overhead, soak
 from headway.bench.load import mix as mixes
 from headway.bench.options import (
     AppSystems,
@@ -165,14 +165,7 @@ def truth(
     validate.main(setup, quick=quick, as_json=as_json, out=out)
 
 
-@bench_app.command()
-def overhead(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
-    """Measure Headway's own cost: the gateway in front of a FAKE engine, the hook inside vLLM's scheduler."""
-    from headway.bench.live.overhead import main
-
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
-
-
+bench_app.command()(overhead)
 bench_app.command()(attack)
 bench_app.command()(batch)
 bench_app.command()(soak)

@@ -1,4 +1,4 @@
-"""Commands of `headway bench` on one gateway: FAKE engines (attack, soak) and real ones (advise, batch)."""
+"""Commands of `headway bench` on one gateway, with FAKE engines or (advise, batch) real ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from typing import Annotated
 
 import typer
 
-from headway.bench.options import Duration, Json, MaxRunning, MixName, Model, Out, Quick, Seed
+from headway.bench.options import Duration, Json, MaxRunning, MixName, Model, Out, PeerNames, Quick, Seed
+
+
+def overhead(
+    peers: PeerNames = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Measure Headway's own cost: the gateway in front of a FAKE engine, the hook inside vLLM's scheduler."""
+    from headway.bench.live.overhead import main
+    from headway.bench.live.peer_gateways import chosen
+
+    main(chosen(peers), quick=quick, as_json=as_json, seed=seed, out=out)
 
 
 def attack(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:

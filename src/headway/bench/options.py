@@ -66,6 +66,14 @@ KvBlocks = Annotated[
 HostKv = Annotated[
     float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")
 ]
+PeerNames = Annotated[
+    str | None,
+    typer.Option(
+        "--peers",
+        help="Comma-separated gateways to measure beside Headway: litellm, sglang-router (`make peers` "
+        "installs them). Takes minutes longer, with --quick too.",
+    ),
+]
 
 # ---- of `headway bench apps`
 

@@ -376,7 +376,7 @@ def _note(journal: TextIO, request: dict[str, Any]) -> None:
     journal.write(f"{extra.get('headway_id', '')}\n")
 
 
-def main() -> None:
+def main(kind: type[FakeEngine] = FakeEngine) -> None:
     """Serve on 127.0.0.1 until a signal."""
     parser = argparse.ArgumentParser(
         prog="python -m headway.bench.live.fake_engine", description=f"A {NAME}."
@@ -387,7 +387,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="file that gets the id of each of Headway's requests")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    app = FakeEngine(options.tokens, options.delay)
+    app = kind(options.tokens, options.delay)
     if options.journal is not None:
         app.on_request = partial(_note, options.journal.open("a", buffering=1))
     uvicorn.run(

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ QUEUE, _CONFIG = "queue.sqlite", "headway.toml"
 class Peer:
     """A running server.
 
-    process: its psutil.Process
+    process: psutil.Process of the one that was started
     """
 
     name: str
@@ -36,9 +36,13 @@ class Peer:
     process: Any
 
     def cpu(self) -> float:
-        """Return the CPU seconds of the process so far: all threads, user and kernel mode."""
-        used = self.process.cpu_times()
-        return float(used.user + used.system)
+        """Return the CPU seconds so far of the process and all that it started: user and kernel mode."""
+        used = 0.0
+        for process in (self.process, *self.process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it has just ended, and counts in its parent's children
+                times = process.cpu_times()
+                used += times.user + times.system + times.children_user + times.children_system
+        return used
 
     def request(self, prompt: str, **more: Any) -> bytes:
         """Return the bytes of a chat request."""
@@ -92,29 +96,38 @@ def gateway_argv(folder: Path, run: str = "from headway.cli import main; main()"
 
 def fake_engine(folder: Path, port: int, *more: str) -> AbstractContextManager[Peer]:
     """Run the FAKE engine until the block ends; more: of its options."""
-    argv = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", str(port), *more]
+    argv = [sys.executable, "-m", "headway.bench.live.fake_paced", "--port", str(port), *more]
     return serving(DIRECT, argv, port, "/health", folder)
+
+
+def set_answers(engine: Peer, tokens: int, delay: float) -> None:
+    """Let the FAKE engine answer with at most so many tokens, and wait `delay` seconds before each."""
+    url = f"http://127.0.0.1:{engine.port}/answers/{tokens}/{delay}"
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
+        return
 
 
 @contextmanager
 def serving(
-    name: str, argv: Sequence[str], port: int, path: str, folder: Path, env: Mapping[str, str] | None = None
-) -> Iterator[Peer]:
+    name: str, argv: Sequence[str], port: int, path: str, folder: Path,
+    env: Mapping[str, str | None] | None = None, patience: float = 60.0,
+) -> Iterator[Peer]:  # fmt: skip
     """Run a server until the block ends; it begins when a GET of the path is answered.
 
-    env: more of its environment.
+    env: more of its environment; None = without this variable. patience: seconds that its start may take.
     """
-    child = Child(argv, dict(os.environ) | dict(env or {}), folder / f"{name}.log")
+    environment = {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None}
+    child = Child(argv, environment, folder / f"{name}.log")
     child.start()
     try:
-        _wait(child, f"http://127.0.0.1:{port}{path}", name)
+        _wait(child, f"http://127.0.0.1:{port}{path}", name, patience)
         assert child.process is not None
         yield Peer(name, port, psutil.Process(child.process.pid))
     finally:
         child.stop()
 
 
-def _wait(child: Child, url: str, name: str, patience: float = 60.0) -> None:
+def _wait(child: Child, url: str, name: str, patience: float) -> None:
     """Wait until a GET is answered with 200; EngineError when the server dies or takes too long."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
