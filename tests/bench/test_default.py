@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from headway.bench.simulate import default, default_plots
-from headway.bench.simulate.default import ABLATIONS, BOUND, DEFAULT, OTHERS, Cell, Figures, compute, rows_of
+from headway.bench.simulate.default import (
+    ABLATIONS,
+    BOUND,
+    DEFAULT,
+    OTHERS,
+    TRUE,
+    Cell,
+    Figures,
+    compute,
+    rows_of,
+)
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground, capacity
 from headway.recipes.baselines import BASELINES
 from headway.recipes.registry import RECIPES
@@ -70,6 +80,17 @@ def test_summary_counts_the_cells_where_another_recipe_is_better() -> None:
     close = rows_of(cells((BOUND, 95, 0), (DEFAULT, 75, 9.5), ("bros", 76, 9.9), ("srtf", 60, 50.0)))
     summed = {row.id: row.ours for row in close if row.setting == "all"}
     assert (summed["cells.behind"], summed["cells.less_best_effort"]) == (0, 0)
+
+
+def test_with_true_lengths_it_has_a_share_of_the_bound_of_its_own_and_is_not_another_recipe() -> None:
+    rows = rows_of(cells((BOUND, 95, 0), (DEFAULT, 70, 9.0), (TRUE, 90, 9.0), ("slack", 60, 1.0)))
+    seen = {(row.id, row.system): row.ours for row in rows if row.setting == "all"}
+    assert seen["share_of_bound.mean", DEFAULT] == pytest.approx(100 * 70 / 95)
+    assert seen["share_of_bound.mean", TRUE] == pytest.approx(100 * 90 / 95)
+    assert seen["margin.least", DEFAULT] == 10
+    learned, true = (compute(Cell(SMALL, 2.0, 0, system)) for system in (DEFAULT, TRUE))
+    assert learned != true
+    assert true == compute(Cell(SMALL, 2.0, 0, DEFAULT, length_error=1.0))
 
 
 def test_ablations_are_told_by_what_changes_and_are_not_another_recipe() -> None:

@@ -36,6 +36,7 @@ from headway.sim.run import Simulation
 from headway.sim.workload.traffic import Workload
 
 DEFAULT, BOUND = "headway", "bound"
+TRUE = "headway with true lengths"  # as the bound, which knows them, too
 
 
 def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
@@ -74,7 +75,7 @@ _QUICK_OTHERS, _QUICK_REQUESTS = ("slack", "bros", "srtf"), 600
 class Cell:
     """One simulation.
 
-    system: a recipe, one of `ABLATIONS`, or "bound".
+    system: a recipe, one of `ABLATIONS`, `TRUE` or "bound".
     length_error: forecasts are off by this factor (one standard deviation, and say so); 0 = the ground's.
     latency_error: `InstanceSpec.latency_error`.
     """
@@ -135,7 +136,7 @@ def main(*, seeds: int = 3, quick: bool, as_json: bool, seed: int, out: Path | N
 
 def all_cells(seeds: Sequence[int]) -> list[Cell]:
     """Return every ground, load and recipe for each seed, and the cells of the two curves."""
-    systems = (BOUND, DEFAULT, *OTHERS, *ABLATIONS)
+    systems = (BOUND, DEFAULT, TRUE, *OTHERS, *ABLATIONS)
     cells = [Cell(*key) for key in product(GROUNDS, LOADS, seeds, systems)]
     wrong = [ground for ground in GROUNDS if ground.name in _WRONG]
     for ground, recipe, at in product(wrong, _WRONG_RECIPES, seeds):
@@ -183,7 +184,7 @@ def compute(cell: Cell) -> Figures:
 
 def _recipe(system: str) -> Recipe:
     if system not in ABLATIONS:
-        return find(system)
+        return find(DEFAULT if system == TRUE else system)
     return replace(find(DEFAULT), packer=ABLATIONS[system])
 
 
@@ -196,10 +197,10 @@ def last_due(workload: Workload) -> float:
 
 
 def _lengths(cell: Cell, workload: Workload) -> Lengths:
-    if not cell.length_error:
+    if not cell.length_error and cell.system != TRUE:
         return cell.ground.lengths(workload, cell.seed)
     rng = np.random.default_rng([cell.seed, 2])
-    return Noisy.spreading(workload, float(np.log(cell.length_error)), rng)
+    return Noisy.spreading(workload, float(np.log(cell.length_error or 1.0)), rng)
 
 
 # ---- rows
@@ -260,17 +261,29 @@ def _summary(rows: Sequence[Row]) -> list[Row]:
         margins.append(at["attainment.promised", DEFAULT, setting] - best)
         behind += margins[-1] < -_CLOSE
         short += at["be.tokens_per_s", DEFAULT, setting] < _SAME_BE * be
-    shares = [at["share_of_bound", DEFAULT, setting] for setting in settings]
-    bounds = [at["attainment.promised", BOUND, setting] for setting in settings]
-    high = [share for share, most in zip(shares, bounds, strict=True) if most > _HIGH]
     figures = (
         ("cells", float(len(settings)), "cells"), ("cells.behind", float(behind), "cells"),
         ("cells.less_best_effort", float(short), "cells"), ("margin.least", min(margins), "points"),
         ("margin.mean", float(np.mean(margins)), "points"),
-        ("share_of_bound.mean", float(np.mean(shares)), "%"),
-        ("share_of_bound.least", min(high, default=0.0), "%"),
     )  # fmt: skip
-    return [Row(id, DEFAULT, "all", value, unit) for id, value, unit in figures]
+    sums = [Row(id, DEFAULT, "all", value, unit) for id, value, unit in figures]
+    return sums + _shares(at, settings, DEFAULT) + _shares(at, settings, TRUE)
+
+
+def _shares(at: dict[tuple[str, str, str], float], settings: Sequence[str], system: str) -> list[Row]:
+    """Return a system's share of the bound, the mean and the least; none where it was not run."""
+    seen = {
+        setting: at["share_of_bound", system, setting]
+        for setting in settings
+        if ("share_of_bound", system, setting) in at
+    }
+    if not seen:
+        return []
+    high = [share for name, share in seen.items() if at["attainment.promised", BOUND, name] > _HIGH]
+    return [
+        Row("share_of_bound.mean", system, "all", float(np.mean(list(seen.values()))), "%"),
+        Row("share_of_bound.least", system, "all", min(high, default=0.0), "%"),
+    ]
 
 
 def _best_other(at: dict[tuple[str, str, str], float], setting: str) -> tuple[float, float]:
@@ -278,7 +291,7 @@ def _best_other(at: dict[tuple[str, str, str], float], setting: str) -> tuple[fl
     others = [
         (kept, at["be.tokens_per_s", system, setting])
         for (id, system, name), kept in at.items()
-        if id == "attainment.promised" and name == setting and system not in (DEFAULT, BOUND)
+        if id == "attainment.promised" and name == setting and system not in (DEFAULT, TRUE, BOUND)
     ]
     return max(others)
 
@@ -295,19 +308,20 @@ def _grid(rows: Sequence[Row]) -> Grid:
         [name, *(at.get((name, system), "") for system in systems)]
         for name in dict.fromkeys(r.setting for r in kept)
     ]
-    sums = [[row.id, show(row.ours), row.unit] for row in _summed(rows)]
+    sums = [[row.id, show(row.ours), row.unit] for row in _summed(rows, DEFAULT)]
+    sums += [[f"{row.id}, {row.system}", show(row.ours), row.unit] for row in _summed(rows, TRUE)]
     removed = [row for row in rows if row.system in ABLATIONS]
     parts = [[f"{row.system}, {row.setting}", show(row.ours), row.unit] for row in removed]
     padded = [[[*line, *[""] * (len(systems) - 2)] for line in block] for block in (sums, parts)]
     return Grid(["promises kept, %", *systems], [lines, *padded])
 
 
-def _summed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.setting == "all" and row.system == DEFAULT]
+def _summed(rows: Sequence[Row], system: str) -> list[Row]:
+    return [row for row in rows if row.setting == "all" and row.system == system]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    seen = {row.id: row.ours for row in _summed(rows)}
+    seen = {row.id: row.ours for row in _summed(rows, DEFAULT)}
     return [
         f"headway is more than {_CLOSE:g} point below the best other recipe in {seen['cells.behind']:g} of "
         f"{seen['cells']:g} cells (least margin {show(seen['margin.least'])} points), and has less than "
