@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.helpers import postgres
+
 ROOT = Path(__file__).parent
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
 SECONDS = 60.0  # within which processes that were told to end have ended
@@ -74,6 +76,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 @pytest.fixture(scope="session", autouse=True)
 def environment_mark() -> None:
     os.environ[MARK] = str(os.getpid())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_postgres_left() -> Iterator[None]:
+    """End the PostgreSQL server that tests have started."""
+    yield
+    postgres.stop()
 
 
 @pytest.fixture(scope="module", autouse=True)

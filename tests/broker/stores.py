@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import postgres as server
+
 from headway.broker.memory import MemoryBroker, MemoryStore
 from headway.broker.port import Broker, Job
+from headway.broker.postgres import PostgresBroker
 from headway.broker.sqlite import SqliteBroker
 
 Connect = Callable[[str], Broker]
@@ -27,7 +30,12 @@ def sqlite(folder: Path) -> Connect:
     return lambda owner: SqliteBroker(str(folder / "jobs.db"), owner, synchronous="normal")
 
 
-STORES: dict[str, Callable[[Path], Connect]] = {"memory": memory, "sqlite": sqlite}
+def postgres(folder: Path) -> Connect:
+    address = server.fresh()
+    return lambda owner: PostgresBroker(address, owner)
+
+
+STORES: dict[str, Callable[[Path], Connect]] = {"memory": memory, "sqlite": sqlite, "postgres": postgres}
 
 
 @asynccontextmanager

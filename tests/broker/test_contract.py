@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.broker.stores import FAR, STORES, Connect, gateways, job, take_ids
 
+from headway.broker import postgres as postgres_module
 from headway.broker import sqlite as sqlite_module
 from headway.broker.port import Broker
 from headway.errors import HeadwayError
@@ -121,7 +122,8 @@ async def test_attempts_are_counted(broker: Broker) -> None:
 
 
 async def test_forget_deletes_what_ended_before(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_module, "SWEEP", 3)  # several transactions, the last one full
+    for module in (sqlite_module, postgres_module):
+        monkeypatch.setattr(module, "SWEEP", 3)  # several transactions, the last one full
     for i in range(8):
         await broker.put(job(str(i)))
         await broker.done(str(i), b"r", float(i))

@@ -19,6 +19,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from headway.broker.port import Job, known_id, no_lease, unknown_id
+from headway.broker.settling import deliver
 from headway.broker.sqlite_file import Identity, Turns, leave_open, open_file
 from headway.errors import HeadwayError
 
@@ -197,7 +198,7 @@ class SqliteBroker:
     def _serve(self) -> None:
         with self._held:
             while group := self._next_group():
-                _deliver(group, self._commit(group))
+                deliver(zip([call.future for call in group], self._commit(group), strict=True))
             if self._file.intact():
                 self._leave()
             else:
@@ -251,26 +252,6 @@ class SqliteBroker:
             return HeadwayError(
                 f"The job cannot be stored: {error}.", "Send a smaller or well-formed request."
             )
-
-
-def _deliver(group: list[_Call], outcomes: list[Any]) -> None:
-    """Resolve the callers' futures, waking each event loop once."""
-    loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
-    for call, outcome in zip(group, outcomes, strict=True):
-        loops.setdefault(call.future.get_loop(), []).append((call.future, outcome))
-    for loop, settled in loops.items():
-        with suppress(RuntimeError):  # the loop is closed, and its callers are gone
-            loop.call_soon_threadsafe(_settle, settled)
-
-
-def _settle(settled: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, outcome in settled:
-        if future.done():  # cancelled while it waited
-            continue
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
 
 
 def _renew(owner: str, until: float, db: sqlite3.Connection) -> bool:

@@ -1,0 +1,204 @@
+"""The PostgreSQL broker's tables and the function that carries out calls, in a schema of the database.
+
+All statements name the schema, so that a session's `search_path` does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from asyncpg import Connection
+
+from headway.errors import ConfigError
+
+VERSION = 1  # of what follows, in the table headway_meta
+OLDEST = 140000  # PostgreSQL 14: pg_terminate_backend that waits
+PARAM = "broker.postgres.schema"
+
+# `seq` is the order of the puts. `call` is the number of the owner's call that put or took the job: by it one
+# is undone whose outcome the connection's end has hidden. Bodies are not compressed: a put would wait for it.
+_TABLES = """
+CREATE TABLE {s}.headway_meta (version integer NOT NULL);
+CREATE TABLE {s}.leases (
+    owner text PRIMARY KEY, until double precision NOT NULL, ended boolean NOT NULL
+) WITH (fillfactor = 50);
+CREATE TABLE {s}.jobs (
+    seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text NOT NULL UNIQUE, state text NOT NULL,
+    owner text, call bigint NOT NULL, tenant text NOT NULL, path text NOT NULL,
+    arrival double precision NOT NULL, background boolean NOT NULL, attempts bigint NOT NULL,
+    finished double precision, reason text, request text NOT NULL, body bytea NOT NULL, result bytea,
+    CHECK ((state = 'open') = (finished IS NULL))
+) WITH (autovacuum_vacuum_scale_factor = 0.05);
+ALTER TABLE {s}.jobs ALTER body SET STORAGE EXTERNAL, ALTER result SET STORAGE EXTERNAL;
+CREATE INDEX held ON {s}.jobs (owner, arrival, seq) WHERE state = 'open';
+CREATE INDEX closed ON {s}.jobs (finished) WHERE finished IS NOT NULL;
+"""
+
+# Carries out calls in their order and returns a row for each, in one statement: one round trip, one commit.
+# Calls of several gateways run beside each other under the shared lock. What looks at other gateways' leases
+# (`take`, `forget`) is alone, so that no put or renewal is under way meanwhile. Every statement inside has a
+# snapshot of its own, taken after the lock. Rows are small: a client that reads no more holds up no commit.
+_APPLY = """
+CREATE FUNCTION {s}.apply(
+    me text, alone boolean, lock bigint, verbs text[], calls bigint[], ids text[],
+    instants double precision[], counts bigint[], backgrounds boolean[], tenants text[], paths text[],
+    texts text[], bodies bytea[]
+) RETURNS TABLE (outcome bigint, taken bigint[]) LANGUAGE plpgsql AS $apply$
+#variable_conflict use_column
+DECLARE
+    leased boolean;
+BEGIN
+    IF alone THEN PERFORM pg_advisory_xact_lock(lock);
+    ELSE PERFORM pg_advisory_xact_lock_shared(lock);
+    END IF;
+    FOR i IN 1 .. cardinality(verbs) LOOP
+        taken := NULL;
+        CASE verbs[i]
+        WHEN 'put' THEN
+            INSERT INTO {s}.jobs (id, state, owner, call, tenant, path, arrival, background, attempts,
+                    request, body)
+                SELECT ids[i], 'open', me, calls[i], tenants[i], paths[i], instants[i], backgrounds[i],
+                    counts[i], texts[i], bodies[i]
+                WHERE EXISTS (SELECT FROM {s}.leases WHERE owner = me) ON CONFLICT (id) DO NOTHING;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+            IF outcome = 0 AND NOT EXISTS (SELECT FROM {s}.leases WHERE owner = me) THEN
+                outcome := -1;
+            END IF;
+        WHEN 'done', 'failed' THEN
+            UPDATE {s}.jobs SET state = verbs[i], result = bodies[i], reason = texts[i],
+                    finished = instants[i], body = ''
+                WHERE id = ids[i] AND state = 'open' AND owner = me;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'attempt' THEN
+            outcome := NULL;
+            UPDATE {s}.jobs SET attempts = attempts + 1 WHERE id = ids[i] RETURNING attempts INTO outcome;
+        WHEN 'give_back' THEN
+            UPDATE {s}.jobs SET owner = NULL WHERE id = ids[i] AND state = 'open' AND owner = me;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'delete' THEN
+            DELETE FROM {s}.jobs WHERE id = ids[i] AND state <> 'open';
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'renew' THEN
+            SELECT NOT ended INTO leased FROM {s}.leases WHERE owner = me;
+            INSERT INTO {s}.leases (owner, until, ended) VALUES (me, instants[i], false)
+                ON CONFLICT (owner) DO UPDATE SET until = excluded.until, ended = false;
+            outcome := coalesce(leased, false)::integer;
+        WHEN 'take' THEN
+            outcome := -1;
+            IF EXISTS (SELECT FROM {s}.leases WHERE owner = me) THEN
+                UPDATE {s}.leases SET ended = true
+                    WHERE until <= instants[i] AND NOT ended AND owner <> me;
+                taken := {s}.free(me, counts[i]);
+                UPDATE {s}.jobs SET owner = me, call = calls[i] WHERE seq = ANY (taken);
+                outcome := cardinality(taken);
+            END IF;
+        WHEN 'forget' THEN
+            DELETE FROM {s}.leases WHERE until < instants[i] AND NOT EXISTS
+                (SELECT FROM {s}.jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner);
+            DELETE FROM {s}.jobs WHERE seq IN
+                (SELECT seq FROM {s}.jobs WHERE finished < instants[i] ORDER BY finished LIMIT counts[i]);
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'leave' THEN
+            UPDATE {s}.leases SET ended = true WHERE owner = me;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        END CASE;
+        RETURN NEXT;
+    END LOOP;
+END $apply$;
+"""
+
+# The first jobs that were given back and the first of each ended lease, then the first of these: held jobs
+# are never scanned.
+FREE = """
+    SELECT seq FROM (
+        (SELECT seq, arrival FROM {s}.jobs WHERE state = 'open' AND owner IS NULL
+            ORDER BY arrival, seq LIMIT $2)
+        UNION ALL
+        SELECT first.seq, first.arrival FROM {s}.leases CROSS JOIN LATERAL (
+            SELECT seq, arrival FROM {s}.jobs WHERE state = 'open' AND jobs.owner = leases.owner
+            ORDER BY arrival, seq LIMIT $2) AS first
+        WHERE leases.ended AND leases.owner <> $1
+    ) AS free ORDER BY arrival, seq LIMIT $2
+"""
+_FREE = f"""
+CREATE FUNCTION {{s}}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
+    SELECT ARRAY ({FREE}) $free$;
+"""
+_SCHEMA = _TABLES + _FREE + _APPLY
+
+_RELATIONS = """SELECT relname FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+    WHERE nspname = $1 AND relkind IN ('r', 'p', 'v', 'm', 'f')"""
+_RIGHTS = """SELECT bool_and(has_table_privilege(format('%I.%I', $1::text, name), what))
+    FROM unnest(ARRAY['jobs', 'leases']) AS name,
+        unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS what"""
+
+
+def lock_of(schema: str) -> int:
+    """Return the number of the advisory lock that the gateways of one schema share."""
+    digest = hashlib.sha256(f"headway {schema}".encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+async def prepare(connection: Connection, schema: str, *, make: bool) -> None:
+    """Check the database and its tables; with `make` they are made where there are none.
+
+    Raises ConfigError when the database or the schema cannot be used. The lock lets gateways that start
+    together make one schema.
+    """
+    _check_server(await connection.fetchrow(_SERVER))
+    async with connection.transaction():
+        await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(schema))
+        found = {row["relname"] for row in await connection.fetch(_RELATIONS, schema)}
+        if not found and make:
+            await _make(connection, schema)
+        elif "headway_meta" not in found:
+            raise _foreign(schema, found)
+        version = await connection.fetchval(f"SELECT version FROM {schema}.headway_meta")
+    if version != VERSION:
+        raise ConfigError(
+            f"The schema {schema} has version {version}; this Headway knows {VERSION}.",
+            "Use the Headway that made it, or give this one another schema.", param=PARAM,
+        )  # fmt: skip
+    if not await connection.fetchval(_RIGHTS, schema):
+        raise ConfigError(
+            f"The user may not change the tables in the schema {schema}.",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} to it.",
+            param="broker.postgres.url",
+        )  # fmt: skip
+
+
+_SERVER = """SELECT current_setting('server_version_num')::integer AS version,
+    current_setting('server_encoding') AS encoding"""
+
+
+def _check_server(row: Any) -> None:
+    if row["version"] < OLDEST:
+        problem = f"The PostgreSQL server is of version {row['version'] // 10000}."
+        raise ConfigError(problem, f"Headway needs {OLDEST // 10000} or newer.", param="broker.postgres.url")
+    if row["encoding"] != "UTF8":
+        problem = f"The database has the encoding {row['encoding']}, which cannot hold every text."
+        raise ConfigError(
+            problem, "Create one with: createdb --encoding=UTF8 --template=template0 NAME",
+            param="broker.postgres.url",
+        )  # fmt: skip
+
+
+async def _make(connection: Connection, schema: str) -> None:
+    if not await connection.fetchval("SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", schema):
+        await connection.execute(f"CREATE SCHEMA {schema}")
+    await connection.execute(_SCHEMA.replace("{s}", schema))
+    await connection.execute(f"INSERT INTO {schema}.headway_meta VALUES ({VERSION})")
+
+
+def _foreign(schema: str, found: Sequence[str] | set[str]) -> ConfigError:
+    if not found:
+        return ConfigError(
+            f"The schema {schema} has no tables any more.",
+            "Restore the database, or start the gateways anew with an empty queue.", param=PARAM,
+        )  # fmt: skip
+    return ConfigError(
+        f"The schema {schema} has another program's tables, such as {min(found)}.",
+        "Give the broker a schema of its own.", param=PARAM,
+    )  # fmt: skip
