@@ -27,6 +27,7 @@ MARKERS = {
     "serve": ("server",),
     "bench": ("slow",),
     "broker/test_crash.py": ("slow",),
+    "broker/test_postgres_crash.py": ("slow",),
     "sim/test_compiled_loop.py": ("slow",),
     "sim/test_planning.py": ("slow",),
     "sim/test_recorder.py": ("slow",),

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import resource
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,6 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.broker.killed import (
+    PUTTERS,
+    Place,
+    ended_of,
+    grown,
+    killed,
+    rounds,
+    states,
+    take_over,
+    unharmed,
+)
 from tests.broker.stores import FAR, take_ids
 
 from headway.broker import SqliteBroker
@@ -65,146 +74,33 @@ async def durable(path: str) -> AsyncIterator[SqliteBroker]:
 # ---- kill -9
 
 
-PUTTERS = 8
-
-# Every third job is left open; the others end as done or failed after their put returned. The lease of the
-# gateway ends at the instant 10.
-CHILD = """
-import asyncio, itertools, os, sys
-from headway.broker import SqliteBroker
-from headway.broker.port import Job
-
-path, owner, putters = sys.argv[1], sys.argv[2], int(sys.argv[3])
-say = lambda *words: os.write(1, (" ".join(words) + "\\n").encode())
-
-async def put(broker, putter):
-    for i in itertools.count():
-        id = f"{owner}-{putter}-{i}"
-        await broker.put(Job(id, "t", "/v1/completions", b"body" * 200, "{}", float(i)))
-        say("open", id)
-        if i % 3 == 0:
-            assert await broker.done(id, id.encode(), 1.0)
-            say("done", id)
-        elif i % 3 == 1:
-            assert await broker.fail(id, "why", 1.0)
-            say("failed", id)
-
-async def main():
-    broker = SqliteBroker(path, owner)
-    await broker.renew(10.0)
-    await asyncio.gather(*(put(broker, putter) for putter in range(putters)))
-
-asyncio.run(main())
-"""
-
-
-@contextmanager
-def killed(path: Path, said: Path, owner: str) -> Iterator[None]:
-    """Run the child while the block runs, then kill it; what it printed is in `said`."""
-    with said.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-c", CHILD, path, owner, str(PUTTERS)], stdout=out)
-        try:
-            while not said.stat().st_size:
-                assert child.poll() is None, "the child died by itself"
-                time.sleep(0.005)
-            yield
-            assert child.poll() is None, "the child died by itself"
-        finally:
-            child.kill()
-            child.wait()
-
-
-def states(said: Path) -> dict[str, str]:
-    """Return the last state printed of each job, from whole lines."""
-    lines = said.read_text().split("\n")[:-1]
-    return {id: state for state, id in (line.split() for line in lines)}
-
-
-async def audit(path: Path, owner: str, printed: dict[str, str]) -> None:
-    """Check the file against what the killed gateway printed, then take its open jobs over and end them."""
-    broker = SqliteBroker(str(path), f"after {owner}")
-    try:
-        await broker.renew(20.0)
-        assert await broker.take(9.9, 1) == [], "the dead gateway's lease is in force"
-        taken = {job.id: job for job in await broker.take(10.0, 100_000)}
-        ahead = 0  # calls that were committed but whose caller was killed before it printed
-        for id, state in printed.items():
-            job = await broker.get(id)
-            assert job is not None, f"{id} was accepted and is lost"
-            assert (job.id in taken) == (job.state == "open")
-            assert job.body == (b"body" * 200 if job.state == "open" else b"")
-            assert job.result == (id.encode() if job.state == "done" else None)
-            assert state in (job.state, "open"), f"{id} was {state} and is {job.state}"
-            ahead += job.state != state
-        assert ahead + len(taken.keys() - printed) <= PUTTERS
-        ended = await asyncio.gather(*(broker.done(id, b"again", 9.0) for id in {*printed, *taken}))
-        assert sum(ended) == len(taken), "a job ended twice, or an open one did not end"
-    finally:
-        await broker.close()
-
-
 def test_what_was_printed_survives_kill_9(tmp_path: Path) -> None:
-    path, rng = tmp_path / "jobs.db", random.Random()
-    for round in range(4):  # on the same file, so that each round starts with the last one's wreck
-        said, wait = tmp_path / f"said-{round}", rng.uniform(0, 0.25)
-        with killed(path, said, f"g{round}"):
-            time.sleep(wait)
-        printed = states(said)
-        assert printed, f"nothing was put in {wait} s"
-        asyncio.run(audit(path, f"g{round}", printed))
+    rounds(Place("sqlite", str(tmp_path / "jobs.db")), tmp_path)
 
 
 def test_a_gateway_is_killed_beside_one_that_goes_on(tmp_path: Path) -> None:
     """Two processes write one file; the death of one neither stops the other nor touches what it holds."""
-    path, first, second = tmp_path / "jobs.db", tmp_path / "first", tmp_path / "second"
-    with killed(path, second, "living"):
-        with killed(path, first, "killed"):
+    place, first, second = Place("sqlite", str(tmp_path / "jobs.db")), tmp_path / "first", tmp_path / "second"
+    with killed(place, second, "living"):
+        with killed(place, first, "killed"):
             time.sleep(0.2)
-        size = second.stat().st_size
-        deadline = time.monotonic() + 60
-        while second.stat().st_size < size + 2000:
-            assert time.monotonic() < deadline, "the other gateway stands still"
-            time.sleep(0.01)
-        taken = asyncio.run(take_over(path, "killed"))
+        grown(second)
+        taken = asyncio.run(third(place.where))
     opened = {id for id, state in states(first).items() if state == "open"}
-    ended = asyncio.run(ended_of(path, opened - taken))
+    ended = asyncio.run(ended_of(place, opened - taken))
     assert taken | ended >= opened, "one is lost"
     assert len(ended) <= PUTTERS, "more ended without a word than calls were in progress"
-    asyncio.run(unharmed(path, states(second)))
+    asyncio.run(unharmed(place, states(second)))
 
 
-async def take_over(path: Path, dead: str) -> set[str]:
-    """End the dead gateway's lease, take its jobs and end them, while another gateway writes."""
-    broker = SqliteBroker(str(path), "third")
+async def third(path: str) -> set[str]:
+    """End the dead gateway's lease, and take its jobs over."""
+    broker = SqliteBroker(path, "third")
     await broker.renew(20.0)
-    await broker._write(lambda db: db.execute("UPDATE leases SET until = 5 WHERE owner = ?", [dead]))
-    seen: Counter[str] = Counter()
-    while jobs := await broker.take(5.0, 7):
-        for job in jobs:
-            assert job.id.startswith(dead), "a living gateway's job was taken"
-            seen[job.id] += 1
-            assert await broker.done(job.id, b"third", 6.0)
+    await broker._write(lambda db: db.execute("UPDATE leases SET until = 5 WHERE owner = ?", ["killed"]))
+    taken = await take_over(broker, "killed")
     await broker.close()
-    assert set(seen.values()) <= {1}
-    return set(seen)
-
-
-async def ended_of(path: Path, ids: set[str]) -> set[str]:
-    """Return which jobs have ended; the gateway was killed between a commit and the word that it is done."""
-    broker = SqliteBroker(str(path), "reader")
-    jobs = [await broker.get(id) for id in ids]
-    await broker.close()
-    return {job.id for job in jobs if job is not None and job.owner == "killed" and job.state != "open"}
-
-
-async def unharmed(path: Path, printed: dict[str, str]) -> None:
-    broker = SqliteBroker(str(path), "reader")
-    for id, state in printed.items():
-        job = await broker.get(id)
-        assert job is not None
-        assert job.owner == "living"
-        assert state in (job.state, "open")
-    await broker.close()
+    return taken
 
 
 # It commits without a pause, and holds SQLite's lock nearly all the time.

@@ -98,12 +98,19 @@ class Server:
             self._process.wait(_SECONDS)
             self._process = None
 
-    def pause(self, how: int = signal.SIGSTOP) -> None:
-        """Stop all its processes, so that it is there but answers nothing; with SIGCONT let them go on."""
+    def pause(self) -> None:
+        """Stop all its processes: it is there, but answers nothing."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: int) -> None:
         assert self._process is not None
         process = psutil.Process(self._process.pid)
         for one in (process, *process.children(recursive=True)):
-            one.send_signal(how)
+            one.send_signal(number)
 
     def remove(self) -> None:
         """End it and delete its data."""
@@ -139,21 +146,21 @@ def stop() -> None:
     """End what `private` has started, clear what is left in another server."""
     if URL in os.environ:
         for schema in _used:
-            run_sql(f"DROP SCHEMA IF EXISTS {schema} CASCADE", url=url())
+            run_sql(f"DROP SCHEMA IF EXISTS {schema} CASCADE", url=the_url())
     if private.cache_info().currsize:
         private().remove()
         private.cache_clear()
 
 
-def url() -> str:
+def the_url() -> str:
     """Return the URL of the server to test with."""
     return os.environ.get(URL) or private().url
 
 
-def fresh(timeout_s: float = 10.0) -> Address:
-    """Return a schema that nothing has used."""
+def fresh(url: str | None = None) -> Address:
+    """Return a schema that nothing has used, by default of the server to test with."""
     _used.append(f"test_{secrets.token_hex(6)}")
-    return Address(url(), _used[-1], timeout_s)
+    return Address(url or the_url(), _used[-1], 10.0)
 
 
 def run_sql(sql: str, *values: Any, url: str) -> list[Any]:

@@ -26,3 +26,12 @@ def open_broker(config: BrokerConfig, owner: str | None = None) -> Broker:
             return MemoryBroker(owner)
         case "sqlite":
             return SqliteBroker(str(config.sqlite.file), owner, synchronous=config.sqlite.synchronous)
+        case "postgres":
+            return _postgres(config, owner)
+
+
+def _postgres(config: BrokerConfig, owner: str) -> Broker:
+    from headway.broker.postgres import PostgresBroker  # asyncpg is loaded where it is needed
+    from headway.broker.postgres_link import address_of, most_apart_s
+
+    return PostgresBroker(address_of(config.postgres), owner, most_apart_s=most_apart_s(config))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -51,7 +52,8 @@ STALE = ("25006", "0A000")  # another connection would do better: a server that 
 class PostgresBroker:
     """A `Broker` in one schema of a PostgreSQL database, for any number of gateways on any machines.
 
-    Raises ConfigError when the server or the schema cannot be used; the schema is made where it is missing.
+    Raises ConfigError when the server or the schema cannot be used, or when the clocks of the server and this
+    machine are more than `most_apart_s` apart. The schema is made where it is missing.
 
     Every method raises HeadwayError (503) when the server cannot be reached, refuses or is too slow, or after
     `close`; the broker connects again by itself, and the next call may succeed. Such a call, or one that is
@@ -62,11 +64,12 @@ class PostgresBroker:
 
     on_disk = True
 
-    def __init__(self, address: Address, owner: str) -> None:
+    def __init__(self, address: Address, owner: str, *, most_apart_s: float = math.inf) -> None:
         self.owner = owner
-        self._schema = address.schema
+        self._schema, self._lock = f'"{address.schema}"', lock_of(address.schema)
         self._numbers = count(secrets.randbits(62))  # another connection under this name has others
         self._doubtful: dict[str, list[int]] = {"put": [], "take": []}
+        self._most_apart_s = most_apart_s
         self._unsure = False  # whether the last renewal's outcome is known
         self._closed = False
         opened: Future[tuple[Lane, Lane]] = Future()
@@ -179,6 +182,7 @@ class PostgresBroker:
 
     async def _main(self, address: Address, opened: Future[tuple[Lane, Lane]]) -> None:
         self._loop = asyncio.get_running_loop()
+        await address.check_clock(self._most_apart_s)
         token = secrets.token_hex(8)
         write, read = f"headway-write-{token}", f"headway-read-{token}"
         self._writer = Link(
@@ -260,7 +264,7 @@ class PostgresBroker:
         places = ", ".join(f"${i}" for i in range(1, 4 + len(columns)))
         rows = await connection.fetch(
             f"SELECT outcome, taken FROM {self._schema}.apply({places})",
-            self.owner, alone, lock_of(self._schema), *columns,
+            self.owner, alone, self._lock, *columns,
         )  # fmt: skip
         outcomes = [row["outcome"] for row in rows]
         for i, call in enumerate(group):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from urllib.parse import urlsplit
 import asyncpg
 from asyncpg import Connection
 
+from headway import clock
 from headway.broker import postgres_schema
+from headway.config import Broker, Postgres
+from headway.config.keys import reveal
 from headway.errors import ConfigError, HeadwayError
 
 PARAM = "broker.postgres.url"
@@ -88,6 +92,24 @@ class Address:
                 raise
         return connection
 
+    async def check_clock(self, most_apart_s: float) -> None:
+        """Raise ConfigError when Headway's clock and the server's are more than these seconds apart."""
+        connection = await self.connect("headway-clock")
+        try:
+            before = clock.now()
+            theirs = await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8")
+            apart = (before + clock.now()) / 2 - theirs
+        finally:
+            connection.terminate()
+        if abs(apart) > most_apart_s:
+            side = "ahead of" if apart > 0 else "behind"
+            raise ConfigError(
+                f"Headway's clock on this machine is {abs(apart):.1f} s {side} PostgreSQL's ({self.place}): "
+                "gateways would take each other's work.",
+                "Synchronize the machines' clocks, then stop Headway here, delete "
+                f"{tempfile.gettempdir()}/headway-*.clock, which goes by the old clock, and start it.",
+            )  # fmt: skip
+
     async def connect_writer(self, name: str, *, make: bool) -> Connection:
         """Return a connection that carries out calls, when no other session of that name is left."""
         connection = await self.connect(name)
@@ -101,6 +123,17 @@ class Address:
             connection.terminate()
             raise
         return connection
+
+
+def address_of(settings: Postgres) -> Address:
+    """Return the address that a configuration names. ConfigError when the URL is not where it says."""
+    assert settings.url is not None, "the configuration is checked when it is read"
+    return Address(reveal(settings.url, PARAM), settings.schema, settings.timeout_s)
+
+
+def most_apart_s(config: Broker) -> float:
+    """Return how far clocks may be apart, in seconds: farther, and gateways would take each other's work."""
+    return config.lease_seconds / 3
 
 
 @contextmanager
@@ -134,6 +167,7 @@ _MENDS = {
     "42501": "Let the user create schemas (GRANT CREATE ON DATABASE), or make the schema its own.",
     "53300": "Raise max_connections of the server: each gateway takes two.",
     "57P03": "Wait until the server has started.",
+    "42939": "Name another schema in broker.postgres.schema.",
     "25006": "The server takes no writes: name the primary.",
 }
 

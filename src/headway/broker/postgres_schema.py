@@ -110,11 +110,11 @@ END $apply$;
 """
 
 # The first jobs that were given back and the first of each ended lease, then the first of these: held jobs
-# are never scanned.
+# are never scanned. (`owner` in the first order is what lets PostgreSQL see that the index has it.)
 FREE = """
     SELECT seq FROM (
         (SELECT seq, arrival FROM {s}.jobs WHERE state = 'open' AND owner IS NULL
-            ORDER BY arrival, seq LIMIT $2)
+            ORDER BY owner, arrival, seq LIMIT $2)
         UNION ALL
         SELECT first.seq, first.arrival FROM {s}.leases CROSS JOIN LATERAL (
             SELECT seq, arrival FROM {s}.jobs WHERE state = 'open' AND jobs.owner = leases.owner
@@ -155,7 +155,7 @@ async def prepare(connection: Connection, schema: str, *, make: bool) -> None:
             await _make(connection, schema)
         elif "headway_meta" not in found:
             raise _foreign(schema, found)
-        version = await connection.fetchval(f"SELECT version FROM {schema}.headway_meta")
+        version = await connection.fetchval(f'SELECT version FROM "{schema}".headway_meta')
     if version != VERSION:
         raise ConfigError(
             f"The schema {schema} has version {version}; this Headway knows {VERSION}.",
@@ -187,9 +187,9 @@ def _check_server(row: Any) -> None:
 
 async def _make(connection: Connection, schema: str) -> None:
     if not await connection.fetchval("SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", schema):
-        await connection.execute(f"CREATE SCHEMA {schema}")
-    await connection.execute(_SCHEMA.replace("{s}", schema))
-    await connection.execute(f"INSERT INTO {schema}.headway_meta VALUES ({VERSION})")
+        await connection.execute(f'CREATE SCHEMA "{schema}"')
+    await connection.execute(_SCHEMA.replace("{s}", f'"{schema}"'))
+    await connection.execute(f'INSERT INTO "{schema}".headway_meta VALUES ({VERSION})')
 
 
 def _foreign(schema: str, found: Sequence[str] | set[str]) -> ConfigError:

@@ -26,6 +26,7 @@ from headway.config.keys import Key as Key
 from headway.config.keys import Secret
 from headway.config.log import Log as Log
 from headway.config.log import Tracing as Tracing
+from headway.config.postgres import Postgres as Postgres
 from headway.config.problems import explain
 from headway.errors import ConfigError
 from headway.types import Slo
@@ -94,14 +95,31 @@ class Sqlite:
 class Broker:
     """Where accepted requests are stored; settings of one kind are in a table of that name.
 
-    kind: "sqlite" survives crashes, "memory" does not and has no settings. keep_hours: how long a finished
-    request can be fetched. lease_seconds: after a gateway's death, others take over its work this much later.
+    kind: "sqlite" and "postgres" survive crashes, and gateways may share them: those on one machine, or on
+        several. "memory" survives nothing and has no settings.
+    keep_hours: how long a finished request can be fetched.
+    lease_seconds: after a gateway's death, others take over its work this much later.
     """
 
-    kind: Literal["sqlite", "memory"] = "sqlite"
+    kind: Literal["sqlite", "postgres", "memory"] = "sqlite"
     keep_hours: Positive = 24.0
     lease_seconds: Positive = 30.0
     sqlite: Sqlite = field(default_factory=Sqlite)
+    postgres: Postgres = field(default_factory=Postgres)
+
+    @property
+    def local(self) -> Path | None:
+        """Return the path beside which a gateway keeps its own files by default, None = nowhere.
+
+        A queue in PostgreSQL is on no disk of this machine: then it is in the user's state directory.
+        """
+        match self.kind:
+            case "memory":
+                return None
+            case "sqlite":
+                return self.sqlite.file
+            case "postgres":
+                return state_dir() / f"postgres-{self.postgres.schema}.queue"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -204,18 +222,26 @@ class Config:
 
     @property
     def batches_dir(self) -> Path | None:
-        """Return the directory of batches, None = there are none, because no queue on disk would run them."""
-        return None if self.broker.kind == "memory" else self._beside_queue(self.batches.dir, ".batches")
+        """Return the directory of batches, None = there are none.
+
+        No queue in memory would run them to their end. With one in PostgreSQL they need a directory that is
+        given: other machines' gateways do not know what is in it.
+        """
+        kind, given = self.broker.kind, self.batches.dir
+        if kind == "memory" or (kind == "postgres" and given is None):
+            return None
+        return self._beside_queue(given, ".batches")
 
     def _beside_queue(self, given: str | None, suffix: str) -> Path | None:
-        if given == "none" or (given is None and self.broker.kind == "memory"):
-            return None
-        return Path(given).expanduser() if given else self.broker.sqlite.file.with_suffix(suffix)
+        if given is not None:
+            return None if given == "none" else Path(given).expanduser()
+        return self.broker.local and self.broker.local.with_suffix(suffix)
 
 
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
-    "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite, "predictor": Predictor,
+    "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
+    "broker.postgres": Postgres, "predictor": Predictor,
     "apps": Apps, "batches": Batches, "journal": Journal, "log": Log, "tracing": Tracing,
     "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
@@ -248,6 +274,10 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     if config.server.operator_only and config.server.operator_key is None:
         problem = f"server.operator_only in {where} asks for a key that there is not."
         raise ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
+    if config.broker.kind == "postgres" and config.broker.postgres.url is None:
+        problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
+        fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
+        raise ConfigError(problem, fix, param="broker.postgres.url")
     _check_keys(config, where)
     for name, tier in config.classes.items():
         if tier.drop and tier.ttft_ms is None and tier.e2e_ms is None:
@@ -283,6 +313,7 @@ def show(config: Config) -> str:
     """Return the effective configuration as TOML for people: keys masked, so that it does not load again."""
     data = asdict(config)
     masked = [(key, "key") for key in data["keys"]] + [(data["server"], "operator_key")]
+    masked.append((data["broker"]["postgres"], "url"))
     for table, name in (*masked, *((engine, "api_key") for engine in data["engines"])):
         table[name] = None if table[name] is None else "****"
     return tomli_w.dumps(_drop(data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import resource
@@ -18,7 +19,8 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
-from headway.config import Config, Engine, load
+from headway.broker.postgres_link import address_of, most_apart_s
+from headway.config import Broker, Config, Engine, load
 from headway.engines.vllm.process.metadata import installed, lacking
 from headway.errors import ConfigError
 from headway.models.resolve import resolve
@@ -111,19 +113,35 @@ def _address(config: Config) -> Iterator[Finding]:
 
 
 def _queue(config: Config) -> Iterator[Finding]:
-    if config.broker.kind != "sqlite":
-        yield Finding("queue", "doubt", "in memory", 'It ends with the gateway; [broker] kind = "sqlite".')
-        return
-    folder = _existing(config.broker.sqlite.file.parent)
+    match config.broker.kind:
+        case "memory":
+            mend = 'It ends with the gateway; [broker] kind = "sqlite".'
+            yield Finding("queue", "doubt", "in memory", mend)
+        case "sqlite":
+            yield _queue_file(config.broker.sqlite.file)
+        case "postgres":
+            yield _queue_server(config.broker)
+
+
+def _queue_server(broker: Broker) -> Finding:
+    address = address_of(broker.postgres)
+    try:
+        asyncio.run(address.check_clock(most_apart_s(broker)))
+    except ConfigError as error:
+        return Finding("queue", "bad", error.message, error.hint)
+    return Finding("queue", "good", f"PostgreSQL ({address.place}) answers, and the clocks agree")
+
+
+def _queue_file(file: Path) -> Finding:
+    folder = _existing(file.parent)
     free = shutil.disk_usage(folder).free
     found = f"{free / _GIB:,.1f} GiB free in {folder}"
     if not os.access(folder, os.W_OK):
         mend = "Change its owner, or broker.sqlite.path."
-        yield Finding("queue", "bad", f"{folder} cannot be written", mend)
-    elif free < _DISK:
-        yield Finding("queue", "bad", found, "Accepted work is stored there: make room.")
-    else:
-        yield Finding("queue", "good", found)
+        return Finding("queue", "bad", f"{folder} cannot be written", mend)
+    if free < _DISK:
+        return Finding("queue", "bad", found, "Accepted work is stored there: make room.")
+    return Finding("queue", "good", found)
 
 
 def _existing(folder: Path) -> Path:

@@ -93,6 +93,8 @@ def _check_secrets(config: Config) -> None:
     revealed(config.keys)
     if config.server.operator_key is not None:
         reveal(config.server.operator_key, "server.operator_key")
+    if config.broker.kind == "postgres" and config.broker.postgres.url is not None:
+        reveal(config.broker.postgres.url, "broker.postgres.url")
     for i, engine in enumerate(config.engines):
         if engine.api_key is not None:
             reveal(engine.api_key, f"engines.{i}.api_key")

@@ -58,8 +58,8 @@ def _store(state: AppState) -> Store:
     store = state.gateway.batches
     if store is None:
         raise RequestError(
-            "There are no batches here: they want a queue on disk.",
-            'Set broker.kind = "sqlite", and leave batches.dir unset or give a directory.',
+            "There are no batches here: they want a queue on disk, and a directory.",
+            'Set broker.kind = "sqlite", or "postgres" with batches.dir, and do not set that to "none".',
             status=403, code="batches_off",
         )  # fmt: skip
     return store
