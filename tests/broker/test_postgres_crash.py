@@ -308,6 +308,22 @@ async def test_a_session_that_was_given_up_commits_nothing_after_the_next_has_be
         await aside.close()
 
 
+async def test_lost_sessions_are_ended(broker: PostgresBroker, address: Address) -> None:
+    """What they are sent may arrive late, over a network that was cut."""
+    (name,) = [
+        row[0]
+        for row in server.run_sql(
+            "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'headway-write-%'",
+            url=address.url,
+        )
+    ]
+    lost = await asyncpg.connect(address.url, server_settings={"application_name": name})
+    broker._loop.call_soon_threadsafe(broker._writer.drop, "given up by the test")
+    await succeeds(lambda: broker.put(job()))
+    with pytest.raises((asyncpg.PostgresConnectionError, asyncpg.AdminShutdownError, asyncpg.InterfaceError)):
+        await lost.fetch("SELECT 1")
+
+
 # ---- callers
 
 

@@ -38,7 +38,8 @@ _SETTINGS = {
 # A database may have it off to be faster; what was accepted would be lost with the server.
 _DURABLE = "SELECT set_config('synchronous_commit', 'on', false) WHERE " \
     "current_setting('synchronous_commit') = 'off'"  # fmt: skip
-# A session that this gateway has lost may still commit. It is ended before another one begins.
+# A session that this gateway has lost may still commit, even what is on its way there. It is ended before
+# another one begins.
 _FENCE = """SELECT pg_terminate_backend(pid, $2) FROM pg_stat_activity
     WHERE application_name = $1 AND pid <> pg_backend_pid() AND usename = current_user"""
 
@@ -115,10 +116,12 @@ class Address:
         connection = await self.connect(name)
         try:
             with explained(self.place):
-                await postgres_schema.prepare(connection, self.schema, make=make)
                 ended = await connection.fetch(_FENCE, name, round(self.timeout_s * 1000))
-            if not all(row[0] for row in ended):
-                raise ConfigError("An earlier session goes on.", "Look into pg_stat_activity.", param=PARAM)
+                if not all(row[0] for row in ended):
+                    raise ConfigError(
+                        "An earlier session goes on.", "Look into pg_stat_activity.", param=PARAM
+                    )
+                await postgres_schema.prepare(connection, self.schema, make=make)
         except BaseException:
             connection.terminate()
             raise
