@@ -21,6 +21,7 @@ from headway.config import (
     Key,
     Log,
     Model,
+    Postgres,
     Predictor,
     Server,
     Sqlite,
@@ -99,6 +100,11 @@ lease_seconds = 9
 [broker.sqlite]
 path = "/tmp/q.sqlite"
 synchronous = "normal"
+
+[broker.postgres]
+url = "{SECRET}"
+schema = "queue_2"
+timeout_s = 2
 
 [predictor]
 embedding = "none"
@@ -206,7 +212,10 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             start_timeout_s=60.0, health_timeout_s=5.0, silence_timeout_s=50.0, request_timeout_s=500.0,
         ),
     )  # fmt: skip
-    assert config.broker == Broker("memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"))
+    assert config.broker == Broker(
+        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"),
+        Postgres(SECRET, "queue_2", 2.0),
+    )  # fmt: skip
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)
     assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
@@ -226,6 +235,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
     tables = {Server: data["server"], Engine: data["engines"][0], Broker: data["broker"], Config: data}
     tables |= {
         Sqlite: data["broker"]["sqlite"],
+        Postgres: data["broker"]["postgres"],
         Predictor: data["predictor"],
         Apps: data["apps"],
         Journal: data["journal"],

@@ -15,7 +15,7 @@ import asyncpg
 from asyncpg import Connection
 
 from headway import clock
-from headway.broker import postgres_schema
+from headway.broker.postgres_schema import prepare
 from headway.config import Broker, Postgres
 from headway.config.keys import reveal
 from headway.errors import ConfigError, HeadwayError
@@ -121,7 +121,7 @@ class Address:
                     raise ConfigError(
                         "An earlier session goes on.", "Look into pg_stat_activity.", param=PARAM
                     )
-                await postgres_schema.prepare(connection, self.schema, make=make)
+                await prepare(connection, self.schema, make=make)
         except BaseException:
             connection.terminate()
             raise

@@ -22,7 +22,7 @@ def explain(error: ValidationError, where: str, top: type, tables: Mapping[str, 
     names = [str(part) for part in first["loc"]]
     # The value may be an API key, in the wrong place too.
     secret = names[:1] == ["keys"] or names[-1] in ("operator_key", "api_key")
-    secret |= names[:2] == ["broker", "postgres"]  # a URL, with its password
+    secret |= names in (["broker", "postgres"], ["broker", "postgres", "url"])  # a password may be in it
     if first["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
         return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, top, tables), param=path)
