@@ -12,7 +12,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: chromium clients peers install serve test test-fast explore lint bench clean
+.PHONY: chromium clients peers install postgres serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -37,6 +37,13 @@ chromium:
 	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
 	  || echo "Chromium cannot be installed here, so the dashboard is not tested in a browser."
 
+# Tests start a PostgreSQL of their own; where its server can be installed, it is, and where not, they say so.
+postgres:
+	@command -v postgres > /dev/null || ls /usr/lib/postgresql/*/bin/postgres > /dev/null 2>&1 \
+	  || test -n "$$HEADWAY_POSTGRES_URL" \
+	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends postgresql; } > /dev/null 2>&1 \
+	  || echo "PostgreSQL cannot be installed here, so the queue in it is not tested."
+
 # Client libraries want other versions of what Headway uses, so they have an environment of their own.
 clients: requirements-clients.lock
 	@test -e $(CLIENTS)/.installed -a ! requirements-clients.lock -nt $(CLIENTS)/.installed \
@@ -53,7 +60,7 @@ peers: requirements-peers.lock
 	       && touch $(PEERS)/.installed; } \
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
-test: install chromium clients
+test: install chromium clients postgres
 	$(BIN)/headway model fetch
 	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 

@@ -145,8 +145,8 @@ class PostgresBroker:
         return bool(await self._write("delete", id=id))
 
     def problem(self) -> str | None:
-        """Return why nothing that is put now would be kept: there is no connection to the server."""
-        return None if self._closed else self._writer.problem
+        """Return why nothing that is put now would be kept, or found: there is no connection to the server."""
+        return None if self._closed else self._writer.problem or self._reader.problem
 
     async def close(self) -> None:
         """Carry out the calls made so far, end the lease, then release the thread and the connections."""
@@ -251,8 +251,8 @@ class PostgresBroker:
             if len(group) > 1:
                 return [(await again([call]))[0] for call in group]
             # What asyncpg itself refuses is said to be of class 22, too; its words quote the whole value.
-            return [unfit(error.__cause__ or error)]
-        log.error("PostgreSQL refuses calls: %s (%s)", error, state)
+            return [unfit(error.__cause__ or error.args[0])]
+        log.error("PostgreSQL refuses calls: %s (%s)", error.args[0], state)
         if state in STALE:
             link.drop("its server takes no writes")
         return [down(f"its server refuses ({type(error).__name__})")] * len(group)

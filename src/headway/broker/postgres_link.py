@@ -21,7 +21,7 @@ from headway.config.keys import reveal
 from headway.errors import ConfigError, HeadwayError
 
 PARAM = "broker.postgres.url"
-_FIRST_S, _LONGEST_S = 0.1, 5.0  # between tries to connect
+_FIRST_S, _LONGEST_S = 0.1, 2.0  # between tries to connect
 _CLOSE_S = 2.0  # for the server's part in the end of a connection
 log = logging.getLogger("headway.broker")
 
@@ -145,7 +145,7 @@ def explained(place: str) -> Iterator[None]:
     try:
         yield
     except asyncpg.PostgresError as error:
-        raise ConfigError(f"PostgreSQL ({place}): {error}.", _mend(error), param=PARAM) from None
+        raise ConfigError(f"PostgreSQL ({place}): {error.args[0]}.", _mend(error), param=PARAM) from None
     except (asyncpg.ClientConfigurationError, ValueError):  # their words may quote the URL
         problem = "broker.postgres.url is no URL of a PostgreSQL server."
         fix = "Write postgresql://USER:PASSWORD@HOST:PORT/DATABASE; special characters as %XX."
