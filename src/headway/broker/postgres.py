@@ -145,7 +145,7 @@ class PostgresBroker:
         return bool(await self._write("delete", id=id))
 
     def problem(self) -> str | None:
-        """Return why nothing that is put now would be kept, or found: there is no connection to the server."""
+        """Return why nothing that is put now would be kept, or found: there is no connection."""
         return None if self._closed else self._writer.problem or self._reader.problem
 
     async def close(self) -> None:
