@@ -1,4 +1,4 @@
-"""The PostgreSQL broker's own behaviour: opening, several schemas, values, commits that calls share."""
+"""Opening a queue in PostgreSQL: what is wrong is told with its mend, and two schemas are two queues."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from typing import Any
 
-import asyncpg
+import certifi
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from tests.broker.stores import FAR, gateways, job, take_ids
 from tests.helpers import postgres as server
 
 from headway import clock
 from headway.broker import open_broker
-from headway.broker import postgres as module
-from headway.broker import postgres_calls as calls
-from headway.broker import postgres_schema as schema_module
-from headway.broker.port import Job
 from headway.broker.postgres import PostgresBroker
 from headway.broker.postgres_link import Address
 from headway.config import Broker, Postgres
 from headway.engines.vllm.process.launch import free_port
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError
 
 
 @pytest.fixture
@@ -48,9 +51,6 @@ def refusal(address: Address, **more: Any) -> ConfigError:
 
 def sql(address: Address, statement: str, *values: Any) -> list[Any]:
     return server.run_sql(statement.replace("{s}", address.schema), *values, url=address.url)
-
-
-# ---- opening
 
 
 def test_a_server_that_is_not_there(address: Address) -> None:
@@ -202,194 +202,67 @@ async def test_two_schemas_are_two_queues(broker: PostgresBroker) -> None:
     assert await take_ids(broker) == ["a"]
 
 
-# ---- sessions
+# ---- addresses
 
 
-async def test_sessions_are_set_up_so_that_a_commit_lasts_and_reads_are_fresh() -> None:
-    address = server.fresh(server.private().url)
-    user = "careless" + address.schema[-6:]
-    sql(address, f"CREATE ROLE {user} LOGIN SUPERUSER PASSWORD 'careless-word'")
-    for setting in ("synchronous_commit = off", "default_transaction_isolation = 'serializable'"):
-        sql(address, f"ALTER ROLE {user} SET {setting}")
-    own = replace(address, url=server.private().url_of(user, "careless-word"))
-    connection = await own.connect("test")
-    try:
-        for name, value in (
-            ("synchronous_commit", "on"),
-            ("default_transaction_isolation", "read committed"),
-        ):
-            assert await connection.fetchval(f"SHOW {name}") == value
-    finally:
-        await connection.close()
-
-
-async def test_a_take_reads_no_job_that_is_held(address: Address, broker: PostgresBroker) -> None:
-    connection = await address.connect("test")
-    try:
-        statement = schema_module.FREE.replace("{s}", address.schema)
-        rows = await connection.fetch(
-            "EXPLAIN " + statement.replace("$1", "'A'::text").replace("$2", "10::bigint")
-        )
-    finally:
-        await connection.close()
-    plan = "\n".join(row[0] for row in rows)
-    assert plan.count("using held on jobs") == 2
-    assert "Seq Scan on jobs" not in plan
-    assert "Bitmap" not in plan
-    assert plan.count("Sort Key") == 1, "only the few first jobs are sorted"
-
-
-async def test_calls_that_come_together_share_commits(
-    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups: list[int] = []
-    apply = broker._apply
-
-    async def counted(group: list[Any], connection: Any) -> list[Any]:
-        groups.append(len(group))
-        return await apply(group, connection)
-
-    monkeypatch.setattr(broker, "_apply", counted)
-    before = await xids(broker)
-    await asyncio.gather(*(broker.put(job(str(i))) for i in range(module.GROUP)))
-    assert len(groups) < module.GROUP / 4
-    assert await xids(broker) - before <= len(groups) + 8, "a group is one transaction"
-    assert len([1 for i in range(module.GROUP) if await broker.get(str(i))]) == module.GROUP
-
-
-async def xids(broker: PostgresBroker) -> int:
-    """Return how many transactions that write the server has begun."""
-    return int(await _aside("SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"))
-
-
-async def _aside(statement: str) -> Any:
-    connection = await asyncpg.connect(server.the_url())
-    try:
-        return await connection.fetchval(statement)
-    finally:
-        await connection.close()
-
-
-async def test_a_group_ends_with_its_bodies(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GROUP_BYTES", 100)
-    sizes: list[int] = []
-    apply = broker._apply
-
-    async def counted(group: list[Any], connection: Any) -> list[Any]:
-        sizes.append(len(group))
-        return await apply(group, connection)
-
-    monkeypatch.setattr(broker, "_apply", counted)
-    await asyncio.gather(*(broker.put(replace(job(str(i)), body=b"x" * 40)) for i in range(20)))
-    assert max(sizes) <= 3
-    assert sum(sizes) == 20
-
-
-async def test_deadlocked_groups_are_tried_again(
-    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [asyncpg.DeadlockDetectedError("deadlock detected")] * 2
-    apply = broker._apply
-
-    async def unlucky(group: list[Any], connection: Any) -> list[Any]:
-        if failures:
-            raise failures.pop()
-        return await apply(group, connection)
-
-    monkeypatch.setattr(broker, "_apply", unlucky)
-    await broker.put(job())
-    assert failures == []
-    assert await broker.get("a") == job(owner="A")
-
-
-async def test_two_gateways_that_count_attempts_crosswise_both_succeed(
-    address: Address, broker: PostgresBroker
-) -> None:
-    """Their groups lock the same rows in opposite orders."""
-    async with gateways(lambda owner: PostgresBroker(address, owner), "B") as (other,):
-        ids = [str(i) for i in range(40)]
-        await asyncio.gather(*(broker.put(job(id)) for id in ids))
-        for _ in range(5):
-            await asyncio.gather(
-                *(broker.attempt(id) for id in ids), *(other.attempt(id) for id in reversed(ids))
-            )
-        jobs = await asyncio.gather(*(broker.get(id) for id in ids))
-        assert {one.attempts for one in jobs if one} == {10}
-
-
-# ---- values
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        job("x", arrival=float("nan")),
-        job("\ud800"),
-        replace(job("x"), request='{"a": "\udfff"}'),
-        job("x", attempts=2**70),
-        job("x" * 10_000_000),
-    ],
-    ids=["nan", "surrogate", "surrogate in json", "attempts", "long id"],
-)
-async def test_a_value_that_cannot_be_stored_hurts_its_caller_only(broker: PostgresBroker, bad: Job) -> None:
-    if len(bad.id) > 9:
-        bad = replace(bad, id="".join(chr(0x4E00 + i * 7919 % 20_000) for i in range(9000)))  # no pattern
-    ends = await asyncio.gather(
-        broker.put(job("a")),
-        broker.put(bad),
-        broker.put(job("b")),
-        broker.get(bad.id),
-        return_exceptions=True,
+def make_certificate(own: server.Server) -> str:
+    """Let a server speak TLS with a certificate of its own; return the file to verify it by."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headway's test")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, SHA256())
     )
-    assert isinstance(ends[1], HeadwayError)
-    assert (ends[0], ends[1].status, ends[2]) == (None, 400, None)
-    assert ends[3] is None or (isinstance(ends[3], HeadwayError) and ends[3].status == 400)
-    assert len(str(ends[1])) < 300, "the value is not quoted"
-    assert [one.owner for id in "ab" if (one := await broker.get(id))] == ["A", "A"]
-    with pytest.raises(HeadwayError, match="NaN"):
-        await broker.take(float("nan"), 1)
-    with pytest.raises(HeadwayError, match="NaN"):
-        await broker.done("a", None, float("nan"))
+    own.add_file("server.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return own.add_file("server.crt", certificate.public_bytes(Encoding.PEM))
 
 
-@pytest.mark.parametrize("instant", [float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 0.1])
-async def test_odd_instants_survive(broker: PostgresBroker, instant: float) -> None:
-    await broker.put(job(arrival=instant))
-    await broker.done("a", None, instant)
-    got = await broker.get("a")
-    assert got
-    assert (got.arrival, got.finished) == (instant, instant)
+def test_tls_is_asked_for_in_the_url() -> None:
+    own = server.Server()
+    own.start()
+    try:
+        asked = Address(f"{own.url}?sslmode=require", "headway", 5.0)
+        assert "rejected SSL upgrade" in refusal(asked).message
+        own.stop()
+        root = make_certificate(own)
+        own.start("-c", "ssl=on")
+        asyncio.run(speaks_tls(Address(f"{own.url}?sslmode=verify-full&sslrootcert={root}", "headway", 5.0)))
+        unknown = Address(f"{own.url}?sslmode=verify-full&sslrootcert={certifi.where()}", "headway", 5.0)
+        assert "certificate verify failed" in refusal(unknown).message
+    finally:
+        own.remove()
 
 
-@pytest.mark.parametrize("text", ["\0", "\ufdd0", "\ufdd00", "\ufdd01\0\ufdd0\0", "a\0b", "\U0010ffff\ufeff"])
-async def test_texts_that_postgresql_has_no_character_for_survive(broker: PostgresBroker, text: str) -> None:
-    odd = replace(job(text), tenant=text, path=text, request=text)
-    await broker.put(odd)
-    assert await broker.get(text) == replace(odd, owner="A")
-    await broker.give_back(text)
-    assert await broker.take(0.0, 1) == [replace(odd, owner="A")]
-    await broker.fail(text, text, 1.0)
-    got = await broker.get(text)
-    assert got
-    assert got.reason == text
+async def speaks_tls(address: Address) -> None:
+    async with gateways(lambda owner: PostgresBroker(address, owner), "A") as (broker,):
+        await broker.put(job())
+        found = "SELECT bool_and(ssl) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) " \
+            "WHERE application_name LIKE 'headway-%'"  # fmt: skip
+        assert (await asyncio.to_thread(sql, address, found))[0][0]
 
 
-async def test_a_body_that_is_too_large_is_refused_before_it_is_sent(broker: PostgresBroker) -> None:
-    large = bytes(calls.LARGEST + 1)  # zeros that take no memory
-    for call in (broker.put(replace(job(), body=large)), broker.done("a", large, 1.0)):
-        with pytest.raises(HeadwayError, match="larger than 512 MiB") as error:
-            await call
-        assert error.value.status == 400
-    await broker.put(job())
+def test_of_several_hosts_one_that_takes_writes_is_used() -> None:
+    own = server.private()
+    dead, live = f"127.0.0.1:{free_port()}", f"127.0.0.1:{own.port}"
+    address = server.fresh(own.url.replace(live, f"{dead},{live}"))
+    asyncio.run(one_job(address))
+    user = "reader" + address.schema[-6:]
+    sql(address, f"CREATE ROLE {user} LOGIN PASSWORD 'readers-word'")
+    sql(address, f"ALTER ROLE {user} SET default_transaction_read_only = on")
+    seen = refusal(replace(address, url=own.url_of(user, "readers-word")))
+    assert "takes no writes" in seen.message
+    assert "primary" in seen.hint
 
 
-async def test_large_bodies_survive(broker: PostgresBroker) -> None:
-    body = bytes(range(256)) * 65536  # 16 MiB, more than a group's
-    await asyncio.gather(*(broker.put(replace(job(id), body=body)) for id in "abc"))
-    await broker.give_back("b")
-    (taken,) = await broker.take(0.0, 9)
-    assert taken.body == body
-    assert await broker.done("b", body, 1.0)
-    got = await broker.get("b")
-    assert got
-    assert (got.body, got.result) == (b"", body)
+def test_what_the_url_leaves_out_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = server.private()
+    monkeypatch.setenv("PGPASSWORD", server.PASSWORD)
+    address = server.fresh(f"postgresql://headway@127.0.0.1:{own.port}/postgres")
+    asyncio.run(one_job(address))
+    monkeypatch.setenv("PGPASSWORD", "very-wrong")
+    assert "PGPASSWORD" in refusal(address).hint

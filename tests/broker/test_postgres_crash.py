@@ -219,9 +219,9 @@ def lose(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
     apply = broker._apply
 
-    async def committed(group: list[Any], connection: asyncpg.Connection) -> list[Any]:
+    async def committed(group: list[Any], alone: bool, connection: asyncpg.Connection) -> list[Any]:
         monkeypatch.setattr(broker, "_apply", apply)
-        await apply(group, connection)
+        await apply(group, alone, connection)
         connection.terminate()
         raise ConnectionResetError
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,10 @@ class Server:
     def url_of(self, user: str, password: str, database: str = "postgres") -> str:
         return f"postgresql://{user}:{password}@127.0.0.1:{self.port}/{database}"
 
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
+    def start(self, *more: str) -> None:
+        """Start it, and wait until it answers; more: of its options."""
         options = ["-c", f"port={self.port}", "-c", f"unix_socket_directories={self.folder}",
-                   "-c", "listen_addresses=127.0.0.1", "-c", "max_connections=200"]  # fmt: skip
+                   "-c", "listen_addresses=127.0.0.1", "-c", "max_connections=200", *more]  # fmt: skip
         with (self.folder / "log").open("ab") as out:
             self._process = subprocess.Popen(
                 [self.bin / "postgres", "-D", self.folder / "data", *options], env=self._env,
@@ -110,7 +111,17 @@ class Server:
         assert self._process is not None
         process = psutil.Process(self._process.pid)
         for one in (process, *process.children(recursive=True)):
-            one.send_signal(number)
+            with suppress(psutil.NoSuchProcess):  # a session that has just ended
+                one.send_signal(number)
+
+    def add_file(self, name: str, content: bytes) -> str:
+        """Put a file beside its data that it alone may read; return its path."""
+        path = self.folder / "data" / name
+        path.write_bytes(content)
+        path.chmod(0o600)
+        if self._as:
+            os.chown(path, self._as["user"], self._as["group"])
+        return str(path)
 
     def remove(self) -> None:
         """End it and delete its data."""

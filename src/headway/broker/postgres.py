@@ -32,7 +32,6 @@ from headway.broker.postgres_schema import lock_of
 GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
 READS = 16  # that share one round trip: each answer may be megabytes
 SWEEP = 500  # jobs deleted per transaction, so that forgetting does not hold up puts
-TRIES = 3  # of a transaction that PostgreSQL has ended in favour of another
 log = logging.getLogger("headway.broker")
 
 FIELDS = tuple(field.name for field in fields(Job))
@@ -45,7 +44,7 @@ UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'ope
 
 ALONE = ("take", "forget")  # what looks at other gateways' leases
 UNFIT = ("22", "23", "54")  # classes of errors that are one call's fault: data, constraint, limit
-AGAIN = ("40P01", "40001")  # ended in favour of another transaction, nothing is done
+AGAIN = ("40P01", "40001")  # ended in favour of another gateway's transaction, nothing is done
 STALE = ("25006", "0A000")  # another connection would do better: a server that takes no writes, an old plan
 
 
@@ -224,19 +223,19 @@ class PostgresBroker:
 
     async def _commit(self, group: list[Call]) -> Sequence[Any]:
         """Apply the group in one transaction; return each call's value, or its error."""
-        tries = TRIES
+        alone = any(call.verb in ALONE for call in group)
         while True:
-            tries -= 1
             try:
-                return cast(list[Any], await self._writer.ask(partial(self._apply, group)))
+                return cast(list[Any], await self._writer.ask(partial(self._apply, group, alone)))
             except Out as error:
                 return [down(str(error))] * len(group)
             except Lost as error:
                 self._doubt(group)
                 return [down(str(error))] * len(group)
             except asyncpg.PostgresError as error:
-                if not tries or error.sqlstate not in AGAIN:
+                if alone or error.sqlstate not in AGAIN:
                     return await self._refused(self._writer, self._commit, group, error)
+                alone = True  # then no other transaction has locked its rows
 
     async def _refused(
         self, link: Link, again: Callable[[list[Call]], Awaitable[Sequence[Any]]], group: list[Call],
@@ -257,9 +256,8 @@ class PostgresBroker:
             link.drop("its server takes no writes")
         return [down(f"its server refuses ({type(error).__name__})")] * len(group)
 
-    async def _apply(self, group: list[Call], connection: Connection) -> list[Any]:
+    async def _apply(self, group: list[Call], alone: bool, connection: Connection) -> list[Any]:
         await self._undo(connection)
-        alone = any(call.verb in ALONE for call in group)
         columns = [list(column) for column in zip(*(call.row() for call in group), strict=True)]
         places = ", ".join(f"${i}" for i in range(1, 4 + len(columns)))
         rows = await connection.fetch(

@@ -146,21 +146,27 @@ def explained(place: str) -> Iterator[None]:
         yield
     except asyncpg.PostgresError as error:
         raise ConfigError(f"PostgreSQL ({place}): {error.args[0]}.", _mend(error), param=PARAM) from None
-    except (asyncpg.ClientConfigurationError, ValueError):  # their words may quote the URL
-        problem = "broker.postgres.url is no URL of a PostgreSQL server."
-        fix = "Write postgresql://USER:PASSWORD@HOST:PORT/DATABASE; special characters as %XX."
-        raise ConfigError(problem, fix, param=PARAM) from None
     except asyncpg.TargetServerAttributeNotMatched:
         fix = "Name the primary, or all hosts with commas between them."
         raise ConfigError(f"PostgreSQL ({place}) takes no writes.", fix, param=PARAM) from None
+    except (asyncpg.ClientConfigurationError, ValueError) as error:
+        if isinstance(error, OSError):  # a certificate's
+            raise _unreachable(place, error) from None
+        problem = "broker.postgres.url is no URL of a PostgreSQL server."  # error's words may quote it
+        fix = "Write postgresql://USER:PASSWORD@HOST:PORT/DATABASE; special characters as %XX."
+        raise ConfigError(problem, fix, param=PARAM) from None
     except (
         OSError,
         asyncpg.InterfaceError,
         asyncpg.InternalClientError,
     ) as error:  # TimeoutError is an OSError
-        why = str(error) or "no answer in time"
-        fix = "Start it, or correct broker.postgres.url; TLS is set by ?sslmode= there."
-        raise ConfigError(f"PostgreSQL ({place}) cannot be reached: {why}.", fix, param=PARAM) from None
+        raise _unreachable(place, error) from None
+
+
+def _unreachable(place: str, error: Exception) -> ConfigError:
+    why = str(error) or "no answer in time"
+    fix = "Start it, or correct broker.postgres.url; TLS is set by ?sslmode= there."
+    return ConfigError(f"PostgreSQL ({place}) cannot be reached: {why}.", fix, param=PARAM)
 
 
 _MENDS = {
