@@ -206,6 +206,7 @@ class Link:
         self._lost = asyncio.Event()
         self._connection: Connection | None = None
         self.problem: str | None = None
+        self._said = ""
         self._adopt(first)
 
     async def ask(self, work: Callable[[Connection], Awaitable[Any]]) -> Any:
@@ -251,16 +252,20 @@ class Link:
     async def _reconnected(self) -> bool:
         try:
             connection = await self._open()
-        except HeadwayError as error:
-            log.warning("no connection to PostgreSQL: %s", error)
-            self.problem = "its server cannot be used"
+        except Exception as error:  # whatever it is, the next try may succeed
+            if (why := str(error) or repr(error)) != self._said:  # once, not every two seconds
+                log.warning(
+                    "no connection to PostgreSQL: %s", why, exc_info=not isinstance(error, HeadwayError)
+                )
+            self.problem, self._said = "its server cannot be used", why
             return False
+        log.info("connected to PostgreSQL again")
         self._adopt(connection)
         return True
 
     def _adopt(self, connection: Connection) -> None:
         self._connection = connection
-        self.problem = None
+        self.problem, self._said = None, ""
         self._lost.clear()
         connection.add_termination_listener(self._ended)
 

@@ -96,7 +96,8 @@ class Broker:
     """Where accepted requests are stored; settings of one kind are in a table of that name.
 
     kind: "sqlite" and "postgres" survive crashes, and gateways may share them: those on one machine, or on
-        several. "memory" survives nothing and has no settings.
+        several. "memory" survives nothing and has no settings. Where the queue is in PostgreSQL, what other
+        tables keep beside it is in the user's state directory.
     keep_hours: how long a finished request can be fetched.
     lease_seconds: after a gateway's death, others take over its work this much later.
     """
