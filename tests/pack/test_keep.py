@@ -240,6 +240,18 @@ def test_kv_that_yields_goes_to_the_host_where_that_costs_less(
     assert list(step.evict) == ([] if saved else [0])
 
 
+@pytest.mark.parametrize("recipe", ["headway", "slack", "edf", "bros", "ecoserve", "vllm"])
+@pytest.mark.parametrize("seconds", [0.02, 0.3, 1.0, 30.0])
+def test_answers_that_are_late_go_on_however_slow_the_engine_is(recipe: str, seconds: float) -> None:
+    latency = OnlineLatency()
+    for decodes, prompt in ((0, 300), (1, 188), (4, 64), (4, 64), (3, 64), (0, 64), (0, 44)):
+        latency.learn(Batch(decodes, 100.0 * decodes, prompt), seconds)
+    late = [answer(e2e=8.0) if i % 2 else answer(ttft=1.5, tpot=0.15) for i in range(12)]
+    spec = EngineSpec(16, 2048, latency=latency, two_ended=True, reservations=True, host_tokens=9999)
+    step = find(recipe).packer(spec).pack(jobs(*late), KvBudget(1000, 900, 16, 32), 100.0)
+    assert step.order.size > 0
+
+
 def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
     params = packer().params
     assert eased(params, 1.0) == params

@@ -51,7 +51,8 @@ class Shape(NamedTuple):
 @compiled
 def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: float, pace: Pace) -> Seconds:
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
-    first, tpot, deadline = params.max_step, np.inf, np.inf
+    # Where even a plain iteration takes that long (a slow or busy machine), another must fit beside it.
+    first, tpot, deadline = max(params.max_step, 2.0 * pace.token), np.inf, np.inf
     catch_up, behind, paced = np.inf, 0, 0
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
@@ -99,7 +100,8 @@ def compose(
     chunk = max(shape.prompt, _fitting(params, theta, shape, may.spare))
     if shape.decodes == 0 or fresh:
         chunk = max(chunk, params.min_chunk)
-    most, budget, each = min(count, params.max_running), params.budget, params.row_chunk
+    # One runs however long it takes: an engine with requests that computes nothing would never come out of it.
+    most, budget, each = min(max(count, 1), params.max_running), params.budget, params.row_chunk
     while True:
         step = allocate(jobs, order, others, kv, most, budget, chunk, each)
         if step.order.size or order.size == queue.rows.size:
