@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -27,19 +26,6 @@ from headway.broker.postgres_link import Address
 from headway.config import Broker, Postgres
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
-
-
-@pytest.fixture
-def address() -> Address:
-    return server.fresh()
-
-
-@pytest.fixture
-async def broker(address: Address) -> AsyncIterator[PostgresBroker]:
-    broker = PostgresBroker(address, "A")
-    await broker.renew(FAR)
-    yield broker
-    await broker.close()
 
 
 def refusal(address: Address, **more: Any) -> ConfigError:

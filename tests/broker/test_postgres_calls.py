@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import asyncpg
 import pytest
-from tests.broker.stores import FAR, gateways, job
+from tests.broker.stores import gateways, job
 from tests.helpers import postgres as server
 
 from headway.broker import postgres as module
@@ -19,20 +18,6 @@ from headway.broker.port import Job
 from headway.broker.postgres import PostgresBroker
 from headway.broker.postgres_link import Address
 from headway.errors import HeadwayError
-
-
-@pytest.fixture
-def address() -> Address:
-    return server.fresh()
-
-
-@pytest.fixture
-async def broker(address: Address) -> AsyncIterator[PostgresBroker]:
-    broker = PostgresBroker(address, "A")
-    await broker.renew(FAR)
-    yield broker
-    await broker.close()
-
 
 # ---- sessions
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,6 @@ def own() -> Iterator[server.Server]:
 @pytest.fixture
 def address(own: server.Server) -> Address:
     return replace(server.fresh(url=own.url), timeout_s=1.0)
-
-
-@pytest.fixture
-async def broker(address: Address) -> AsyncIterator[PostgresBroker]:
-    broker = PostgresBroker(address, "A")
-    await broker.renew(FAR)
-    yield broker
-    await broker.close()
 
 
 async def succeeds(call: Callable[[], Awaitable[Any]], seconds: float = 20.0) -> Any:

@@ -144,7 +144,7 @@ class PostgresBroker:
         return bool(await self._write("delete", id=id))
 
     def problem(self) -> str | None:
-        """Return why nothing that is put now would be kept, or found: there is no connection."""
+        """Return why jobs can be neither stored nor read now; None while both connections are up."""
         return None if self._closed else self._writer.problem or self._reader.problem
 
     async def close(self) -> None:

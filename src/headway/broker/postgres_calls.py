@@ -15,9 +15,7 @@ from headway.broker.settling import deliver
 from headway.errors import HeadwayError
 
 GROUP_BYTES = 8 * 2**20  # of the bodies of a group's calls; one call may have more
-LARGEST = (
-    512 * 2**20
-)  # bytes of a body or text: half of what PostgreSQL holds, since messages are limited, too
+LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which messages have, too
 log = logging.getLogger("headway.broker")
 
 # PostgreSQL's text holds every character but this one. A noncharacter, which Unicode leaves to programs' own

@@ -1,4 +1,4 @@
-"""Connections of the PostgreSQL broker: opened with errors that say what to mend, kept, and made anew."""
+"""Connections of the PostgreSQL broker: how they are opened and reopened, and what their errors mean."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Lost(Exception):
 
 
 class Out(Exception):
-    """Nothing was sent, as there is no connection."""
+    """The call was not sent: the connection is down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def most_apart_s(config: Broker) -> float:
 
 @contextmanager
 def explained(place: str) -> Iterator[None]:
-    """Turn what a connection fails with into a ConfigError that names the mend and quotes no password."""
+    """Turn connection errors into a ConfigError that names the mend and never quotes a password."""
     try:
         yield
     except asyncpg.PostgresError as error:

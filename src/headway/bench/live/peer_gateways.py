@@ -47,7 +47,7 @@ def installed(name: str) -> bool:
 
 
 def chosen(text: str | None) -> tuple[str, ...]:
-    """Return the names in a comma-separated list; none when there is no list.
+    """Return the names in a comma-separated list, without repetitions; None gives an empty tuple.
 
     Raises ConfigError when a name is unknown, or a peer is not installed.
     """
