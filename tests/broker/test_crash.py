@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,55 +164,6 @@ async def test_calls_that_come_together_share_commits(durable: SqliteBroker) -> 
     await asyncio.gather(*(durable.put(job(str(i))) for i in range(module.GROUP)))
     assert 1 <= len(commits) < module.GROUP / 4
     assert len(await open_ids(durable)) == module.GROUP
-
-
-async def test_close_carries_out_what_was_asked(path: str) -> None:
-    broker, count = await connect(path), 2 * module.GROUP + 7  # the end is asked for behind half a group
-    puts = [asyncio.create_task(broker.put(job(str(i)))) for i in range(count)]
-    await asyncio.sleep(0)
-    await asyncio.gather(broker.close(), *puts)
-    broker = await connect(path)
-    assert len(await open_ids(broker)) == count
-    await broker.close()
-
-
-async def test_a_closed_broker_says_so(path: str) -> None:
-    broker = await connect(path)
-    await broker.close()
-    await broker.close()
-    for late in (broker.put(job()), broker.get("a"), broker.take(1.0, 1)):
-        with pytest.raises(HeadwayError, match="it is closed") as error:
-            await late
-        assert error.value.status == 503
-
-
-async def test_a_cancelled_caller_delays_no_other(durable: SqliteBroker) -> None:
-    tasks = [asyncio.create_task(durable.put(job(str(i)))) for i in range(10)]
-    await asyncio.sleep(0)
-    tasks[3].cancel()
-    assert [type(end) for end in await asyncio.gather(*tasks, return_exceptions=True)].count(type(None)) == 9
-    # Calls keep their order, so a caller who gives up can close what may have been stored.
-    assert await durable.fail("3", "cancelled", 1.0) in (True, False)
-    assert "3" not in await open_ids(durable)
-
-
-def test_callers_of_a_dead_loop_delay_no_other(path: str) -> None:
-    broker = SqliteBroker(path, "A")
-
-    async def leave() -> None:
-        await broker.renew(FAR)
-        tasks = [asyncio.create_task(broker.put(job(str(i)))) for i in range(50)]
-        await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-
-    async def come() -> None:
-        await broker.put(job())
-        await broker.close()
-
-    with suppress(asyncio.CancelledError):
-        asyncio.run(leave())
-    asyncio.run(come())
 
 
 @contextmanager
