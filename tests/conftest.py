@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.helpers import postgres
+from tests.helpers import postgres, rabbitmq
 
 ROOT = Path(__file__).parent
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
@@ -80,10 +80,11 @@ def environment_mark() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_postgres_left() -> Iterator[None]:
-    """End the PostgreSQL server that tests have started."""
+def no_server_left() -> Iterator[None]:
+    """End the servers that tests have started."""
     yield
     postgres.stop()
+    rabbitmq.stop()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -100,6 +100,53 @@ def serve(
     raise typer.Exit(run(setup, log_dir=logs, file=config))
 
 
+Probes = Annotated[
+    int | None, typer.Option("--port", min=1, max=65535, help="Port for /health, /ready and /metrics.")
+]
+
+
+@app.command()
+def gateway(
+    config: ConfigFile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Directory for logs.")] = None,
+) -> None:
+    """Serve the API for a controller and agents in other processes, found by RabbitMQ."""
+    from headway.config import load
+    from headway.serve.roles.main import gateway as run
+
+    setup = load(config)
+    server = replace(setup.server, host=host or setup.server.host, port=port or setup.server.port)
+    raise typer.Exit(run(replace(setup, server=server), log_dir=logs, file=config))
+
+
+@app.command()
+def controller(config: ConfigFile = None, port: Probes = None) -> None:
+    """Plan for gateways and agents in other processes; of several controllers one leads."""
+    from headway.config import load
+    from headway.serve.roles.main import controller as run
+
+    raise typer.Exit(run(load(config), port=port))
+
+
+@app.command()
+def agent(
+    config: ConfigFile = None,
+    name: Annotated[str | None, typer.Option(help="Of this agent; default: the machine's name.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Id of an engine to run: e0 is the first of [[engines]].")
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
+    port: Probes = None,
+) -> None:
+    """Start and watch engines for gateways and a controller in other processes."""
+    from headway.config import load
+    from headway.serve.roles.main import agent as run
+
+    raise typer.Exit(run(load(config), name, engine or (), log_dir=logs, port=port))
+
+
 @app.command()
 def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
     """Look for what is wrong with this machine or configuration, and what mends it. Exits with 1 if so."""

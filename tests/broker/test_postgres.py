@@ -71,7 +71,7 @@ def test_what_is_no_url_is_not_quoted(url: str) -> None:
 
 
 def test_a_server_that_does_not_answer_in_time() -> None:
-    own = server.Server()
+    own = server.new()
     own.start()
     try:
         own.pause()
@@ -191,7 +191,7 @@ async def test_two_schemas_are_two_queues(broker: PostgresBroker) -> None:
 # ---- addresses
 
 
-def make_certificate(own: server.Server) -> str:
+def make_certificate(own: server.PrivateServer) -> str:
     """Let a server speak TLS with a certificate of its own; return the file to verify it by."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headway's test")])
@@ -209,7 +209,7 @@ def make_certificate(own: server.Server) -> str:
 
 
 def test_tls_is_asked_for_in_the_url() -> None:
-    own = server.Server()
+    own = server.new()
     own.start()
     try:
         asked = Address(f"{own.url}?sslmode=require", "headway", 5.0)

@@ -36,16 +36,16 @@ from headway.errors import HeadwayError
 
 
 @pytest.fixture(scope="module")
-def own() -> Iterator[server.Server]:
+def own() -> Iterator[server.PrivateServer]:
     """A server that the tests of this module stop, kill and pause."""
-    one = server.Server()
+    one = server.new()
     one.start()
     yield one
     one.remove()
 
 
 @pytest.fixture
-def address(own: server.Server) -> Address:
+def address(own: server.PrivateServer) -> Address:
     return replace(server.fresh(url=own.url), timeout_s=1.0)
 
 
@@ -98,7 +98,7 @@ async def third(place: Place) -> set[str]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["restart", "crash"])
-def test_a_server_goes_in_mid_work(own: server.Server, tmp_path: Path, how: int) -> None:
+def test_a_server_goes_in_mid_work(own: server.PrivateServer, tmp_path: Path, how: int) -> None:
     """Every call that returned has its place afterwards; what failed with 503 is there once or not at all."""
     place, said = Place("postgres", own.url, server.fresh(url=own.url).schema), tmp_path / "said"
     with killed(place, said, "g"):
@@ -142,7 +142,7 @@ async def audit_accepted(place: Place, accepted: set[str], printed: dict[str, st
 
 
 async def test_calls_fail_while_the_server_is_away_then_succeed(
-    own: server.Server, broker: PostgresBroker
+    own: server.PrivateServer, broker: PostgresBroker
 ) -> None:
     await broker.put(job("before"))
     assert broker.problem() is None
@@ -160,7 +160,7 @@ async def test_calls_fail_while_the_server_is_away_then_succeed(
     assert await broker.get("b") is None
 
 
-async def test_a_server_that_hangs_is_told_in_time(own: server.Server, broker: PostgresBroker) -> None:
+async def test_a_server_that_hangs_is_told_in_time(own: server.PrivateServer, broker: PostgresBroker) -> None:
     await broker.put(job("before"))
     own.pause()
     began = time.monotonic()
@@ -175,7 +175,7 @@ async def test_a_server_that_hangs_is_told_in_time(own: server.Server, broker: P
     await broker.put(job("hung"))
 
 
-async def test_closing_without_a_server_ends(own: server.Server, address: Address) -> None:
+async def test_closing_without_a_server_ends(own: server.PrivateServer, address: Address) -> None:
     broker = PostgresBroker(address, "A")
     await broker.renew(10.0)
     await broker.put(job())
@@ -188,7 +188,7 @@ async def test_closing_without_a_server_ends(own: server.Server, address: Addres
 
 
 async def test_tables_that_are_gone_are_told_and_not_made_anew(
-    own: server.Server, address: Address, broker: PostgresBroker
+    own: server.PrivateServer, address: Address, broker: PostgresBroker
 ) -> None:
     """An empty database behind the address, after a failover to a wrong place, must not look like a queue."""
     await broker.put(job())

@@ -27,6 +27,7 @@ from headway.config import (
     Sqlite,
     Tier,
     Tracing,
+    Wire,
     load,
     parse,
     show,
@@ -105,6 +106,12 @@ synchronous = "normal"
 url = "{SECRET}"
 schema = "queue_2"
 timeout_s = 2
+
+[wire]
+url = "{SECRET}"
+name = "east"
+lease_seconds = 7.5
+host = "10.0.0.5"
 
 [predictor]
 embedding = "none"
@@ -222,6 +229,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.log == Log("debug", "json", True)
     assert config.tracing == Tracing("http://localhost:4318", "gateway", 0.25)
     assert config.batches == Batches("files", 20, 500, 100, 3, 16)
+    assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")
     assert config.backends["python"] == Backend(
         "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
@@ -237,6 +245,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Sqlite: data["broker"]["sqlite"],
         Postgres: data["broker"]["postgres"],
         Predictor: data["predictor"],
+        Wire: data["wire"],
         Apps: data["apps"],
         Journal: data["journal"],
         Log: data["log"],

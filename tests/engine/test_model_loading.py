@@ -292,7 +292,7 @@ async def _slept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int) -
                 self.alive = False
                 asyncio.run_coroutine_threadsafe(self.server.close(), loop).result(10)
 
-    monkeypatch.setattr(children, "command", lambda engine, port, recipe: [engine.name, str(port)])
+    monkeypatch.setattr(children, "command", lambda engine, port, recipe, *, host: [engine.name, str(port)])
     monkeypatch.setattr(children, "environment", lambda engine, secret: {})
     monkeypatch.setattr(children, "Child", FakeChild)
     monkeypatch.setattr(client, "check_installed", lambda: None)

@@ -23,8 +23,8 @@ from headway.config import Broker, Config, Engine, Server, Sqlite, Tier
 from headway.core.controller import Controller
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.serve import gateway as inner
+from headway.serve.main import OpenLink, bind
 from headway.serve.main import Server as HttpServer
-from headway.serve.main import bind
 
 # One client for all tests: making one reads the machine's certificates, which takes longer than most calls.
 WEB = httpx.Client(verify=False, timeout=15, limits=httpx.Limits(max_keepalive_connections=0))
@@ -97,8 +97,8 @@ class Fake:
 class Served(HttpServer):
     """The server of `headway serve`, which hands out its event loop and its gateway once they are there."""
 
-    def __init__(self, config: Config, log_dir: Path) -> None:
-        super().__init__(config, log_dir)
+    def __init__(self, config: Config, log_dir: Path, link: OpenLink | None = None) -> None:
+        super().__init__(config, log_dir, link=link)
         self.opened: Future[tuple[asyncio.AbstractEventLoop, inner.Gateway]] = Future()
 
     async def _serve_gateway(self, gateway: inner.Gateway, sockets: list[socket.socket] | None) -> None:
@@ -118,7 +118,7 @@ class Gateway:
 
     @property
     def controller(self) -> Controller:
-        return self.inner.dispatcher.controller
+        return self.inner.dispatcher.control.controller
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         return WEB.get(self.url + path, **more)
@@ -178,12 +178,15 @@ def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fiel
 
 
 @contextmanager
-def serving(config: Config, *, ready: bool = True) -> Iterator[Gateway]:
-    """Run `headway serve` in a thread of this process until the block ends."""
+def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None) -> Iterator[Gateway]:
+    """Run `headway serve` in a thread of this process until the block ends.
+
+    link: to a controller and agents elsewhere.
+    """
     with bind(config.server.host, 0) as sock:
         port = sock.getsockname()[1]
         config = replace(config, server=replace(config.server, port=port))
-        server = Served(config, Path(config.broker.sqlite.path or ".").parent)
+        server = Served(config, Path(config.broker.sqlite.path or ".").parent, link)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="gateway")
         thread.start()
         try:

@@ -108,7 +108,7 @@ def behave(path: Path, behaviour: str) -> None:
 def use_fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start fakes instead of vLLM."""
 
-    def command(engine: Engine, port: int, recipe: str) -> list[str]:
+    def command(engine: Engine, port: int, recipe: str, *, host: str) -> list[str]:
         line = [sys.executable, "-m", "tests.serve.models_engine", "--port", str(port)]
         return [*line, "--path", resolve(engine.model), "--name", engine.name]
 
@@ -135,7 +135,7 @@ class Swapping(Gateway):
 
         async def swap() -> None:
             commands = self.controller.apply(Plan(swap={"e0": model}), clock.now())
-            self.inner.dispatcher.execute(commands)
+            self.inner.dispatcher.control.execute(commands)
 
         self.do(swap())
 
@@ -153,14 +153,14 @@ def note_events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     said: list[Event] = []
     init = VllmEngine.__init__
 
-    def noting(self: VllmEngine, *args: Any) -> None:
+    def noting(self: VllmEngine, *args: Any, **more: Any) -> None:
         tell = args[4]
 
         def note(event: Event) -> None:
             said.append(event)
             tell(event)
 
-        init(self, *args[:4], note, *args[5:])
+        init(self, *args[:4], note, *args[5:], **more)
 
     monkeypatch.setattr(VllmEngine, "__init__", noting)
     return said

@@ -40,7 +40,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def warm(gateway: Gateway, name: str) -> None:
     async def execute() -> None:
         command = Prewarm("default", Resource("adapter", name), clock.now() + 600)
-        gateway.inner.dispatcher.execute([command])
+        gateway.inner.dispatcher.control.execute([command])
 
     gateway.do(execute())
 

@@ -68,7 +68,7 @@ def test_without_any_key_it_answers_as_before(tmp_path: Path) -> None:
 
 
 def test_a_child_s_secret_is_random_and_only_in_its_environment(tmp_path: Path) -> None:
-    one, other = (Children(f"e{i}", Engine(), "headway", tmp_path) for i in range(2))
+    one, other = (Children(f"e{i}", Engine(), "headway", tmp_path, "127.0.0.1") for i in range(2))
     assert len(one.secret) >= 32
     assert one.secret != other.secret
     given = environment(Engine(), one.secret)

@@ -30,9 +30,9 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own() -> Iterator[postgres.Server]:
+def own() -> Iterator[postgres.PrivateServer]:
     """A server that the test may stop."""
-    server = postgres.Server()
+    server = postgres.new()
     server.start()
     yield server
     server.remove()
@@ -93,7 +93,9 @@ def test_a_gateway_answers_for_another_and_takes_over_from_a_killed_one(fake: Fa
     assert fake.last()["asked"] == before + 8, "what was done or another's is not run again"
 
 
-def test_a_server_that_is_restarted_loses_nothing(fake: Fake, own: postgres.Server, tmp_path: Path) -> None:
+def test_a_server_that_is_restarted_loses_nothing(
+    fake: Fake, own: postgres.PrivateServer, tmp_path: Path
+) -> None:
     broker = queue(tmp_path, own.url, lease_seconds=30.0)
     with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
         port = int(gateway.url.rsplit(":", 1)[1])
@@ -123,7 +125,7 @@ def test_batches_want_a_directory(fake: Fake, tmp_path: Path) -> None:
         assert '"postgres" with batches.dir' in answer.json()["error"]["message"]
 
 
-def test_what_doctor_says_of_the_server(fake: Fake, own: postgres.Server, tmp_path: Path) -> None:
+def test_what_doctor_says_of_the_server(fake: Fake, own: postgres.PrivateServer, tmp_path: Path) -> None:
     config = configuration(tmp_path, fake.url, broker=queue(tmp_path, own.url))
     (file := tmp_path / "headway.toml").write_text(write(config))
 

@@ -182,7 +182,7 @@ def ask(gateway: Gateway, run: str, text: str = "Hi.", system: str = SYSTEM) -> 
 def warm(gateway: Gateway, until: float = FOR_EVER) -> None:
     async def execute() -> None:
         command = Prewarm("default", Resource("prefix", "agent/act"), until)
-        gateway.inner.dispatcher.execute([command])
+        gateway.inner.dispatcher.control.execute([command])
 
     gateway.do(execute())
 

@@ -209,7 +209,7 @@ def test_the_gateway_carries_out_a_plan_s_warm_ups(serve: Serve) -> None:
         warmer = Scripted()
         warmer.go.set()
         dispatcher.warmups.warmers[KIND] = warmer
-        dispatcher.execute([Prewarm("default", resource, FOR_EVER)])
+        dispatcher.control.execute([Prewarm("default", resource, FOR_EVER)])
         return warmer
 
     with serve(recipe="tests.serve.test_prewarm:RECIPE") as gateway:

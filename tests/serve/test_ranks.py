@@ -39,7 +39,7 @@ def rerank(gateway: Gateway, *ranks: dict[str, float]) -> None:
     """Execute one `Rerank` each, all before the event loop goes on."""
 
     async def execute() -> None:
-        gateway.inner.dispatcher.execute([Rerank("e0", one) for one in ranks])
+        gateway.inner.dispatcher.control.execute([Rerank("e0", one) for one in ranks])
 
     gateway.do(execute())
 

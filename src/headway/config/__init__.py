@@ -28,6 +28,7 @@ from headway.config.log import Log as Log
 from headway.config.log import Tracing as Tracing
 from headway.config.postgres import Postgres as Postgres
 from headway.config.problems import explain
+from headway.config.wire import Wire as Wire
 from headway.errors import ConfigError
 from headway.types import Slo
 
@@ -191,6 +192,7 @@ class Config:
     server: Server = field(default_factory=Server)
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)
+    wire: Wire = field(default_factory=Wire)
     predictor: Predictor = field(default_factory=Predictor)
     apps: Apps = field(default_factory=Apps)
     journal: Journal = field(default_factory=Journal)
@@ -242,7 +244,7 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
-    "broker.postgres": Postgres, "predictor": Predictor,
+    "broker.postgres": Postgres, "wire": Wire, "predictor": Predictor,
     "apps": Apps, "batches": Batches, "journal": Journal, "log": Log, "tracing": Tracing,
     "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
@@ -314,7 +316,7 @@ def show(config: Config) -> str:
     """Return the effective configuration as TOML for people: keys masked, so that it does not load again."""
     data = asdict(config)
     masked = [(key, "key") for key in data["keys"]] + [(data["server"], "operator_key")]
-    masked.append((data["broker"]["postgres"], "url"))
+    masked += [(data["broker"]["postgres"], "url"), (data["wire"], "url")]
     for table, name in (*masked, *((engine, "api_key") for engine in data["engines"])):
         table[name] = None if table[name] is None else "****"
     return tomli_w.dumps(_drop(data))

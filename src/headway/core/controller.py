@@ -245,6 +245,13 @@ class Controller:
                 self._end(id, 0, now)
         return not isinstance(event, Started | Learned)  # a first token frees nothing
 
+    def place(self, id: str, instance: str) -> None:
+        """Take note of where a queued request is that another controller sent, whatever is there."""
+        row = self.cluster.backlog.row_of[id]
+        assert not self.cluster.backlog.sent[row], f"{id} is inside an engine"
+        self.cluster.send(row, instance)
+        self._queued -= 1
+
     def decide(self, now: float) -> list[Command]:
         """Plan until nothing is left to do: one send can change what belongs inside another instance."""
         out: list[Command] = []
@@ -285,10 +292,7 @@ class Controller:
             self.cluster.warming[warm.instance] = warm.model
         sending = [send for send in plan.send if send.instance in self.cluster.instances]
         for send in sending:
-            row = self.cluster.backlog.row_of[send.id]
-            assert not self.cluster.backlog.sent[row], f"{send.id} is inside an engine"
-            self.cluster.send(row, send.instance)
-        self._queued -= len(sending)
+            self.place(send.id, send.instance)
         return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
 
     def _takes_work(self, instance: Instance) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from headway.backends.port import Held
 from headway.config import Engine
-from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import ConfigError
 from headway.serve.prewarm import Warmer
 from headway.stages import Prewarm
@@ -50,7 +50,7 @@ class AdapterWarmer(Warmer):
     A warm adapter stays until others are used more recently: vLLM has nothing that takes a pin back.
     """
 
-    def __init__(self, engines: Mapping[str, VllmEngine]) -> None:
+    def __init__(self, engines: Mapping[str, EngineView]) -> None:
         self._engines = engines
         self._held: dict[str, asyncio.Event] = {}
 
@@ -76,5 +76,5 @@ class AdapterWarmer(Warmer):
 
         return Held(used, release, fresh=not all(resident))
 
-    def _able(self, name: str) -> list[VllmEngine]:
+    def _able(self, name: str) -> list[EngineView]:
         return [e for e in self._engines.values() if e.up.is_set() and name in e.config.adapters]

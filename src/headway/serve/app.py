@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from headway import __version__
-from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.anthropic.endpoints import PATH as MESSAGES
 from headway.serve.anthropic.endpoints import add_message_endpoints, message_error
@@ -141,7 +141,7 @@ def _generation(app: FastAPI, state: AppState) -> None:
                 if not parsed.background:
                     in_flight = await gateway.path.accept(parsed, held)
                     return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
-                obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
+                obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
                 await gateway.background.accept(parsed, held)
                 body = background_response(parsed.request.id, "queued", parsed.request.arrival)
                 return JSONResponse(body | waiting_for(obstacle), 202)
@@ -192,7 +192,7 @@ def _status(app: FastAPI, state: AppState) -> None:
         state.check_status(request)
         up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
         waiting = len(state.gateway.path.closings)
-        problem = state.gateway.broker.problem()
+        problem = state.gateway.broker.problem() or state.gateway.dispatcher.control.problem()
         good = up >= set(state.models) and not waiting and problem is None
         described = {id: _engine(engine, state.is_operator(request)) for id, engine in engines.items()}
         told = {"ready": good, "ends_not_stored": waiting, "broker": problem, "engines": described}
@@ -225,7 +225,7 @@ def _operations(app: FastAPI, state: AppState) -> None:
         return JSONResponse(await engines[engine].control(read_json(await state.body(request))))
 
 
-def _engine(engine: VllmEngine, to_operator: bool) -> dict[str, Any]:
+def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
     failure = engine.failure
     error = str(failure) if failure else None  # with the end of a log, paths and addresses
     if failure and not to_operator:
@@ -237,14 +237,14 @@ def _engine(engine: VllmEngine, to_operator: bool) -> dict[str, Any]:
 
 async def _gauge(gateway: Gateway) -> None:
     """Bring the gauges up to date; the schedulers inside the engines are asked for their counters."""
-    metrics, controller = gateway.metrics, gateway.dispatcher.controller
+    metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
     metrics.queued.set(controller.queued)
     metrics.planned(controller.planner.gauges)
     metrics.running.set(len(controller.requests) - controller.queued)
     metrics.runs.count(gateway.dispatcher.runs)
-    engines, swaps = gateway.dispatcher.engines, gateway.dispatcher.swaps
+    engines, control = gateway.dispatcher.engines, gateway.dispatcher.control
     serving = {id: engine.models.current for id, engine in engines.items() if engine.up.is_set()}
-    metrics.models(serving, {model: swaps.queued(model) for model in gateway.counters})
+    metrics.models(serving, {model: control.queued(model) for model in gateway.counters})
     for id, engine in engines.items():
         metrics.up.labels(id).set(engine.up.is_set())
         if engine.up.is_set():

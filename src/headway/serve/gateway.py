@@ -9,18 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from headway import clock
-from headway.apps.account import RunAccount
-from headway.apps.prewarming import PrewarmOptions
 from headway.backends.port import Backend
 from headway.backends.registry import opened
 from headway.broker import open_broker
 from headway.broker.port import Broker
 from headway.config import Broker as BrokerSettings
-from headway.config import Config, state_dir
-from headway.core.controller import Controller
-from headway.core.shares import QueueShares
-from headway.engines.vllm.process.client import VllmEngine
-from headway.ports import Planner
+from headway.config import Config
+from headway.ports import Lengths
 from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
@@ -29,7 +24,7 @@ from headway.serve.batches.store import Store
 from headway.serve.batches.store import opened as opened_batches
 from headway.serve.budget import ByteBudget
 from headway.serve.dashboard.history import History
-from headway.serve.dispatcher import Dispatcher, Listener
+from headway.serve.dispatcher import Dispatcher
 from headway.serve.graph_files import kept_graphs
 from headway.serve.journal import JournalKeeper
 from headway.serve.lengths.service import LengthService, open_lengths
@@ -38,9 +33,14 @@ from headway.serve.prefixes import PrefixBook, PrefixWarmer
 from headway.serve.prewarm import BackendWarmer
 from headway.serve.recovery import Recovery, forget_old_jobs
 from headway.serve.request_path import RequestPath
+from headway.serve.roles.gateway import Apart
+from headway.serve.roles.remote_control import NoPlanner
+from headway.serve.setup import be_ready, controller_of, engines_of
+from headway.serve.together import Sides
 from headway.serve.tokens import TokenCounter
 from headway.serve.tracing import Tracing
 from headway.serve.usage import Usage
+from headway.wire.port import Link
 
 
 @dataclass(slots=True)
@@ -74,44 +74,42 @@ class Gateway:
         """Take over classes and keys of a configuration."""
         self.config = config
         self.path.usage.adopt(config.keys)
-        planner = self.dispatcher.controller.planner
-        if planner.prewarming is not None:
-            planner.prewarming.options = _readiness(config)
+        be_ready(self.dispatcher.control.controller.planner, config)
 
 
 @asynccontextmanager
-async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterator[Gateway]:
+async def serving(
+    config: Config, *, log_dir: Path | None = None, link: Link | None = None
+) -> AsyncIterator[Gateway]:
     """Open a gateway: tokenizers, length predictor, broker, backends, engines; then recover jobs.
 
     At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
     requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
+
+    link: to a controller and to agents in other processes, None = all is in this one.
     """
     recipe, metrics = find(config.recipe), Metrics()
     journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
-    models = {name: model for engine in config.engines for name, model in engine.served.items()}
-    counters = {name: await TokenCounter.load(model) for name, model in models.items()}
+    counters = await _counters(config)
     async with (
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
         opened(config.backends) as backends,
         opened_batches(config.batches_dir) as batches,
     ):
-        controller = _controller(config, recipe.planner(), lengths)
-        dispatcher = _dispatcher(config, controller, metrics, log_dir)
+        sides = _sides(config, lengths.lengths, metrics, log_dir, link)
+        dispatcher, knowledge = sides.dispatcher, sides.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         usage, tracing = Usage(config.keys), Tracing(config.tracing)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
         background = BackgroundWork(path, dispatcher)
-        recovery = Recovery(broker, path.closings, background, models, config.broker.lease_seconds)
+        recovery = Recovery(broker, path.closings, background, counters, config.broker.lease_seconds)
         forget, history = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600), History(metrics)
-        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, history.run]
-        loops += journal.loops(dispatcher.engines, config.recipe)
+        journals = journal.loops(dispatcher.engines if link is None else {}, config.recipe)
+        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, history.run, *journals]
         try:
-            async with (
-                kept_graphs(controller.planner.knowledge, config.apps_dir),
-                dispatcher.running(),
-                background.running(),
-            ):
+            graphs = kept_graphs(knowledge, config.apps_dir)
+            async with graphs, sides.running(), background.running():
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
@@ -122,15 +120,18 @@ async def serving(config: Config, *, log_dir: Path | None = None) -> AsyncIterat
             await path.close()
 
 
-def _controller(config: Config, planner: Planner, lengths: LengthService) -> Controller:
-    """Return the controller; several tenants take turns, and none may fill the queue."""
-    server, shares = config.server, None
-    if config.several_tenants:
-        planner.take_turns()
-        shares = QueueShares(server.tenant_share, server.class_share)
-    elif config.keys:
-        shares = QueueShares()  # for keys.max_queued
-    return Controller(planner, lengths.lengths, server.max_queued, shares)
+async def _counters(config: Config) -> dict[str, TokenCounter]:
+    models = {name: model for engine in config.engines for name, model in engine.served.items()}
+    return {name: await TokenCounter.load(model) for name, model in models.items()}
+
+
+def _sides(
+    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: Link | None
+) -> Sides | Apart:
+    if link is not None:
+        return Apart.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
+    controller = controller_of(config, find(config.recipe).planner(), lengths)
+    return Sides.of(config, controller, metrics, lambda tell: engines_of(config, log_dir, tell, metrics))
 
 
 def _bodies(config: Config) -> ByteBudget:
@@ -138,32 +139,17 @@ def _bodies(config: Config) -> ByteBudget:
     return ByteBudget(config.server.max_queued_mib * 2**20, share)
 
 
-def _dispatcher(config: Config, controller: Controller, metrics: Metrics, log_dir: Path | None) -> Dispatcher:
-    drops = any(tier.drop for tier in config.classes.values())
-    return Dispatcher(
-        controller, metrics, lambda tell: _engines(config, log_dir, tell, metrics),
-        RunAccount(config.apps.run_timeout_s), drops=drops,
-    )  # fmt: skip
-
-
 def _add_warmers(
     dispatcher: Dispatcher, backends: Mapping[str, Backend], config: Config
 ) -> PrefixBook | None:
     """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
-    planner = dispatcher.controller.planner
-    if planner.prewarming is not None:
-        planner.prewarming.options = _readiness(config)
     warmers = dispatcher.warmups.warmers
     warmers["backend"], warmers["adapter"] = BackendWarmer(backends), AdapterWarmer(dispatcher.engines)
-    if planner.knowledge is None:
+    if find(config.recipe).planner().knowledge is None:
         return None
     prefixes = PrefixBook()
     warmers["prefix"] = PrefixWarmer(dispatcher.engines, prefixes)
     return prefixes
-
-
-def _readiness(config: Config) -> PrewarmOptions:
-    return PrewarmOptions({name: tier.prewarm for name, tier in config.classes.items()})
 
 
 @asynccontextmanager
@@ -175,10 +161,3 @@ async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
         yield broker
     finally:
         await broker.close()
-
-
-def _engines(config: Config, log_dir: Path | None, tell: Listener, metrics: Metrics) -> dict[str, VllmEngine]:
-    return {
-        f"e{i}": VllmEngine(f"e{i}", engine, config.recipe, log_dir or state_dir(), tell, metrics.swapped)
-        for i, engine in enumerate(config.engines)
-    }

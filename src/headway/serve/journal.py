@@ -23,8 +23,8 @@ from prometheus_client import Counter as Count
 
 from headway import clock
 from headway.config import Journal
-from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
 from headway.journal.rows import (
     EngineRow,
@@ -153,7 +153,7 @@ class JournalKeeper:
 
     # ---- writing
 
-    def loops(self, engines: Mapping[str, VllmEngine], recipe: str) -> list[Loop]:
+    def loops(self, engines: Mapping[str, EngineView], recipe: str) -> list[Loop]:
         """Return what runs as long as the gateway serves."""
         if not self.on:
             return []
@@ -211,7 +211,7 @@ class JournalKeeper:
 
     # ---- engines
 
-    async def _follow(self, engine: VllmEngine, recipe: str) -> None:
+    async def _follow(self, engine: EngineView, recipe: str) -> None:
         """Ask one engine for its iterations and its requests until cancelled.
 
         An engine without Headway's scheduler has none; after a restart it may have.
@@ -286,7 +286,7 @@ def _stays(
     return found
 
 
-def _description(engine: VllmEngine, recipe: str, state: Mapping[str, Any], at: float) -> EngineRow:
+def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: float) -> EngineRow:
     """Return what an engine is, as far as it says so; otherwise as it is configured."""
 
     def told(name: str) -> int | None:

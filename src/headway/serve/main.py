@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 from headway.serve.logs import AccessLog, configure
 from headway.serve.reload import Reload
+from headway.wire.port import Link
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
@@ -48,11 +50,15 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 _ACCEPTED = 4
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.serve")
+OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
 _URL = re.compile(r"https?://[^/\s]+")
 
 
-def preflight(config: Config) -> None:
-    """Raise ConfigError for everything that can be known before an engine is started."""
+def preflight(config: Config, *, starts_engines: bool = True) -> None:
+    """Raise ConfigError for everything that can be known before an engine is started.
+
+    starts_engines: in this process, not in agents elsewhere.
+    """
     recipe = find(config.recipe)
     if recipe.lengths == "oracle":
         raise ConfigError(
@@ -76,7 +82,7 @@ def preflight(config: Config) -> None:
             f"Engines of the same name differ in model or max_model_len: {', '.join(sorted(names))}.",
             "Give different models different served_name.",
         )
-    if any(engine.url is None for engine in config.engines):
+    if starts_engines and any(engine.url is None for engine in config.engines):
         check_installed()
     for engine in config.engines:
         for model in engine.served.values():
@@ -149,14 +155,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    config: Config, *, log_dir: Path | None = None, quiet: bool = False, file: Path | None = None
-) -> int:
+    config: Config, *, log_dir: Path | None = None, quiet: bool = False, file: Path | None = None,
+    link: OpenLink | None = None,
+) -> int:  # fmt: skip
     """Serve until a signal ends it; return the exit status.
 
     file: which SIGHUP reads again, unless a terminal may send that signal because it is closed.
+    link: opens the way to a controller and agents elsewhere, None = all is in this process.
     """
     configure(config.log, quiet=quiet)
-    preflight(config)
+    preflight(config, starts_engines=link is None)
     _make(log_dir)
     _return_memory()
     spare_old_objects()
@@ -164,7 +172,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(bind(config.server.host, config.server.port))
         same = [stack.enter_context(sock.dup()) for _ in range(_ACCEPTED - 1)]
-        server = Server(config, log_dir, None if sys.stderr.isatty() else file)
+        server = Server(config, log_dir, None if sys.stderr.isatty() else file, link)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock, *same])
     gc.unfreeze()  # or libraries would complain of leaks at the end
@@ -200,10 +208,14 @@ def _return_memory() -> None:
 class Server(uvicorn.Server):
     """uvicorn around an open gateway; it ends when no engine can be started.
 
+    link: opens the way to a controller and agents elsewhere, None = all is in this process.
     failed: that is how it ended.
     """
 
-    def __init__(self, config: Config, log_dir: Path | None = None, file: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, log_dir: Path | None = None, file: Path | None = None,
+        link: OpenLink | None = None,
+    ) -> None:  # fmt: skip
         self._app, self._file = new_app(), file
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(Limits.of(config.server, files))
@@ -216,15 +228,17 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=config.server.drain_s,
             )
         )  # fmt: skip
-        self._settings, self._log_dir = config, log_dir
+        self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
         self._stopping = asyncio.Event()  # until the gateway is open
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the gateway and serve until a signal; HeadwayError when it cannot be opened."""
         with self.capture_signals():  # around the gateway, so that a signal does not interrupt its closing
-            async with serving(self._settings, log_dir=self._log_dir) as gateway:
-                await self._serve_gateway(gateway, sockets)
+            async with contextlib.AsyncExitStack() as stack:
+                link = None if self._link is None else await stack.enter_async_context(self._link())
+                opening = serving(self._settings, log_dir=self._log_dir, link=link)
+                await self._serve_gateway(await stack.enter_async_context(opening), sockets)
 
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
         state = AppState(gateway)
@@ -235,7 +249,7 @@ class Server(uvicorn.Server):
         self._connections.ended = gateway.metrics.connection_ended
         gc.collect()
         gc.freeze()  # imported modules stay: not scanning them saves a tenth of every request
-        tidy = partial(collect, lambda: len(gateway.dispatcher.controller.requests))
+        tidy = partial(collect, lambda: len(gateway.dispatcher.control.controller.requests))
         batches = [BatchRunner(state, gateway.batches).run] if gateway.batches is not None else []
         watch = self._connections.watch
         async with tasks.running(partial(self._announce, gateway), watch, tidy, *batches):

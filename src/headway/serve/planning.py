@@ -31,11 +31,18 @@ class Planning:
         self._changed = asyncio.Event()
         self._short = 0.0
 
-    def note(self, event: Event) -> None:
-        """Tell the controller an event and execute the commands that follow."""
-        self._execute(self._controller.on(event, clock.now()))
+    def note(self, *events: Event) -> None:
+        """Tell the controller events, in their order, and execute the commands that follow."""
+        now = clock.now()
+        noted = [self._controller.note(event, now) for event in events]
+        if any(noted):
+            self.plan()
         if self._controller.planner.thinks:
             self._changed.set()
+
+    def plan(self) -> None:
+        """Let the planner run, and execute the commands that follow."""
+        self._execute(self._controller.decide(clock.now()))
 
     async def run(self) -> None:
         """Run what the planner hands out until cancelled.

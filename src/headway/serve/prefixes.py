@@ -23,7 +23,7 @@ import numpy as np
 from headway import clock
 from headway.apps.run import place_of
 from headway.backends.port import Held
-from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.errors import EngineError
 from headway.serve.prewarm import Warmer
@@ -94,7 +94,7 @@ class PrefixWarmer(Warmer):
     On all of them, because the planner decides only when a request comes which one gets it.
     """
 
-    def __init__(self, engines: Mapping[str, VllmEngine], book: PrefixBook) -> None:
+    def __init__(self, engines: Mapping[str, EngineView], book: PrefixBook) -> None:
         self._engines, self._book = engines, book
         self._held: dict[tuple[str, str], asyncio.Event] = {}
 
@@ -130,7 +130,7 @@ class PrefixWarmer(Warmer):
         used = self._held[key] = asyncio.Event()
         return Held(used, partial(self._release, key, pins), fresh=True in warmed)
 
-    def _able(self, model: str) -> list[VllmEngine]:
+    def _able(self, model: str) -> list[EngineView]:
         return [
             engine
             for engine in self._engines.values()
@@ -146,7 +146,7 @@ class PrefixWarmer(Warmer):
 class _Pin:
     """A prefix on one engine. tokens: of full blocks."""
 
-    engine: VllmEngine
+    engine: EngineView
     chain: str
     model: str
     tokens: list[int]
@@ -171,8 +171,9 @@ class _Pin:
     async def _compute(self) -> None:
         """Let the engine compute the prefix, as a best-effort request that ranks behind all others."""
         request = Request(
-            f"prewarm-{uuid.uuid4().hex[:20]}", self.model, len(self.tokens), 1, clock.now(), priority=_LAST
-        )
+            f"prewarm-{uuid.uuid4().hex[:20]}", self.model, len(self.tokens), 1,
+            clock.now() + self.engine.ahead, priority=_LAST,
+        )  # fmt: skip
         body = {
             "model": self.model, "prompt": self.tokens, "max_tokens": 1, "temperature": 0, "priority": _LAST,
             "vllm_xargs": write_metadata(request, Forecast(np.ones(1)), math.inf),

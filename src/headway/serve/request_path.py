@@ -9,15 +9,17 @@ import asyncio
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 from headway import clock
 from headway.broker.port import Broker
 from headway.config import Key, Server
 from headway.core.shares import Group
-from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
+from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
-from headway.errors import EngineError, RequestError
+from headway.errors import EngineError, HeadwayError, RequestError
 from headway.events import Failed, Finished, Started
 from headway.serve import tasks
 from headway.serve.budget import AnswerBudget, Held
@@ -71,7 +73,8 @@ class RequestPath:
 
         most: requests of its tenant that may wait, as far as its key is concerned.
         """
-        reject = self._dispatcher.controller.full(tenant, None, clock.now(), self._storing, most)
+        control = self._dispatcher.control
+        reject = control.controller.full(tenant, None, clock.now(), self._coming(), most)
         if reject is not None:
             self._metrics.dropped(reject.reason)
             self._journal.refused(reject.reason, tenant)
@@ -80,10 +83,14 @@ class RequestPath:
     def check_capacity(self, request: Request, most: int | None = None) -> None:
         """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.
 
-        Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up.
-        most: as in `check_room`.
+        Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up,
+        HeadwayError (503) while the controller cannot be reached. most: as in `check_room`.
         """
-        unavailable = self._dispatcher.swaps.unavailable(request.model)
+        if (problem := self._dispatcher.control.problem()) is not None:
+            raise HeadwayError(
+                problem, "Try again soon.", status=503, kind="server_error", code="queue_unreachable"
+            )
+        unavailable = self._dispatcher.unavailable(request.model)
         if unavailable is not None:
             raise unavailable
         reject = self.admission(request, most)
@@ -99,7 +106,13 @@ class RequestPath:
 
     def admission(self, request: Request, most: int | None = None) -> Reject | None:
         """Return why a request would be refused now, None = it would not be. Nothing is counted."""
-        return self._dispatcher.controller.admit(request, clock.now(), self._storing, most)
+        control = self._dispatcher.control
+        return control.controller.admit(request, clock.now(), self._coming(), most)
+
+    def _coming(self) -> Mapping[Group, int]:
+        """Return the requests that the controller does not count: being stored, or at other gateways."""
+        elsewhere = self._dispatcher.control.elsewhere
+        return self._storing + Counter(elsewhere) if elsewhere else self._storing
 
     @property
     def on_disk(self) -> bool:
@@ -116,7 +129,7 @@ class RequestPath:
         """Store a request durably; it keeps what its body holds of the memory."""
         in_flight = InFlightRequest.of(parsed)
         self._tracing.begin(in_flight, parsed.trace_parent)
-        in_flight.waited = self._dispatcher.swaps.obstacle(parsed.request.model)
+        in_flight.waited = self._dispatcher.control.obstacle(parsed.request.model)
         group = parsed.request.tenant, parsed.request.tier
         self._storing[group] += 1
         try:
@@ -172,10 +185,10 @@ class RequestPath:
             else:
                 in_flight.first_token = clock.now()
                 in_flight.drop_body()
-                self._dispatcher.dispatch(Started(in_flight.id))
+                self._dispatcher.tell(Started(in_flight.id))
                 return response
 
-    async def _open_unless_refused(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
+    async def _open_unless_refused(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         """Open the response; a refusal in the meantime closes the connection, so that the engine aborts.
 
         TakenBack when a swap does.
@@ -200,11 +213,12 @@ class RequestPath:
             raise in_flight.refusal
         return response
 
-    async def _open_on(self, engine: VllmEngine, in_flight: InFlightRequest) -> EngineResponse:
+    async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         forecast = self._lengths.lengths.forecast(in_flight.request)
         in_flight.forecast = forecast.mean
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
-        metadata = write_metadata(in_flight.request, forecast, in_flight.rank)
+        there = replace(in_flight.request, arrival=in_flight.request.arrival + engine.ahead)
+        metadata = write_metadata(there, forecast, in_flight.rank)
         pooled = in_flight.kind in POOLING
         try:
             response = await EngineResponse.open(

@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 
 from headway.broker.port import Job
 from headway.engines.vllm.process.answers import read_answer
-from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import (
     BROKEN,
     EngineGone,
@@ -29,6 +28,7 @@ from headway.engines.vllm.process.connection import (
     engine_error,
 )
 from headway.engines.vllm.process.models import ModelUnavailable
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError, RequestError
 from headway.serve.budget import AnswerBudget, AnswerMemory, ByteBudget, Held
 from headway.serve.offload import offload
@@ -58,7 +58,7 @@ def reason_of(error: HeadwayError) -> tuple[str, str]:
     return f"{kind}: {error.message}", outcome
 
 
-def _new_future() -> asyncio.Future[VllmEngine]:
+def _new_future() -> asyncio.Future[EngineView]:
     return asyncio.get_running_loop().create_future()
 
 
@@ -94,7 +94,7 @@ class InFlightRequest:
     streams: bool = False
     background: bool = False
     held: Held = field(default_factory=lambda: ByteBudget(0).hold())
-    engine_future: asyncio.Future[VllmEngine] = field(default_factory=_new_future)
+    engine_future: asyncio.Future[EngineView] = field(default_factory=_new_future)
     opening: asyncio.Task[EngineResponse] | None = None
     taken_back: bool = False
     returned: tuple[float, ReturnReason] | None = None
@@ -140,7 +140,7 @@ class InFlightRequest:
         elif self.opening is not None:
             self.opening.cancel()
 
-    def inside(self, engine: VllmEngine) -> bool:
+    def inside(self, engine: EngineView) -> bool:
         """Tell whether it was sent to this engine last."""
         future = self.engine_future
         if not future.done() or future.cancelled() or future.exception() is not None:
@@ -205,7 +205,7 @@ class EngineResponse:
 
     @classmethod
     async def open(
-        cls, engine: VllmEngine, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool,
+        cls, engine: EngineView, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool,
         headers: Mapping[str, str], pooled: bool = False,
     ) -> EngineResponse:  # fmt: skip
         """Post a request and return the response with its head.

@@ -59,7 +59,7 @@ def _reports(app: FastAPI, state: AppState) -> None:
         tenant = state.tenant(request)
         key = _key(tenant, request, id, checked(EndBody, await _read(state, request)).app)
         _known(state, key)
-        dispatcher.dispatch(RunEnded(*key))
+        dispatcher.tell(RunEnded(*key))
         return JSONResponse(_described(state, key))
 
     @app.post(
@@ -76,15 +76,15 @@ def _reports(app: FastAPI, state: AppState) -> None:
         if body.state == "started":
             _check_backend(body)
             check_begins(dispatcher.runs.live(key))
-            dispatcher.dispatch(UnitBegan(key[0], stage, body.backend))
+            dispatcher.tell(UnitBegan(key[0], stage, body.backend))
         else:
             _check_ended(_known(state, key), body)
-            dispatcher.dispatch(UnitEnded(key[0], stage))
+            dispatcher.tell(UnitEnded(key[0], stage))
         return JSONResponse(_described(state, key))
 
 
 def _states(app: FastAPI, state: AppState) -> None:
-    planner, runs = state.gateway.dispatcher.controller.planner, state.gateway.dispatcher.runs
+    planner, runs = state.gateway.dispatcher.control.controller.planner, state.gateway.dispatcher.runs
 
     @app.get("/v1/apps", responses=error_docs(401))
     async def apps(request: Request) -> Response:
@@ -182,7 +182,7 @@ def _described(state: AppState, key: Key) -> dict[str, Any]:
          "seconds": visit.seconds}
         for visit in run.visits
     ]  # fmt: skip
-    rest = dispatcher.controller.planner.run_rest(*key, now)
+    rest = dispatcher.control.controller.planner.run_rest(*key, now)
     status = "ending" if run.final else "live"
     took = {
         name: sum(visit[name] for visit in visits) for name in ("prompt_tokens", "output_tokens", "seconds")

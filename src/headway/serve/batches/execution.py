@@ -228,7 +228,7 @@ class Execution:
     def _check_room(self) -> None:
         """Leave half of the queue, and what its tenant's keys may use, to others than batches."""
         gateway, now = self._state.gateway, clock.now()
-        if gateway.dispatcher.controller.queued >= (self._state.config.server.max_queued + 1) // 2:
+        if gateway.dispatcher.control.controller.queued >= (self._state.config.server.max_queued + 1) // 2:
             raise NoRoom
         for key in self._state.config.keys:
             if key.tenant == self._batch.tenant:

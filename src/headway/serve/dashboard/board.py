@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway import __version__, clock
-from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError
 from headway.serve.dashboard.history import EVERY_S
 from headway.serve.gateway import Gateway
@@ -91,7 +91,7 @@ class Board:
         return lines, inside
 
 
-async def _engine(engine: VllmEngine, inside: int) -> dict[str, Any]:
+async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
     """Return the state of an engine. batch, kv: shares; None = it has not Headway's scheduler, or is down."""
     told: dict[str, Any] = {
         "model": engine.models.current, "models": list(engine.models.names), "loading": engine.loading,

@@ -66,7 +66,7 @@ def _create(app: FastAPI, state: AppState) -> None:
                 "id": parsed.request.id, "created_at": int(clock.shown(parsed.request.arrival)),
             }  # fmt: skip
             if parsed.background:
-                obstacle = gateway.dispatcher.swaps.obstacle(parsed.request.model)
+                obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
                 await gateway.background.accept(parsed, held)
                 return JSONResponse(base | {"status": "queued"} | waiting_for(obstacle))
             in_flight = await gateway.path.accept(parsed, held)
@@ -103,7 +103,7 @@ def _kept(app: FastAPI, state: AppState) -> None:
         job = await _find(state, request, id)
         body = background_response(job.id, _STATUS[job.state], job.arrival, job.reason)
         if job.state == "open":
-            body |= waiting_for(state.gateway.dispatcher.swaps.state(job.id))
+            body |= waiting_for(state.gateway.dispatcher.state(job.id))
         result = job.result
         return await offload(len(result or b""), partial(_with_result, body, job.path, result))
 

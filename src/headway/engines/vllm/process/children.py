@@ -16,12 +16,14 @@ from headway.engines.vllm.process.launch import Child, command, environment, fre
 class Children:
     """Starts and ends the processes; every method but the properties may block for seconds.
 
+    host: the address at which they listen.
     current: the one that serves, None before the first and of an engine that is attached to.
     secret: what they ask for, so that other users of this machine cannot reach them.
     """
 
-    def __init__(self, id: str, config: Engine, recipe: str, log_dir: Path) -> None:
+    def __init__(self, id: str, config: Engine, recipe: str, log_dir: Path, host: str) -> None:
         self._id, self._recipe, self._log = id, recipe, log_dir / f"{id}.log"
+        self._host = host
         self._port = config.port or (free_port() if config.url is None else 0)
         self.secret = secrets.token_urlsafe(32)
         self.current: Child | None = None
@@ -29,7 +31,7 @@ class Children:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._host}:{self._port}"
 
     @property
     def alive(self) -> bool:
@@ -43,7 +45,8 @@ class Children:
     def replace(self, config: Engine) -> None:
         """End the current process and start one with this configuration in its place."""
         self.end_current()
-        child = Child(command(config, self._port, self._recipe), environment(config, self.secret), self._log)
+        argv = command(config, self._port, self._recipe, host=self._host)
+        child = Child(argv, environment(config, self.secret), self._log)
         child.start()
         self.current = child
 

@@ -19,11 +19,12 @@ from typing import Any, NoReturn, TypeVar
 from headway.config import Engine
 from headway.config.keys import reveal
 from headway.engines.vllm.process.children import Children
-from headway.engines.vllm.process.connection import EngineConnection, EngineGone
+from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.launch import Child, check_installed
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pulse import until_lost
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
 from headway.types import Instance
@@ -35,44 +36,36 @@ T = TypeVar("T")
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
-class VllmEngine(EngineConnection):
+class VllmEngine(EngineView):
     """One instance, by its configuration.
 
+    host: the address at which one that is started here listens.
     on_event: receives InstanceUp and InstanceDown, Swapped and Warmed. on_swap: how each swap ended.
-    prefix_caching: prefixes can be pinned in it. block_size: tokens of a KV block. Known once it is up.
-    up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
     """
+
+    models: EngineModels
 
     def __init__(
         self, id: str, config: Engine, recipe: str, log_dir: Path, on_event: Callable[[Event], None],
-        on_swap: Callable[[str, SwapReport], None] = lambda id, report: None,
+        on_swap: Callable[[str, SwapReport], None] = lambda id, report: None, *, host: str = "127.0.0.1",
     ) -> None:  # fmt: skip
-        self.config, self._on_event, self._on_swap = config, on_event, on_swap
-        self.models = EngineModels(config)
-        self._held = self.models.held
-        self._children = Children(id, config, recipe, log_dir)
+        self._children = Children(id, config, recipe, log_dir, host)
         key = None if config.api_key is None else reveal(config.api_key, f"{id}.api_key")
         url, key = (self._children.url, self._children.secret) if config.url is None else (config.url, key)
-        super().__init__(id, url.rstrip("/"), config.request_timeout_s, key)
+        super().__init__(id, config, url, key)
+        self._on_event, self._on_swap = on_event, on_swap
+        self.models = EngineModels(config)
+        self._held = self.models.held
         self._log = log_dir / f"{id}.log"
-        self.up = asyncio.Event()
-        self.loading: str | None = None
         self._wake = asyncio.Event()  # a swap was ordered
         self._announced: Instance | None = None
-        self.prefix_caching, self.block_size = False, 16
         self._has_scheduler = False  # Headway's is inside
-        self.restarts = 0
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
-        self.failure: EngineError | None = None
 
     @property
     def child(self) -> Child | None:
         return self._children.current
-
-    def takes(self, model: str) -> bool:
-        """Tell whether a request for this model may be sent now; not from the order of a swap to its end."""
-        return self.loading is None and model == self.models.current
 
     # ---- life
 

@@ -85,7 +85,7 @@ class EngineConnection:
     """
 
     def __init__(self, id: str, url: str, request_s: float | None = None, key: str | None = None) -> None:
-        self.id, self.url, self._key = id, url, key
+        self.id, self.url, self.key = id, url, key
         self.idle = asyncio.Event()
         self.idle.set()
         self._open = 0
@@ -95,15 +95,23 @@ class EngineConnection:
 
     def connect(self) -> None:
         """Make the session; to be called on the event loop, before anything else."""
-        authorization = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._new_socket
         )
         self._session = aiohttp.ClientSession(
             timeout=self._request_timeout, connector=connector, read_bufsize=2**18,
             cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
-            headers={"accept-encoding": "identity"} | authorization,
+            headers={"accept-encoding": "identity"},
         )  # fmt: skip
+        self.use_key(self.key)
+
+    def use_key(self, key: str | None) -> None:
+        """Send this key from now on, None = none."""
+        self.key = key
+        if self._session is not None:
+            self._session.headers.pop("authorization", None)
+            if key is not None:
+                self._session.headers["authorization"] = f"Bearer {key}"
 
     def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
         new = socket.socket(*address[:3])

@@ -43,14 +43,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def command(engine: Engine, port: int, recipe: str | None, policy: str = "fcfs") -> list[str]:
+def command(
+    engine: Engine, port: int, recipe: str | None, policy: str = "fcfs", *, host: str = "127.0.0.1"
+) -> list[str]:
     """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`.
 
     Stock vLLM runs in a class that counts what its KV memory costs (`scheduler_stats.py`).
     """
     slots = (engine.slots or 2 * engine.max_running) if recipe else engine.max_running
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
-    line += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", engine.name]
+    line += ["--host", host, "--port", str(port), "--served-model-name", engine.name]
     line += ["--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(slots)]
     line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", dtype(engine)]
     if engine.async_scheduling is not None:

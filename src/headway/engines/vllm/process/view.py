@@ -1,0 +1,57 @@
+"""One vLLM instance as gateways see it: where it listens, what it serves, whether it answers."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from headway.config import Engine
+from headway.engines.vllm.process.connection import EngineConnection
+from headway.errors import EngineError
+
+
+class Models(Protocol):
+    """The models of an instance. names: of all of them. current: the one that it serves, or is to serve."""
+
+    names: tuple[str, ...]
+    current: str
+
+    @property
+    def swaps(self) -> bool:
+        """Tell whether there is more than one."""
+        ...
+
+    def unavailable(self, model: str) -> EngineError | None:
+        """Return why a model is given up, None = it is not."""
+        ...
+
+
+class EngineView(EngineConnection, ABC):
+    """An instance that requests can be sent to, supervised by this process or by another one.
+
+    up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
+    prefix_caching: prefixes can be pinned in it. block_size: tokens of a KV block. Known once it is up.
+    ahead: seconds by which the clock of its machine is ahead of this one's.
+    restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
+    """
+
+    models: Models
+
+    def __init__(self, id: str, config: Engine, url: str, key: str | None) -> None:
+        super().__init__(id, url.rstrip("/"), config.request_timeout_s, key)
+        self.config = config
+        self.up = asyncio.Event()
+        self.loading: str | None = None
+        self.prefix_caching, self.block_size = False, 16
+        self.ahead = 0.0
+        self.restarts = 0
+        self.failure: EngineError | None = None
+
+    def takes(self, model: str) -> bool:
+        """Tell whether a request for this model may be sent now; not from the order of a swap to its end."""
+        return self.loading is None and model == self.models.current
+
+    @abstractmethod
+    def lost(self) -> None:
+        """Treat the instance as down until it answers again, because a request has just failed on it."""

@@ -1,0 +1,1 @@
+"""The three sides of Headway in processes of their own: gateways, controllers, agents."""

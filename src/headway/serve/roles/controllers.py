@@ -1,0 +1,54 @@
+"""`headway controller`: one that leads, or stands by until the one that leads is gone."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+
+from headway.config import Config
+from headway.recipes.registry import find
+from headway.serve import tasks
+from headway.serve.control import Control, Inquire
+from headway.serve.lengths.service import LengthService
+from headway.serve.metrics import Metrics
+from headway.serve.planning import Execute
+from headway.serve.roles.leader import Leader
+from headway.serve.setup import controller_of, drops
+from headway.wire.port import Link
+
+log = logging.getLogger("headway.serve")
+
+
+class ControllerProcess:
+    """Leads whenever the wire lets it: each term begins with an empty picture and a new `Leader`.
+
+    leader: that of this term, None = it has not led yet.
+    """
+
+    def __init__(self, config: Config, link: Link, lengths: LengthService, metrics: Metrics) -> None:
+        self._config, self._link, self._lengths, self._metrics = config, link, lengths, metrics
+        self.leader: Leader | None = None
+        self._term = 0
+
+    async def run(self) -> None:
+        """Take messages until the link is closed."""
+        async with AsyncExitStack() as stack:
+            async for letter in self._link.letters():
+                if self.leader is None or letter.epoch != self._term:
+                    await stack.aclose()
+                    self._term, self.leader = letter.epoch, self._new_leader()
+                    log.info("this controller leads, in term %d", self._term)
+                    await self.leader.control.prepare()
+                    await stack.enter_async_context(
+                        tasks.running(*self.leader.loops(), failed=self._metrics.loop_failed)
+                    )
+                self.leader.hear(letter)
+
+    def _new_leader(self) -> Leader:
+        return Leader(self._link, self._control, self._config.wire.lease_seconds)
+
+    def _control(self, execute: Execute, inquire: Inquire) -> Control:
+        config = self._config
+        controller = controller_of(config, find(config.recipe).planner(), self._lengths.lengths)
+        swaps = any(engine.models for engine in config.engines)
+        return Control(controller, execute, inquire, drops=drops(config), swaps=swaps)

@@ -1,0 +1,301 @@
+"""A controller as a process of its own, for as long as it leads.
+
+Its picture of requests and engines comes from gateways and agents, and is theirs: what it holds of a gateway
+is corrected whenever that gateway reports (`Present`). So a controller keeps nothing on disk, and a standby
+that begins to lead has the whole queue as soon as all have reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from headway import clock
+from headway.events import Arrived, Event, Failed, Finished, InstanceDown, InstanceUp, Returned, Started
+from headway.serve.control import Control, Inquire
+from headway.serve.planning import Execute
+from headway.serve.tasks import Loop
+from headway.stages import Prewarm
+from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
+from headway.wire.messages import (
+    Alive,
+    Asked,
+    EngineState,
+    Gone,
+    InFlight,
+    Present,
+    Progressed,
+    Standing,
+    Waiting,
+)
+from headway.wire.port import Letter, Link
+
+EVERY_S = 0.5  # between two `Standing`
+SETTLE_S = 1.5  # from the beginning of a term, in which gateways and agents report
+EVENTS = get_args(Event)
+log = logging.getLogger("headway.serve")
+Make = Callable[[Execute, Inquire], Control]
+
+
+@dataclass(slots=True)
+class _Gateway:
+    """What is known of a gateway. heard: instant of its last message. ids: of its requests.
+
+    known: it has reported. reporting: ids in a report that goes on, None = none does.
+    """
+
+    heard: float
+    ids: set[str] = field(default_factory=set)
+    known: bool = False
+    reporting: set[str] | None = None
+    waiting: tuple[Waiting, ...] = ()
+
+
+@dataclass(slots=True)
+class _Agent:
+    """An agent. heard: instant of its last message. engines: ids of those that have reported."""
+
+    heard: float
+    engines: set[str] = field(default_factory=set)
+
+
+class Leader:
+    """Feeds a controller with messages, and sends its commands to those concerned.
+
+    make: makes the controller's side, given what carries out its commands and its questions.
+    lease_s: gateways and agents are gone after so many seconds of silence.
+    """
+
+    def __init__(self, link: Link, make: Make, lease_s: float) -> None:
+        self._link, self._lease_s = link, lease_s
+        self.control = make(self._execute, self._inquire)
+        self._gateways: dict[str, _Gateway] = {}
+        self._agents: dict[str, _Agent] = {}
+        self._owner: dict[str, str] = {}  # request -> gateway
+        self._agent_of: dict[str, str] = {}  # instance -> agent
+        self._doubted: set[str] = set()  # instances that a gateway could not reach
+        self._settling: dict[str, InstanceUp] | None = {}  # what came before `settle` has ended
+        self._numbers: dict[str, int] = {}  # of the last message, by sender
+        self._latest = ""  # the gateway that told something last
+        self._outbox: defaultdict[str, list[Command]] = defaultdict(list)
+
+    def loops(self) -> list[Loop]:
+        """Return what runs as long as it leads."""
+        return [*self.control.loops(), self._stand, self.settle]
+
+    # ---- what it hears
+
+    def hear(self, letter: Letter) -> None:
+        """Take a message of a gateway or an agent."""
+        now, name = clock.now(), letter.sender
+        if letter.number and self._numbers.get(name, letter.number - 1) != letter.number - 1:
+            log.warning("messages of %s were lost; it is asked for all that it has", name)
+            self._unknow(name)
+        self._numbers[name] = letter.number
+        for one in (self._gateways.get(name), self._agents.get(name)):
+            if one is not None:
+                one.heard = now
+        told = [item for item in letter.items if isinstance(item, EVENTS)]
+        if told:
+            self._hear_events(name, told, letter.apart)
+        for item in letter.items:
+            match item:
+                case Present(requests, last):
+                    self._hear_report(name, requests, letter.apart, last=last)
+                case Alive(waiting):
+                    self._gateways.setdefault(name, _Gateway(now)).waiting = waiting
+                case EngineState():
+                    self._hear_engine(name, item)
+                case Progressed(instance, progress, asked):
+                    self.control.progressed(instance, progress, asked + letter.apart)
+                case Gone():
+                    self._forget(name, "has ended")
+
+    def _unknow(self, name: str) -> None:
+        """Ignore a gateway's events until it has reported, or take an agent's engines for down until then."""
+        if name in self._gateways:
+            self._gateways[name].known = False
+        if name in self._agents:
+            self._forget(name, "is asked anew")
+
+    def _hear_events(self, name: str, events: Sequence[Event], apart: float) -> None:
+        """Take note of events; those of a process that has not reported come with its report."""
+        gateway, agent = self._gateways.get(name), self._agents.get(name)
+        if agent is not None and agent.engines:
+            for event in events:
+                self._engine_event(event)
+        elif gateway is not None and gateway.known:
+            self._latest = name
+            self.control.tell_all(*[self._noted(name, gateway, event, apart) for event in events])
+
+    def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> Event:
+        """Take note of whose request an event is about; return it by the clock of here."""
+        match event:
+            case Arrived(request):
+                return self._arrived(name, gateway, request, apart)
+            case Finished(id) | Failed(id):
+                self._owner.pop(id, None)
+                gateway.ids.discard(id)
+            case InstanceDown(id):
+                self._doubted.add(id)
+        return event
+
+    def _arrived(self, name: str, gateway: _Gateway, request: Request, apart: float) -> Arrived:
+        self._owner[request.id] = name
+        gateway.ids.add(request.id)
+        return Arrived(replace(request, arrival=request.arrival + apart))
+
+    def _hear_report(self, name: str, requests: Sequence[InFlight], apart: float, *, last: bool) -> None:
+        """Correct what is known of a gateway by what it says that it has."""
+        cluster = self.control.controller.cluster
+        gateway = self._gateways.setdefault(name, _Gateway(clock.now()))
+        gateway.reporting = gateway.reporting or set()
+        gateway.reporting.update(one.request.id for one in requests)
+        events = list[Event]()
+        for one in requests:
+            events += self._corrections(name, gateway, one, apart)
+        placed = {
+            one.request.id: one.instance
+            for one in requests
+            if one.instance is not None and self._code(one.request.id) != cluster.code(one.instance)
+        }
+        if last:
+            events += [Failed(id, "gateway_gone") for id in gateway.ids - gateway.reporting]
+            for event in events:
+                self._noted(name, gateway, event)
+            gateway.reporting, gateway.known = None, True
+            log.info("%s has %d requests", name, len(gateway.ids))
+        self.control.correct(events, placed)
+
+    def _corrections(self, name: str, gateway: _Gateway, one: InFlight, apart: float) -> list[Event]:
+        """Return the events that are missing here of a request, but for its being sent."""
+        id, events = one.request.id, list[Event]()
+        if id not in self.control.controller.requests:
+            events.append(self._arrived(name, gateway, one.request, apart))
+        elif (code := self._code(id)) is not None:
+            cluster = self.control.controller.cluster
+            if one.instance is None or code != cluster.code(one.instance):
+                events.append(Returned(id))
+        return [*events, Started(id)] if one.started else events
+
+    def _code(self, id: str) -> int | None:
+        """Return the code of the instance that a request was sent to, None = it is queued, or not known."""
+        backlog = self.control.controller.cluster.backlog
+        row = backlog.row_of.get(id)
+        return None if row is None or not backlog.sent[row] else int(backlog.instance[row])
+
+    # ---- engines
+
+    def _hear_engine(self, name: str, state: EngineState) -> None:
+        """Take note of an engine: its agent tells its events as they come, so it is new, or was doubted."""
+        agent = self._agents.setdefault(name, _Agent(clock.now()))
+        new = state.id not in agent.engines
+        if new and self._agent_of.get(state.id, name) != name:
+            log.error("%s says that it has %s, which %s has", name, state.id, self._agent_of[state.id])
+            return
+        agent.engines.add(state.id)
+        self._agent_of[state.id] = name
+        if new and state.loading is not None:
+            agent.engines.discard(state.id)  # its agent tells when it serves again
+        elif (new or state.id in self._doubted) and state.instance is not None:
+            self._doubted.discard(state.id)
+            self._come(InstanceUp(state.instance))
+
+    def _engine_event(self, event: Event) -> None:
+        """Take note of an event of an engine."""
+        match event:
+            case InstanceUp(instance):
+                self._doubted.discard(instance.id)
+                self._come(event)
+            case InstanceDown(id) if self._settling is not None and id in self._settling:
+                del self._settling[id]
+            case _:
+                self.control.tell(event)
+
+    def _come(self, up: InstanceUp) -> None:
+        """Let an instance take work, but not before gateways have had the time to report what is in it."""
+        if self._settling is None:
+            self.control.tell(up)
+        else:
+            self._settling[up.instance.id] = up
+
+    async def settle(self) -> None:
+        """Let instances take work as soon as gateways have had the time to report."""
+        await asyncio.sleep(SETTLE_S)
+        ups, self._settling = self._settling or {}, None
+        self.control.tell_all(*ups.values())
+
+    # ---- who is there
+
+    async def _stand(self) -> None:
+        """Say that this controller leads, and forget those who are silent, until cancelled."""
+        while True:
+            known = {name for name, one in self._gateways.items() if one.known}
+            waiting = {name: one.waiting for name, one in self._gateways.items() if one.waiting}
+            self._link.send("all", Standing(frozenset(known | {*self._agents}), waiting))
+            await asyncio.sleep(EVERY_S)
+            silent = clock.now() - self._lease_s
+            for name in [name for name, one in (self._gateways | self._agents).items() if one.heard < silent]:
+                self._forget(name, f"was silent for {self._lease_s:g} s")
+
+    def _forget(self, name: str, why: str) -> None:
+        """Let go of a gateway with its requests, or of an agent with its engines."""
+        gateway, agent = self._gateways.pop(name, None), self._agents.pop(name, None)
+        if gateway is not None:
+            log.warning("%s %s; its requests (%d) end", name, why, len(gateway.ids))
+            ended = [Failed(id, "gateway_gone") for id in gateway.ids]
+            self.control.tell_all(*[self._noted(name, gateway, event) for event in ended])
+        if agent is not None:
+            log.warning("%s %s; its engines take no work", name, why)
+            for id in agent.engines:
+                self._agent_of.pop(id, None)
+                if self._settling is not None:
+                    self._settling.pop(id, None)
+            self.control.tell_all(*[InstanceDown(id) for id in agent.engines])
+
+    # ---- commands
+
+    def _execute(self, commands: Sequence[Command]) -> None:
+        """Send commands soon to those concerned; each gets its own in their order."""
+        if commands and not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        for command in commands:
+            for to, part in self._addressed(command):
+                self._outbox[to].append(part)
+
+    def _addressed(self, command: Command) -> Iterator[tuple[str, Command]]:
+        """Yield for whom a command is. What nobody here has any more needs no command."""
+        match command:
+            case Send(id) | Reject(id):
+                yield from ((name, command) for name in filter(None, [self._owner.get(id)]))
+            case Rerank(instance, ranks):
+                yield from self._to_agent(instance, command)
+                owners = defaultdict[str, dict[str, float]](dict)
+                for id, rank in ranks.items():
+                    if id in self._owner:
+                        owners[self._owner[id]][id] = rank
+                yield from ((name, Rerank(instance, some)) for name, some in owners.items())
+            case Swap(instance):
+                yield from self._to_agent(instance, command)
+                yield "all", command
+            case Warm(instance):
+                yield from self._to_agent(instance, command)
+            case Prewarm() if self._latest:
+                yield self._latest, command
+
+    def _to_agent(self, instance: str, command: Command) -> Iterator[tuple[str, Command]]:
+        if instance in self._agent_of:
+            yield self._agent_of[instance], command
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, defaultdict(list)
+        for to, commands in outbox.items():
+            self._link.send(to, *commands)
+
+    def _inquire(self, instance: str, ids: Sequence[str]) -> None:
+        if instance in self._agent_of:
+            self._link.send(self._agent_of[instance], Asked(instance, tuple(ids)))

@@ -1,0 +1,123 @@
+"""A Headway in parts: a gateway, a controller and an agent that only the wire connects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from headway.serve.roles.remote_control import RemoteControl
+from headway.wire.messages import Standing
+from headway.wire.port import Letter
+from tests.serve.gateway import Fake, configuration, until
+from tests.serve.roles.parts import Parts, parts
+from tests.serve.test_request_ends import fakes
+
+
+def waiting(headway: Parts, name: str) -> list[str]:
+    """Return the ids of the requests that a controller knows of."""
+    leader = headway.controllers[name].leader
+    return [] if leader is None else list(leader.control.controller.requests)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    fake = Fake(tmp_path).start()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def headway(tmp_path: Path, fake: Fake) -> Iterator[Parts]:
+    with parts(configuration(tmp_path, fake.url), tmp_path) as made:
+        made.controller("c1")
+        made.agent("a1", "e0")
+        yield made
+
+
+def test_a_request_goes_from_a_gateway_to_an_agent_s_engine(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        answer = gateway.post(gateway.chat())
+        assert answer.status_code == 200, answer.text
+        until(lambda: not waiting(headway, "c1"))
+
+
+def test_a_stream_goes_through_and_the_controller_hears_of_its_first_token(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        chunks = list(gateway.client().chat.completions.create(**gateway.chat(), stream=True))
+        assert len(chunks) > 2
+        until(lambda: not waiting(headway, "c1"))
+
+
+def test_two_gateways_share_one_queue(headway: Parts) -> None:
+    with headway.gateway("g1") as one, headway.gateway("g2") as other:
+        for gateway in (one, other):
+            assert gateway.post(gateway.chat()).status_code == 200
+        until(lambda: not waiting(headway, "c1"))
+
+
+def test_a_standby_takes_over_what_waits_and_what_runs(headway: Parts, fake: Fake) -> None:
+    """The first controller dies with one answer held back in the engine and others behind it."""
+    headway.controller("c2")
+    with headway.gateway("g1") as gateway, ThreadPoolExecutor(40) as pool:
+        held = [pool.submit(gateway.post, gateway.chat(**fakes(hold="h"))) for _ in range(36)]
+        until(lambda: len(waiting(headway, "c1")) == 36)
+        headway.kill("c1")
+        until(lambda: headway.controllers["c2"].leader is not None)
+        until(lambda: len(waiting(headway, "c2")) == 36)
+        fake.release("h")
+        assert [one.result(20).status_code for one in held] == [200] * 36
+        until(lambda: not waiting(headway, "c2"))
+        assert fake.last()["asked"] == 36, "none was sent twice"
+
+
+def test_requests_of_a_gateway_that_dies_end_in_the_controller(headway: Parts, fake: Fake) -> None:
+    with headway.gateway("g1") as gateway, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(gateway.post, gateway.chat(**fakes(hold="h")))
+        until(lambda: waiting(headway, "c1"))
+        headway.exchange.part("g1")
+        until(lambda: not waiting(headway, "c1"))
+        headway.exchange.mend("g1")
+        until(lambda: waiting(headway, "c1"))
+        fake.release("h")
+        assert asked.result(20).status_code == 200
+
+
+def test_without_a_connection_requests_are_refused_rather_than_lost(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        headway.exchange.part("g1")
+        answer = gateway.post(gateway.chat())
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "queue_unreachable"
+        headway.exchange.mend("g1")
+        assert gateway.post(gateway.chat()).status_code == 200
+
+
+def test_an_agent_that_is_silent_gets_no_work_until_it_is_back(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway, ThreadPoolExecutor(1) as pool:
+        headway.exchange.part("a1")
+        until(lambda: not gateway.controller.cluster.instances)
+        until(lambda: not headway.controllers["c1"].leader.control.controller.cluster.instances)
+        assert gateway.get("/ready").status_code == 503
+        asked = pool.submit(gateway.post, gateway.chat())
+        until(lambda: waiting(headway, "c1"))
+        headway.exchange.mend("a1")
+        assert asked.result(20).status_code == 200
+
+
+def test_an_old_controller_that_comes_back_is_not_obeyed(headway: Parts) -> None:
+    headway.controller("c2")
+    with headway.gateway("g1") as gateway:
+        headway.exchange.part("c1")
+        until(lambda: headway.controllers["c2"].leader is not None)
+        control = gateway.inner.dispatcher.control
+        assert isinstance(control, RemoteControl)
+        until(lambda: control.leader.epoch == 2)
+        before = control.leader.heard
+        gateway.loop.call_soon_threadsafe(control.hear, Letter("c1", 1, (Standing(frozenset(), {}),), 0.0))
+        headway.exchange.mend("c1")
+        assert gateway.post(gateway.chat()).status_code == 200
+        assert control.leader.epoch == 2
+        assert control.leader.heard > before

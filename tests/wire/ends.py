@@ -1,0 +1,79 @@
+"""Processes on the wire for tests, and a bare connection to look behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from headway.events import Finished
+from headway.wire.connection import ALL, CONTROLLER, DEAD, DIRECT, TERM, Address, Connection, tag_of
+from headway.wire.messages import Item
+from headway.wire.port import Letter
+from headway.wire.rabbitmq import RabbitLink
+
+SECONDS = 30.0  # for anything to happen
+
+
+@asynccontextmanager
+async def linked(address: Address) -> AsyncIterator[Connection]:
+    connection = await Connection.connect(address, "test")
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+@asynccontextmanager
+async def leading(address: Address, name: str = "c") -> AsyncIterator[RabbitLink]:
+    """Yield a controller that leads."""
+    async with RabbitLink.opened(address, name, controls=True) as link:
+        await eventually(lambda: link.connected)
+        yield link
+
+
+async def hear(link: RabbitLink, count: int = 1) -> list[Letter]:
+    """Return letters until so many items have come."""
+    letters, items = list[Letter](), 0
+    async with asyncio.timeout(SECONDS):
+        async for letter in link.letters():
+            letters.append(letter)
+            items += len(letter.items)
+            if items >= count:
+                break
+    return letters
+
+
+def items(letters: list[Letter]) -> list[Item]:
+    return [item for letter in letters for item in letter.items]
+
+
+def end(number: int) -> Finished:
+    return Finished(f"r{number}", number)
+
+
+async def eventually(true: Callable[[], Any]) -> None:
+    deadline = asyncio.get_running_loop().time() + SECONDS
+    while not true():
+        assert asyncio.get_running_loop().time() < deadline, f"not true within {SECONDS} s"
+        await asyncio.sleep(0.01)
+
+
+async def dead(address: Address) -> list[tuple[bytes, str]]:
+    """Take all dead letters: bodies and reasons."""
+    found = []
+    async with linked(address) as connection:
+        while (message := await connection.channel.basic_get(address.name(DEAD))).delivery_tag is not None:
+            found.append((message.body, str((message.header.properties.headers or {})["reason"])))
+            await connection.ack(tag_of(message))
+    return found
+
+
+async def clear(address: Address) -> None:
+    """Delete what an address has on the server."""
+    async with linked(address) as connection:
+        for queue in (CONTROLLER, TERM, DEAD):
+            await connection.channel.queue_delete(address.name(queue))
+        for exchange in (DIRECT, ALL):
+            await connection.channel.exchange_delete(address.name(exchange))

@@ -1,0 +1,233 @@
+"""What `port.Link` promises, on a real RabbitMQ."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from yarl import URL
+
+from headway import clock
+from headway.bench.live.servers.proxy import proxied
+from headway.errors import ConfigError
+from headway.events import Failed, Tick
+from headway.types import Send
+from headway.wire.codec import Envelope, encode
+from headway.wire.connection import CONTROLLER, DIRECT, MAX_BYTES, Address, Connection
+from headway.wire.rabbitmq import RabbitLink
+from tests.helpers import rabbitmq as server
+from tests.wire.ends import dead, end, eventually, hear, items, leading, linked
+
+COUNT = 2_000
+
+
+# ---- letters
+
+
+async def test_what_one_sends_comes_in_its_order_without_a_gap(address: Address) -> None:
+    async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
+        for number in range(COUNT):
+            a.send("controller", end(number))
+            if number % 300 == 0:
+                await asyncio.sleep(0)
+        letters = await hear(leader, COUNT)
+    assert items(letters) == [end(number) for number in range(COUNT)]
+    assert [letter.number for letter in letters] == list(range(1, len(letters) + 1))
+    assert {(letter.sender, letter.epoch) for letter in letters} == {("a", leader.term)} or leader.term == 0
+
+
+async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address: Address) -> None:
+    opened = RabbitLink.opened
+    async with leading(address) as leader, opened(address, "a") as a, opened(address, "b") as b:
+        term = leader.term
+        leader.send("a", Send("1", "e0"))
+        leader.send("all", Tick())
+        b.send("all", end(1))
+        letters = await hear(a, 3)
+        assert items([one for one in letters if one.epoch]) == [Send("1", "e0"), Tick()]
+        assert items([one for one in letters if not one.epoch]) == [end(1)]
+        (letter,) = await hear(b)
+        assert (letter.items, letter.epoch) == ((Tick(),), term)
+
+
+async def test_what_waits_comes_to_the_next_leader(address: Address) -> None:
+    async with RabbitLink.opened(address, "a") as a:
+        a.send("controller", end(1))
+        async with leading(address) as leader:
+            assert items(await hear(leader)) == [end(1)]
+
+
+async def test_what_was_not_taken_note_of_comes_to_the_next_leader(address: Address) -> None:
+    """A letter is acknowledged when the next one is asked for."""
+    async with RabbitLink.opened(address, "a") as a:
+        async with leading(address) as leader:
+            a.send("controller", end(1))
+            await hear(leader)
+        async with leading(address) as leader:
+            assert items(await hear(leader)) == [end(1)]
+
+
+async def test_clocks_that_are_apart_are_known(address: Address) -> None:
+    """Five minutes, and a way that takes less than a few seconds even on a slow machine."""
+    async with leading(address) as leader, linked(address) as connection:
+        for number in range(1, 4):
+            envelope = Envelope(0, "late", number, clock.now() - 300.0, (Tick(),))
+            await connection.publish(encode(envelope), address.name(CONTROLLER))
+        letters = await hear(leader, 3)
+    assert all(300.0 <= letter.apart < 310.0 for letter in letters)
+
+
+# ---- leaders
+
+
+async def test_one_leads_and_the_next_has_a_higher_epoch(address: Address) -> None:
+    epochs = []
+    for round in range(4):
+        async with leading(address, f"c{round}") as leader:
+            epochs.append(leader.term)
+            async with RabbitLink.opened(address, "standby", controls=True) as standby:
+                async with RabbitLink.opened(address, "a") as a:
+                    a.send("controller", end(round))
+                    async for letter in leader.letters():
+                        if end(round) in letter.items:
+                            break
+                assert not standby.connected
+                assert not standby.term
+                leader._current.fail("cut off")  # the connection ends as by a fault
+                await eventually(lambda one=standby: one.connected)
+                epochs.append(standby.term)
+                assert not leader.term
+    assert all(one < two for one, two in pairwise(epochs)), epochs
+
+
+async def test_a_controller_that_does_not_lead_says_nothing(address: Address) -> None:
+    opened = RabbitLink.opened
+    async with (
+        leading(address) as leader,
+        opened(address, "c2", controls=True) as other,
+        opened(address, "a") as a,
+    ):
+        other.send("a", Send("1", "e0"))
+        leader.send("a", Send("2", "e0"))
+        assert items(await hear(a)) == [Send("2", "e0")]
+
+
+# ---- what goes wrong on the way
+
+
+async def test_a_process_that_was_cut_off_connects_again_and_knows(address: Address) -> None:
+    async with proxied(address.url) as (proxy, url), leading(address) as leader, AsyncExitStack() as stack:
+        a = await stack.enter_async_context(RabbitLink.opened(replace(address, url=url), "a"))
+        assert (a.connected, a.connections) == (True, 1)
+        proxy.cut(accept=False)
+        await eventually(lambda: not a.connected)
+        a.send("controller", end(1))  # lost
+        proxy.accepts = True
+        await eventually(lambda: a.connections == 2)
+        a.send("controller", end(2))
+        assert items(await hear(leader)) == [end(2)]
+
+
+async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(address: Address) -> None:
+    own = server.new()
+    own.start()
+    try:
+        address = Address(own.url, "own")
+        async with RabbitLink.opened(address, "a") as a:
+            for number in range(20):
+                a.send("controller", end(number))
+            await eventually(lambda: not a._outbox and not a._filled.is_set())
+            own.kill()
+            await eventually(lambda: not a.connected)
+            await asyncio.to_thread(own.start)
+            async with leading(address) as leader:
+                assert items(await hear(leader, 20)) == [end(number) for number in range(20)]
+                await eventually(lambda: a.connected)
+                leader.send("a", Send("1", "e0"))
+                assert items(await hear(a)) == [Send("1", "e0")]
+    finally:
+        await asyncio.to_thread(own.remove)
+
+
+async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(address: Address) -> None:
+    async with (
+        leading(address) as leader,
+        RabbitLink.opened(address, "a") as a,
+        linked(address) as connection,
+    ):
+        await connection.publish(b"junk", address.name(CONTROLLER))
+        await connection.publish(b"trash", "a", exchange=address.name(DIRECT))
+        a.send("controller", end(1))
+        leader.send("a", Send("1", "e0"))
+        assert items(await hear(leader)) == [end(1)]
+        assert items(await hear(a)) == [Send("1", "e0")]
+        found = list[tuple[bytes, str]]()
+
+        async def both() -> None:
+            while len(found) < 2:
+                found.extend(await dead(address))
+
+        await asyncio.wait_for(both(), 30)
+    assert sorted(body for body, _ in found) == [b"junk", b"trash"]
+    assert all(reason.startswith("A message cannot be read") for _, reason in found)
+
+
+async def test_what_is_too_large_is_not_sent_and_the_rest_is(
+    address: Address, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
+        a.send("controller", Failed("1", "x" * MAX_BYTES))
+        await eventually(lambda: not a._outbox)
+        a.send("controller", Failed("2", "x" * (MAX_BYTES - 1000)))  # many frames
+        (letter,) = await hear(leader)
+        assert isinstance(letter.items[0], Failed)
+        assert letter.items[0].id == "2"
+        assert letter.number == 2, "its receiver sees that one was lost"
+    assert "a message may have 4,194,304 bytes" in caplog.text
+
+
+# ---- what is wrong at the start
+
+
+async def test_a_name_is_one_process(address: Address) -> None:
+    async with RabbitLink.opened(address, "a"):
+        with pytest.raises(ConfigError, match="knows another process of this name"):
+            async with RabbitLink.opened(address, "a"):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"port": 1}, "cannot be reached"),
+        ({"password": "wrong-horse"}, "refuses the user or the password"),
+        ({"path": "/none"}, "does not open this vhost. Make the vhost"),
+    ],
+)
+async def test_what_is_wrong_with_the_url_is_said(
+    address: Address, change: dict[str, object], words: str
+) -> None:
+    url = URL(address.url)
+    for name, value in change.items():
+        url = getattr(url, f"with_{name}")(value)
+    with pytest.raises(ConfigError, match=words) as caught:
+        await Connection.connect(replace(address, url=str(url)), "a")
+    assert "horse" not in str(caught.value), "it tells no password"
+
+
+async def test_a_queue_of_another_kind_is_said(address: Address) -> None:
+    async with linked(address) as connection:
+        await connection.channel.queue_delete(address.name(CONTROLLER))
+        await connection.channel.queue_declare(address.name(CONTROLLER), durable=False)
+        with pytest.raises(ConfigError, match="inequivalent arg"):
+            await Connection.connect(address, "a")
+        await connection.channel.queue_delete(address.name(CONTROLLER))
+
+
+@pytest.mark.parametrize("url", ["", "http://host", "amqp://", "rabbit"])
+async def test_what_is_no_url_is_said(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no URL of a RabbitMQ server"):
+        await Connection.connect(Address(url), "a")
