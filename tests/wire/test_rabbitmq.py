@@ -218,6 +218,14 @@ async def test_what_is_wrong_with_the_url_is_said(
     assert "horse" not in str(caught.value), "it tells no password"
 
 
+async def test_of_a_cluster_any_node_will_do(address: Address) -> None:
+    gone = str(URL(address.url).with_port(1))
+    async with linked(replace(address, url=f"{gone},{address.url}, {gone}")) as connection:
+        assert connection.address.place.startswith("127.0.0.1:1, 127.0.0.1:")
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        await Connection.connect(replace(address, url=f"{gone},{gone}"), "a")
+
+
 async def test_a_queue_of_another_kind_is_said(address: Address) -> None:
     async with linked(address) as connection:
         await connection.channel.queue_delete(address.name(CONTROLLER))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from headway.bench.gateway_commands import advise, attack, batch, overhead, soak
+from headway.bench.gateway_commands import advise, attack, batch, faults, overhead, soak
 from headway.bench.load import mix as mixes
 from headway.bench.options import (
     AppSystems,
@@ -169,6 +169,7 @@ bench_app.command()(overhead)
 bench_app.command()(attack)
 bench_app.command()(batch)
 bench_app.command()(soak)
+bench_app.command()(faults)
 bench_app.command()(advise)
 
 

@@ -44,6 +44,23 @@ def soak(
     main(names, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
+def faults(
+    only: Annotated[str, typer.Option(help="Comma-separated kinds of faults; none = all.")] = "",
+    count: Annotated[
+        int | None, typer.Option("--faults", min=1, help="How many; else 1000, with --quick 30.")
+    ] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Kill, pause and cut off gateways, controllers, agents, engines, RabbitMQ and PostgreSQL under load."""
+    from headway.bench.live.faults.main import main
+
+    names = tuple(name.strip() for name in only.split(",") if name.strip())
+    main(names, count, quick=quick, as_json=as_json, seed=seed, out=out)
+
+
 def advise(
     mix: MixName = "deadlines",
     model: Model = "smollm2",

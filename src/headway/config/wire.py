@@ -15,7 +15,8 @@ class Wire:
     """The RabbitMQ over which gateways, controllers and agents find each other; `headway serve` needs none.
 
     url: amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS, or better where it is: "env:NAME" or
-        "file:PATH". name: of this Headway; several may share one RabbitMQ.
+        "file:PATH"; those of several nodes of a cluster with commas between.
+    name: of this Headway; several may share one RabbitMQ.
     lease_seconds: a gateway or an agent that was silent for so long is taken for gone.
     host: the address by which gateways reach the engines of an agent.
     """

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import random
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,8 +51,9 @@ class Unroutable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's URL, and the prefix of the names of this installation's queues there.
+    """Where RabbitMQ is, and the prefix of the names of this installation's queues there.
 
+    url: of a server, or of the nodes of a cluster, separated by commas: any of them will do.
     timeout_s: that the server may take to connect or to confirm.
     heartbeat_s: after two of them without a sign of life the server ends a connection; `?heartbeat=` in the
         URL goes before.
@@ -77,26 +79,37 @@ class Address:
     def place(self) -> str:
         """Return the server's address as messages name it, without user and password."""
         try:
-            url = URL(self.url)
-            return f"{url.host}:{url.port or _PORTS[url.scheme]}{url.path if url.path != '/' else ''}"
+            urls = [URL(url) for url in self.urls]
+            places = [f"{url.host}:{url.port or _PORTS[url.scheme]}" for url in urls]
+            return ", ".join(places) + (urls[0].path if urls[0].path != "/" else "")
         except (KeyError, ValueError):
             return f"the server of {VARIABLE}"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return the URL of each node."""
+        return tuple(re.split(r",\s*(?=amqps?://)", self.url))
 
     def name(self, queue: str) -> str:
         """Return the whole name of a queue or exchange."""
         return f"{self.prefix}.{queue}"
 
-    def target(self) -> URL:
-        """Return the URL to connect to. ConfigError when it is none."""
+    def targets(self) -> list[URL]:
+        """Return the URLs to connect to, in any order. ConfigError when one is none."""
         with suppress(ValueError):
-            url = URL(self.url)
-            if url.scheme in _PORTS and url.host:
-                return url.update_query(heartbeat=url.query.get("heartbeat", str(self.heartbeat_s)))
+            urls = [URL(url) for url in self.urls]
+            if all(url.scheme in _PORTS and url.host for url in urls):
+                beat = str(self.heartbeat_s)
+                targets = [url.update_query(heartbeat=url.query.get("heartbeat", beat)) for url in urls]
+                return random.sample(targets, len(targets))
         raise ConfigError(f"{VARIABLE} is no URL of a RabbitMQ server.", _FORM, param=VARIABLE)
 
 
 _PORTS = {"amqp": 5672, "amqps": 5671}
-_FORM = "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS; special characters as %XX."
+_FORM = (
+    "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS; special characters as %XX; those of "
+    "several nodes of a cluster with commas between."
+)
 
 
 class Connection:
@@ -114,12 +127,10 @@ class Connection:
     async def connect(cls, address: Address, name: str) -> Connection:
         """Connect, and make the queues that are not there. ConfigError when that is not possible.
 
-        name: as which RabbitMQ lists the connection.
+        name: as which RabbitMQ lists the connection. Of a cluster, the first node that lets it in is taken.
         """
-        target = address.target()
         with explained(address):
-            async with asyncio.timeout(address.timeout_s):
-                connection = await aiormq.connect(target, client_properties={"connection_name": name})
+            connection = await _first(address, name)
             try:
                 async with asyncio.timeout(address.timeout_s):
                     channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
@@ -250,6 +261,19 @@ class Connection:
     def _on_closed(self, closing: asyncio.Future[Any]) -> None:
         error = None if closing.cancelled() else closing.exception()
         self.fail(str(error or "the connection has ended"))
+
+
+async def _first(address: Address, name: str) -> AbstractConnection:
+    """Return a connection to the first node that gives one; without any, raise the last one's error."""
+    targets = address.targets()
+    while True:
+        target = targets.pop()
+        try:
+            async with asyncio.timeout(address.timeout_s):
+                return await aiormq.connect(target, client_properties={"connection_name": name})
+        except (AMQPError, OSError):  # TimeoutError among them
+            if not targets:
+                raise
 
 
 async def declare(channel: AbstractChannel, address: Address) -> None:

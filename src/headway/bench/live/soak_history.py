@@ -17,6 +17,7 @@ class History:
     looks: id of each background request that was accepted (202) -> what each look at it has shown, in order;
         ("unknown", "") is a 404
     whole: requests that were answered while their clients waited, told of an error included
+    told: of these, those that were told of an error
     silent: of such requests, those whose connection ended without an answer while the gateway lived
     doubled: of such requests, those whose answer had more tokens or ends than one answer has
     computed: id -> how often the engine was asked to compute it
@@ -24,6 +25,7 @@ class History:
 
     looks: dict[str, list[End]] = field(default_factory=dict)
     whole: int = 0
+    told: int = 0
     silent: int = 0
     doubled: int = 0
     computed: Counter[str] = field(default_factory=Counter)

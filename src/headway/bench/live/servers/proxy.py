@@ -39,7 +39,11 @@ class Proxy:
         if not self.accepts:
             writer.transport.abort()
             return
-        there, back = await asyncio.open_connection(self._target.host, self._target.port)
+        try:
+            there, back = await asyncio.open_connection(self._target.host, self._target.port)
+        except OSError:  # it does not run
+            writer.transport.abort()
+            return
         self._writers |= {writer, back}
         await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
         self._writers -= {writer, back}

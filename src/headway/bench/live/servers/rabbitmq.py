@@ -12,6 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,18 +50,22 @@ def script() -> Path:
 
 
 class Server:
-    """A private server, which may be stopped and started again on the same data."""
+    """A private server, which may be stopped and started again on the same data.
 
-    def __init__(self) -> None:
-        self.script, self.port, self._epmd_port = script(), free_port(), free_port()
+    epmd: the port mapper of its node, which nodes of a cluster share; None = its own. cookie: of the cluster.
+    """
+
+    def __init__(self, epmd: PortMapper | None = None, cookie: str = "") -> None:
+        self.script, self.port, self._owns_epmd = script(), free_port(), epmd is None
+        self.epmd = epmd or PortMapper()
         self.folder = Path(tempfile.mkdtemp(prefix="headway-rabbitmq-"))
+        self.node = f"{self.folder.name}@localhost"
         self._process: subprocess.Popen[bytes] | None = None
-        self._epmd: subprocess.Popen[bytes] | None = None
-        (self.folder / "rabbitmq.conf").write_text(f"listeners.tcp.1 = 127.0.0.1:{self.port}\n" + _CONFIG)
+        self.join([])
         (self.folder / "enabled_plugins").write_text("[].\n")
-        cookie = self.folder / ".erlang.cookie"
-        cookie.write_text(secrets.token_hex(16))
-        cookie.chmod(0o400)
+        file = self.folder / ".erlang.cookie"
+        file.write_text(cookie or secrets.token_hex(16))
+        file.chmod(0o400)
         # As with PostgreSQL, root's work is not given to a server of a test.
         self._as: dict[str, Any] = {}
         if os.getuid() == 0:
@@ -69,6 +74,13 @@ class Server:
                 os.chown(path, user.pw_uid, user.pw_gid)
             self._as = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         self._env = self._environment()
+
+    def join(self, nodes: Sequence[str]) -> None:
+        """Form a cluster with these nodes at the first start, itself among them; none: it is alone."""
+        kind = "cluster_formation.peer_discovery_backend = classic_config\n" if nodes else ""
+        peers = (f"cluster_formation.classic_config.nodes.{i} = {node}\n" for i, node in enumerate(nodes, 1))
+        text = f"listeners.tcp.1 = 127.0.0.1:{self.port}\n{_CONFIG}{kind}{''.join(peers)}"
+        (self.folder / "rabbitmq.conf").write_text(text)
 
     @property
     def url(self) -> str:
@@ -79,10 +91,18 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        if self._epmd is None:
-            epmd = shutil.which("epmd") or "epmd"
-            self._epmd = self._run(epmd, "-port", str(self._epmd_port))
-        self._process = self._run(str(self.script))
+        self.begin()
+        self.wait()
+
+    def begin(self) -> None:
+        """Start it."""
+        self.epmd.start(self._env, self._as)
+        with (self.folder / "log").open("ab") as out:
+            self._process = _run([str(self.script)], self._env, out, self.folder, self._as)
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        assert self._process is not None
         deadline = time.monotonic() + _SECONDS
         while not self._answers():
             assert self._process.poll() is None, (self.folder / "log").read_text()
@@ -107,9 +127,8 @@ class Server:
     def remove(self) -> None:
         """End it and delete its data."""
         self.kill()
-        if self._epmd is not None:
-            self._epmd.kill()
-            self._epmd.wait(_SECONDS)
+        if self._owns_epmd:
+            self.epmd.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _signal(self, number: int) -> None:
@@ -124,25 +143,76 @@ class Server:
             return bool(client.recv(1))
         return False
 
-    def _run(self, *command: str) -> subprocess.Popen[bytes]:
-        with (self.folder / "log").open("ab") as out:
-            return subprocess.Popen(
-                command, env=self._env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder,
-                start_new_session=True, preexec_fn=_die_with_parent, **self._as,
-            )  # fmt: skip
-
     def _environment(self) -> dict[str, str]:
         ours = {key: value for key, value in os.environ.items() if key != _MARK and key[:8] != "RABBITMQ"}
         folder = str(self.folder)
         return ours | {
-            "HOME": folder, "ERL_EPMD_PORT": str(self._epmd_port), "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODENAME": f"{self.folder.name}@localhost", "RABBITMQ_DIST_PORT": str(free_port()),
+            "HOME": folder, "ERL_EPMD_PORT": str(self.epmd.port), "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": self.node, "RABBITMQ_DIST_PORT": str(free_port()),
             "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf", "RABBITMQ_CONF_ENV_FILE": f"{folder}/none",
             "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins", "RABBITMQ_LOGS": "-",
             "RABBITMQ_MNESIA_BASE": f"{folder}/data", "RABBITMQ_LOG_BASE": folder,
             "RABBITMQ_PID_FILE": f"{folder}/pid",
             "RUNNING_UNDER_SYSTEMD": "1",  # its script then becomes the server, with no shell before it
         }  # fmt: skip
+
+
+class PortMapper:
+    """Erlang's, by which nodes find each other; started by the first."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, env: Mapping[str, str], as_user: Mapping[str, Any]) -> None:
+        """Start it, unless it runs."""
+        if self._process is None:
+            argv = [shutil.which("epmd") or "epmd", "-port", str(self.port)]
+            self._process = _run(argv, env, subprocess.DEVNULL, Path("/"), as_user)
+
+    def stop(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(_SECONDS)
+            self._process = None
+
+
+class Cluster:
+    """Several private servers that are one cluster: `nodes` of them; one is a server alone."""
+
+    def __init__(self, nodes: int) -> None:
+        epmd, cookie = PortMapper(), secrets.token_hex(16)
+        self.epmd, self.nodes = epmd, [Server(epmd, cookie) for _ in range(nodes)]
+        if nodes > 1:
+            for one in self.nodes:
+                one.join([each.node for each in self.nodes])
+
+    @property
+    def url(self) -> str:
+        return ",".join(node.url for node in self.nodes)
+
+    def start(self) -> None:
+        """Start all nodes, and wait until they answer: by then each has joined."""
+        for node in self.nodes:
+            node.begin()
+        for node in self.nodes:
+            node.wait()
+
+    def remove(self) -> None:
+        """End all nodes and delete their data."""
+        for node in self.nodes:
+            node.remove()
+        self.epmd.stop()
+
+
+def _run(
+    argv: Sequence[str], env: Mapping[str, str], out: Any, folder: Path, as_user: Mapping[str, Any]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder,
+        start_new_session=True, preexec_fn=_die_with_parent, **as_user,
+    )  # fmt: skip
 
 
 def _is_user(name: str) -> bool:
