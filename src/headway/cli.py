@@ -137,6 +137,9 @@ def agent(
     engine: Annotated[
         list[str] | None, typer.Option(help="Id of an engine to run: e0 is the first of [[engines]].")
     ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address at which gateways reach its engines; else wire.host.")
+    ] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
     port: Probes = None,
 ) -> None:
@@ -144,7 +147,9 @@ def agent(
     from headway.config import load
     from headway.serve.roles.main import agent as run
 
-    raise typer.Exit(run(load(config), name, engine or (), log_dir=logs, port=port))
+    setup = load(config)
+    setup = replace(setup, wire=replace(setup.wire, host=host or setup.wire.host))
+    raise typer.Exit(run(setup, name, engine or (), log_dir=logs, port=port))
 
 
 @app.command()
