@@ -152,6 +152,29 @@ def agent(
     raise typer.Exit(run(setup, name, engine or (), log_dir=logs, port=port))
 
 
+Address = Annotated[str | None, typer.Option(help="Of the Ray cluster; else up.address.")]
+
+
+@app.command()
+def up(config: ConfigFile = None, address: Address = None) -> None:
+    """Run gateways, controllers and agents on a Ray cluster; what runs already is brought up to date."""
+    from headway.config import load
+    from headway.up.command import up as run
+
+    setup = load(config)
+    run(replace(setup, up=replace(setup.up, address=address or setup.up.address)))
+
+
+@app.command()
+def down(config: ConfigFile = None, address: Address = None) -> None:
+    """Stop what `headway up` runs on a Ray cluster: gateways first, when they have answered."""
+    from headway.config import load
+    from headway.up.command import down as run
+
+    setup = load(config)
+    run(replace(setup, up=replace(setup.up, address=address or setup.up.address)))
+
+
 @app.command()
 def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
     """Look for what is wrong with this machine or configuration, and what mends it. Exits with 1 if so."""

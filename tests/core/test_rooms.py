@@ -79,7 +79,8 @@ ALLOWED = {
     "sim": GROUND | CORE | {"engines"},
     "serve": GROUND | CORE | CLOCK | {"backends", "broker", "engines", "journal", "models", "wire"},
     "bench": GROUND | CORE | CLOCK | {"broker", "engines", "journal", "models", "serve", "sim"},
-    "cli": GROUND | CORE | CLOCK | {"broker", "engines", "models", "serve", "sim", "bench"},
+    "up": GROUND | {"engines"},
+    "cli": GROUND | CORE | CLOCK | {"broker", "engines", "models", "serve", "sim", "bench", "up"},
 }
 # Clocks, randomness and I/O come into the core as arguments. (Data files of the package are read by pathlib.)
 HOSTS = {

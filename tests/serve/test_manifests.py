@@ -1,4 +1,4 @@
-"""`deploy/`: compose file and manifests of Kubernetes run commands that exist, with probes that are answered."""
+"""`deploy/`: the compose file and the manifests run commands that exist, with probes that are answered."""
 
 from __future__ import annotations
 

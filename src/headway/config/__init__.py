@@ -28,6 +28,7 @@ from headway.config.log import Log as Log
 from headway.config.log import Tracing as Tracing
 from headway.config.postgres import Postgres as Postgres
 from headway.config.problems import explain
+from headway.config.up import Up as Up
 from headway.config.wire import Wire as Wire
 from headway.errors import ConfigError
 from headway.types import Slo
@@ -193,6 +194,7 @@ class Config:
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)
     wire: Wire = field(default_factory=Wire)
+    up: Up = field(default_factory=Up)
     predictor: Predictor = field(default_factory=Predictor)
     apps: Apps = field(default_factory=Apps)
     journal: Journal = field(default_factory=Journal)
@@ -244,7 +246,7 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
-    "broker.postgres": Postgres, "wire": Wire, "predictor": Predictor,
+    "broker.postgres": Postgres, "wire": Wire, "up": Up, "predictor": Predictor,
     "apps": Apps, "batches": Batches, "journal": Journal, "log": Log, "tracing": Tracing,
     "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip

@@ -50,6 +50,7 @@ class Engine:
     tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
         is known for by its name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
+    resources: that `headway up` asks Ray for: cpus, gpus, memory_gib, or names that nodes give their own.
     """
 
     model: str = "smollm2"
@@ -77,6 +78,9 @@ class Engine:
     reasoning_parser: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
     args: tuple[str, ...] = ()
+    resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]] = field(
+        default_factory=dict
+    )
     start_timeout_s: Positive = 300.0
     health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung
     silence_timeout_s: Positive = 300.0  # so has a core (with Headway's scheduler) that ends no iteration

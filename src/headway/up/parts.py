@@ -1,0 +1,71 @@
+"""The processes that a configuration asks for, and what each needs of its node."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from headway.config import Config, write
+
+CONFIG, PORT = "{config}", "{port}"  # in `argv`, known on the node only
+HOST = "{host}"  # likewise in the configuration
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CPU, _GPU, _MEMORY = "cpus", "gpus", "memory_gib"  # of engines.resources; other names are the cluster's own
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A process. argv: of `headway`. port: for HTTP, None = any that is free. memory: in bytes.
+
+    custom: further resources, by the names that Ray's nodes give them.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    port: int | None
+    cpus: float
+    memory: int
+    gpus: float = 0.0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def digest(self, config: str) -> str:
+        """Return what tells this part with this configuration from any other."""
+        return hashlib.sha256(f"{asdict(self)}{config}".encode()).hexdigest()[:16]
+
+    def needs(self) -> str:
+        """Return what it needs of a node, in words."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, "GiB": self.memory / _GIB, **self.custom}
+        return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
+
+
+def template(config: Config) -> str:
+    """Return the file for the nodes: each part listens at its node's address, unless at all of them."""
+    server = config.server
+    server = replace(server, host=HOST if server.host in _LOOPBACK else server.host)
+    return write(replace(config, server=server, wire=replace(config.wire, host=HOST)))
+
+
+def parts_of(config: Config) -> list[Part]:
+    """Return all parts: agents, controllers, then gateways."""
+    up = config.up
+    common = ("--config", CONFIG, "--port", PORT)
+    agents = [_agent(i, dict(engine.resources), common) for i, engine in enumerate(config.engines)]
+    memory = int(up.memory_gib * _GIB)
+    controllers = [
+        Part(f"controller-{i}", ("controller", *common), None, up.cpus, memory) for i in range(up.controllers)
+    ]
+    gateways = [
+        Part(f"gateway-{i}", ("gateway", *common), config.server.port + i, up.cpus, memory)
+        for i in range(up.gateways)
+    ]
+    return [*agents, *controllers, *gateways]
+
+
+def _agent(number: int, resources: dict[str, float], common: tuple[str, ...]) -> Part:
+    name = f"agent-{number}"
+    argv = ("agent", "--name", name, "--engine", f"e{number}", *common)
+    cpus, gpus = resources.pop(_CPU, 1.0), resources.pop(_GPU, 0.0)
+    memory = int(resources.pop(_MEMORY, 0.0) * _GIB)
+    return Part(name, argv, None, cpus, memory, gpus, resources)
