@@ -27,6 +27,7 @@ from headway.config import (
     Sqlite,
     Tier,
     Tracing,
+    Up,
     Wire,
     load,
     parse,
@@ -86,6 +87,7 @@ cores = "0-1"
 eager = false
 async_scheduling = true
 args = ["--gpu-memory-utilization", "0.5"]
+resources = {{ gpus = 2, a100 = 0.5 }}
 tool_parser = "hermes"
 reasoning_parser = "none"
 start_timeout_s = 60
@@ -112,6 +114,13 @@ url = "{SECRET}"
 name = "east"
 lease_seconds = 7.5
 host = "10.0.0.5"
+
+[up]
+address = "10.0.0.9:6379"
+gateways = 3
+controllers = 1
+cpus = 0.5
+memory_gib = 2
 
 [predictor]
 embedding = "none"
@@ -214,7 +223,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             models=("org/other-model", Model("/models/third", "third")),
             adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5, api_key=SECRET,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
-            cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
+            cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"), resources={"gpus": 2.0, "a100": 0.5},
             tool_parser="hermes", reasoning_parser="none",
             start_timeout_s=60.0, health_timeout_s=5.0, silence_timeout_s=50.0, request_timeout_s=500.0,
         ),
@@ -230,6 +239,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.tracing == Tracing("http://localhost:4318", "gateway", 0.25)
     assert config.batches == Batches("files", 20, 500, 100, 3, 16)
     assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")
+    assert config.up == Up("10.0.0.9:6379", 3, 1, 0.5, 2.0)
     assert config.backends["python"] == Backend(
         "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
@@ -246,6 +256,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Postgres: data["broker"]["postgres"],
         Predictor: data["predictor"],
         Wire: data["wire"],
+        Up: data["up"],
         Apps: data["apps"],
         Journal: data["journal"],
         Log: data["log"],

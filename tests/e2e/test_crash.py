@@ -17,7 +17,7 @@ from tests.e2e.server import ANSWER_S, Headway, gone
 
 
 def body(i: int, **more: Any) -> dict[str, Any]:
-    ask = {"prompt": f"Number {i} is", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    ask = {"prompt": f"Number {i} is", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
     return {"model": "smollm2"} | ask | more
 
 
@@ -97,7 +97,7 @@ async def test_nothing_accepted_is_lost_or_answered_twice(tmp_path: Path) -> Non
     server.start()
     try:
         server.wait_ready()
-        first = background(server, 10)
+        first = background(server, 8)
         left: list[psutil.Process] = []
         await load_and(server.url, lambda: left.extend(server.kill()))
         assert gone(left) == [], "the engine ends with its gateway"
@@ -116,7 +116,7 @@ async def test_nothing_accepted_is_lost_or_answered_twice(tmp_path: Path) -> Non
         assert orphans, "the kill found foreground requests in flight"
         assert all(state == "failed" and "client_gone" in str(why) for state, _, why in orphans)
 
-        second = background(server, 6)
+        second = background(server, 4)
         answers = await load_and(server.url, lambda: engine_core(server).kill())
         whole, streamed = answers[1::2], answers[0::2]
         assert all(status == 200 for status, _ in whole), "no byte was out: the next engine answers them"

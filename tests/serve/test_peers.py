@@ -158,9 +158,9 @@ def test_cpu_seconds_are_those_of_all_processes() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         peer, until = Peer("x", 0, psutil.Process(process.pid)), time.monotonic() + 60
-        while peer.cpu() < 2.0 and time.monotonic() < until:
+        while peer.cpu() < 1.9 and time.monotonic() < until:
             time.sleep(0.05)
         own = peer.process.cpu_times()
-        assert peer.cpu() >= 2.0
+        assert peer.cpu() >= 1.9
         assert own.user + own.system < 1.0
         process.communicate(b"")
