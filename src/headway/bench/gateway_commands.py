@@ -44,6 +44,21 @@ def soak(
     main(names, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
+def accept(
+    backlog: Annotated[
+        int | None, typer.Option(min=1, help="Requests of the backlog; else 100,000, with --quick 3,000.")
+    ] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Measure how fast requests are accepted, by queue and gateways, and the takeover of a backlog."""
+    from headway.bench.live.accept import main
+
+    main(backlog, quick=quick, as_json=as_json, seed=seed, out=out)
+
+
 def faults(
     only: Annotated[str, typer.Option(help="Comma-separated kinds of faults; none = all.")] = "",
     count: Annotated[

@@ -30,6 +30,11 @@ class ControllerProcess:
         self.leader: Leader | None = None
         self._term = 0
 
+    def state(self) -> dict[str, int]:
+        """Return how many requests it knows of, as long as it leads."""
+        known = 0 if self.leader is None else len(self.leader.control.controller.requests)
+        return {"requests": known if self._link.connected else 0}
+
     async def run(self) -> None:
         """Take messages until the link is closed."""
         async with AsyncExitStack() as stack:

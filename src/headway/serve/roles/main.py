@@ -70,7 +70,7 @@ def controller(config: Config, *, port: int | None = None) -> int:
             open_lengths(find(config.recipe), config.predictor, metrics) as lengths,
         ):
             process = ControllerProcess(config, link, lengths, metrics)
-            state = lambda: (True, {"leads": link.connected, "term": link.term})  # noqa: E731
+            state = lambda: (True, {"leads": link.connected, "term": link.term, **process.state()})  # noqa: E731
             async with _probed(port, config, state, metrics), tasks.running(process.run):
                 log.info("%s waits to lead", name)
                 await _signal()

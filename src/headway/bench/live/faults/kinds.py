@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from headway.bench.live.faults.cluster import Cluster, Part
+from headway.bench.live.servers.parts import Cluster, Part
 from headway.bench.live.servers.proxy import Proxy
 from headway.bench.live.soak_clients import Door
 

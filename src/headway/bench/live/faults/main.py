@@ -12,17 +12,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from headway.bench.live.faults.cluster import LEASE_S, WHAT
+from headway.bench.live.fake_engine import NAME
 from headway.bench.live.faults.kinds import KINDS
 from headway.bench.live.faults.run import PATIENCE_S, Outcome, Sizes, measure
 from headway.bench.live.peers import HEADWAY
+from headway.bench.live.servers.parts import LEASE_S
 from headway.bench.output.plots import png, sheet
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 
 QUICK, WHOLE = Sizes(30, nodes=1, longest_s=0.6 * LEASE_S), Sizes(1000, nodes=3, longest_s=2 * LEASE_S)
 ALL = "all kinds"
 WORKLOAD = (
-    f"Headway in parts: {WHAT}, RabbitMQ and PostgreSQL, each a process of its own on this machine. Clients "
+    f"Headway in parts: two gateways, two controllers, two agents with a {NAME} each, RabbitMQ and "
+    "PostgreSQL, each a process of its own on this machine. Clients "
     "ask at both gateways all the time, 60 % of the requests in the background, while one part after the "
     "other is killed (and started again at once), paused, or cut off."
 )

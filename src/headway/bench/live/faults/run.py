@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.bench.live.faults.cluster import Cluster, Part, clusters
 from headway.bench.live.faults.kinds import KINDS, Scene
+from headway.bench.live.servers.parts import Cluster, Part, Shape, clusters
 from headway.bench.live.soak_clients import Clients, Door, probe
 from headway.bench.live.soak_history import Verdict, check
 from headway.errors import ConfigError
@@ -84,7 +84,7 @@ def measure(
     """Break parts under load, then let all that is owed end; tick: told of each fault before it."""
     rng = np.random.default_rng([seed, 17])
     kinds = drawn(sizes.faults, only, rng)
-    with clusters(folder, sizes.nodes) as cluster:
+    with clusters(folder, Shape(sizes.nodes, proxies=True)) as cluster:
         doors = [Door(part.port, lives=1) for part in cluster.gateways]
         clients, scene, records = (
             Clients(doors, seed, pause=_PAUSE_S),

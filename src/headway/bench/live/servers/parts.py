@@ -1,7 +1,7 @@
 """A whole Headway in parts on this machine: real processes, RabbitMQ and PostgreSQL, and FAKE engines.
 
-Each process reaches RabbitMQ, and each gateway PostgreSQL, through proxies of its own, so that one can be cut
-off while all others go on.
+With proxies each process reaches RabbitMQ, and each gateway PostgreSQL, through some of its own, so that one
+can be cut off while all others go on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 import tomli_w
 from yarl import URL
 
-from headway.bench.live.fake_engine import NAME
 from headway.bench.live.servers import postgres, rabbitmq
 from headway.bench.live.servers.proxy import Proxy, proxied
 from headway.engines.vllm.process.launch import Child, free_port
@@ -105,11 +105,36 @@ class Part:
 
     def leads(self) -> bool:
         """Tell whether it is the controller that leads."""
+        return bool(self.says().get("leads"))
+
+    def says(self) -> dict[str, Any]:
+        """Return what it says of itself at /ready; nothing when it does not answer."""
         try:
-            answer = httpx.get(f"http://127.0.0.1:{self.port}/ready", timeout=1)
+            return dict(httpx.get(f"http://127.0.0.1:{self.port}/ready", timeout=5).json())
         except httpx.HTTPError:
-            return False
-        return bool(answer.json().get("leads"))
+            return {}
+
+    @property
+    def process(self) -> Any:
+        """Return it as a psutil.Process."""
+        assert self.child.process is not None
+        return psutil.Process(self.child.process.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many there are of each. nodes: of RabbitMQ. proxies: before RabbitMQ and PostgreSQL.
+
+    max_queued: at all gateways. max_running: of each engine.
+    """
+
+    nodes: int = 1
+    gateways: int = 2
+    controllers: int = 2
+    engines: int = 2
+    proxies: bool = False
+    max_queued: int = 10_000
+    max_running: int = 256
 
 
 @dataclass(slots=True)
@@ -117,6 +142,7 @@ class Cluster:
     """All parts, by role."""
 
     folder: Path
+    shape: Shape
     wires: Wires
     rabbit: rabbitmq.Cluster
     database: postgres.Server
@@ -148,10 +174,10 @@ class Cluster:
 
     def write_config(self) -> None:
         """Write the file that all processes read; what differs between them is in their environments."""
-        engine = {"max_running": 256, "health_timeout_s": _HEALTH_S}
+        engine = {"max_running": self.shape.max_running, "health_timeout_s": _HEALTH_S}
         config = {
             "recipe": "headway",
-            "server": {"max_queued": 10_000, "max_attempts": 1000},
+            "server": {"max_queued": self.shape.max_queued, "max_attempts": 1000, "class_share": 1.0},
             "engines": [{"url": f"http://127.0.0.1:{one.port}", **engine} for one in self.engines],
             "wire": {"url": "env:HEADWAY_RABBITMQ_URL", "lease_seconds": LEASE_S},
             "broker": {
@@ -165,14 +191,20 @@ class Cluster:
         """Return a new process of a role, not started yet."""
         port, urls, wires = free_port(), list[str](), list[Proxy]()
         for node in self.rabbit.nodes:
-            proxy, url = self.wires.through(str(URL(node.url) % {"heartbeat": str(_HEARTBEAT_S)}))
-            wires.append(proxy)
-            urls.append(url)
+            urls.append(self._through(str(URL(node.url) % {"heartbeat": str(_HEARTBEAT_S)}), wires))
         env = dict(os.environ) | {"HEADWAY_RABBITMQ_URL": ",".join(urls), "XDG_STATE_HOME": str(self.folder)}
-        database, env["HEADWAY_POSTGRES_URL"] = self.wires.through(self.database.url)
+        database = list[Proxy]()
+        env["HEADWAY_POSTGRES_URL"] = self._through(self.database.url, database)
         argv = [sys.executable, "-m", "headway.cli", role, "-c", str(self.folder / _CONFIG), *more]
         child = self._child(name, [*argv, "--port", str(port)], env)
-        return Part(name, port, child, wires=wires, database=[database] if role == "gateway" else [])
+        return Part(name, port, child, wires=wires, database=database if role == "gateway" else [])
+
+    def _through(self, url: str, proxies: list[Proxy]) -> str:
+        """Return the URL by which a part reaches a server; the proxy before it, if there is one, is added."""
+        if self.shape.proxies:
+            proxy, url = self.wires.through(url)
+            proxies.append(proxy)
+        return url
 
     def _child(self, name: str, argv: Sequence[str], env: dict[str, str]) -> Child:
         return Child(argv, env, self.folder / f"{name}.log")
@@ -191,32 +223,27 @@ class Cluster:
 
 
 @contextmanager
-def clusters(folder: Path, nodes: int) -> Iterator[Cluster]:
-    """Yield two gateways, two controllers and two agents with a FAKE engine each, all ready.
-
-    nodes: of RabbitMQ.
-    """
+def clusters(folder: Path, shape: Shape) -> Iterator[Cluster]:
+    """Yield gateways, controllers and agents with a FAKE engine each, all ready."""
     with ExitStack() as stack:
         wires = Wires()
         stack.callback(wires.close)
-        rabbit, database = rabbitmq.Cluster(nodes), postgres.Server()
+        rabbit, database = rabbitmq.Cluster(shape.nodes), postgres.Server()
         for server in (rabbit, database):
             stack.callback(server.remove)
             server.start()
-        made = Cluster(folder, wires, rabbit, database)
-        for i in range(2):
+        made = Cluster(folder, shape, wires, rabbit, database)
+        for i in range(shape.engines):
             made.add_engine(f"engine-{i}")
         made.write_config()
-        made.controllers = [made.add(f"controller-{i}", "controller") for i in range(2)]
+        made.controllers = [made.add(f"controller-{i}", "controller") for i in range(shape.controllers)]
         made.agents = [
-            made.add(f"agent-{i}", "agent", "--name", f"agent-{i}", "--engine", f"e{i}") for i in range(2)
+            made.add(f"agent-{i}", "agent", "--name", f"agent-{i}", "--engine", f"e{i}")
+            for i in range(shape.engines)
         ]
-        made.gateways = [made.add(f"gateway-{i}", "gateway") for i in range(2)]
+        made.gateways = [made.add(f"gateway-{i}", "gateway") for i in range(shape.gateways)]
         for part in made.parts:
             stack.callback(part.child.stop, 0.0)
             part.start()
         made.wait()
         yield made
-
-
-WHAT = f"two gateways, two controllers, two agents with a {NAME} each"
