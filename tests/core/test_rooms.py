@@ -78,7 +78,7 @@ ALLOWED = {
     "engines": GROUND | CORE | CLOCK | {"models"},
     "sim": GROUND | CORE | {"engines"},
     "serve": GROUND | CORE | CLOCK | {"backends", "broker", "engines", "journal", "models", "wire"},
-    "bench": GROUND | CORE | CLOCK | {"broker", "engines", "journal", "models", "serve", "sim"},
+    "bench": GROUND | CORE | CLOCK | {"broker", "engines", "journal", "models", "serve", "sim", "up"},
     "up": GROUND | {"engines"},
     "cli": GROUND | CORE | CLOCK | {"broker", "engines", "models", "serve", "sim", "bench", "up"},
 }

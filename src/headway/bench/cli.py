@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from headway.bench.gateway_commands import accept, advise, attack, batch, faults, overhead, soak
+from headway.bench.gateway_commands import accept, advise, attack, batch, faults, nodes, overhead, soak
 from headway.bench.load import mix as mixes
 from headway.bench.options import (
     AppSystems,
@@ -171,6 +171,7 @@ bench_app.command()(batch)
 bench_app.command()(soak)
 bench_app.command()(faults)
 bench_app.command()(accept)
+bench_app.command()(nodes)
 bench_app.command()(advise)
 
 

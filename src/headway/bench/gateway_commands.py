@@ -59,6 +59,21 @@ def accept(
     main(backlog, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
+def nodes(
+    recipe: Annotated[str, typer.Option(help="A recipe that swaps models.")] = "headway",
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests per second, of all models.")] = 0.8,
+    duration: Duration = 600.0,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Serve three models with real vLLM on two Ray nodes of this machine, and kill each part once."""
+    from headway.bench.live.nodes_report import main
+
+    main(recipe, rate, duration, quick=quick, as_json=as_json, seed=seed, out=out)
+
+
 def faults(
     only: Annotated[str, typer.Option(help="Comma-separated kinds of faults; none = all.")] = "",
     count: Annotated[

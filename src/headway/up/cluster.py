@@ -62,7 +62,7 @@ class Actors:
     def _ensure(self, part: Part) -> None:
         """Have a part run as configured."""
         if part.name in self._names():
-            state = self._state(part.name)
+            state = self.state(part.name)
             if state is None or state.digest == part.digest(self._text):
                 return  # it waits for a node, or runs
             self._stop(part.name)
@@ -72,7 +72,7 @@ class Actors:
             memory=part.memory or None, resources=dict(part.custom) or None,
         ).remote(part, self._text, self._env)  # fmt: skip
 
-    def _state(self, name: str) -> State | None:
+    def state(self, name: str) -> State | None:
         """Return how a part is, None = it is on no node, or does not answer."""
         try:
             answer = self._ray.get_actor(name).state.remote()
@@ -87,7 +87,7 @@ class Actors:
         deadline = time.monotonic() + limit
         while missing := [part for part in parts if part.name not in found]:
             for part in missing:
-                state = self._state(part.name)
+                state = self.state(part.name)
                 told(part.name, state)
                 if state is not None and state.ready:
                     found[part.name] = state
