@@ -36,10 +36,11 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
-# Of `make test`'s workers one runs all of this folder, whose engines take all cores; others run file by file.
-# Folders whose files take long go first.
-ENGINES = "e2e"
-FIRST = (ENGINES, "engine", "bench")
+# `make test` has two workers. One runs these folders and files, whose engines fill a core each (two engines at a
+# time take several times as long); the other runs all else, file by file.
+IN_PROCESS = ("exact", "two_ends", "every_feature", "prewarming")
+ENGINES = ("tests/e2e/", *(f"tests/engine/test_{name}.py" for name in IN_PROCESS))
+assert all((ROOT.parent / path).exists() for path in ENGINES), "a path in ENGINES has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
@@ -53,9 +54,8 @@ settings.load_profile("headway")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the markers and the time limit of its file and folder; what takes long goes first."""
-    places = {folder: place for place, folder in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.relative_to(ROOT).parts[0], len(FIRST)))
+    """Give every test the markers and the time limit of its file and folder; engines go first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
     for item in items:
         path = item.path.relative_to(ROOT)
         for key in (path.parts[0], path.as_posix()):
@@ -66,12 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Return what gives tests to workers: file by file, all of `ENGINES` to one worker."""
+    """Return what gives tests to workers: file by file, those of `ENGINES` to one worker."""
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "engines" if file.startswith(f"{ROOT.name}/{ENGINES}/") else file
+            return "engines" if file.startswith(ENGINES) else file
 
     return ByFile(config, log)
 
