@@ -9,6 +9,7 @@ import pytest
 
 from headway.config import Broker, Sqlite
 from headway.engines.vllm.process.launch import free_port
+from headway.errors import HeadwayError
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
 from tests.serve.test_request_ends import fakes
@@ -50,6 +51,26 @@ def test_it_is_completed(gateway: Gateway, path: str) -> None:
     cancelled = gateway.post(None, f"/v1/responses/{id}/cancel")
     assert cancelled.status_code == 409
     assert "completed already" in cancelled.json()["error"]["message"]
+
+
+def test_a_broker_that_is_out_for_a_moment_loses_nothing(
+    gateway: Gateway, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its body is read when it is sent to an engine: it waits for the broker instead of failing."""
+    broker = gateway.inner.path._broker
+    get, asked = broker.get, list[str]()
+
+    async def out(id: str) -> Any:
+        asked.append(id)
+        if len(asked) <= 3:
+            raise HeadwayError("The broker is out.", "Wait.", status=503)
+        return await get(id)
+
+    monkeypatch.setattr(broker, "get", out)
+    id = begin(gateway)
+    until(lambda: len(asked) > 3)
+    assert finished(gateway, id)["status"] == "completed"
+    assert asked[:4] == [id] * 4
 
 
 def test_it_may_be_slow_and_have_an_slo(gateway: Gateway, fake: Fake) -> None:

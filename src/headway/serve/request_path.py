@@ -9,8 +9,9 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from headway import clock
 from headway.broker.port import Broker
@@ -38,6 +39,8 @@ from headway.serve.tracing import Tracing
 from headway.serve.usage import Usage
 from headway.types import Reject, Request
 
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
+T = TypeVar("T")
 log = logging.getLogger("headway.serve")
 
 
@@ -240,7 +243,7 @@ class RequestPath:
         return response
 
     async def _stored_body(self, id: str) -> EngineBody:
-        job = await self._broker.get(id)
+        job = await self._patiently(lambda: self._broker.get(id))
         if job is None or not job.body:
             raise EngineError(f"The body of {id} is not in the queue any more.", "Send the request again.")
         return await offload(len(job.body), lambda: EngineBody.of(json.loads(job.body)))
@@ -248,7 +251,24 @@ class RequestPath:
     async def _count_attempt(self, in_flight: InFlightRequest) -> int:
         """Return how many engines died over this request; for background work restarts do not reset it."""
         in_flight.attempts += 1
-        return await self._broker.attempt(in_flight.id) if in_flight.background else in_flight.attempts
+        if not in_flight.background:
+            return in_flight.attempts
+        return await self._patiently(lambda: self._broker.attempt(in_flight.id))
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what the broker answers, once it does: while it is out, what it holds is not lost for that.
+
+        Until cancelled, as it is when another gateway has taken the request over meanwhile.
+        """
+        pause = _PAUSE_S
+        while True:
+            try:
+                return await ask()
+            except HeadwayError as error:
+                if error.status != 503:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     # ---- out
 

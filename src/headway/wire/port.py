@@ -20,7 +20,7 @@ class Letter:
     sender: the name of its process.
     epoch: the term of the controller that sent it, 0 from others; of what a controller gets, its own term.
     apart: seconds by which this process's clock is ahead of the sender's, the way of the message included.
-    number: grows by one with each message of a sender; one that is left out was lost.
+    number: grows by one with each message of a sender for the same receiver; one that is left out was lost.
     """
 
     sender: str

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
-from collections.abc import AsyncIterator
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class RabbitLink:
     def __init__(self, address: Address, name: str, *, controls: bool) -> None:
         self.name, self._address, self._controls = name, address, controls
         self.connected, self.connections, self.term = False, 0, 0
-        self._numbers = itertools.count(1)
+        self._numbers = defaultdict[str, Iterator[int]](partial(itertools.count, 1))  # by receiver
         self._inbox: asyncio.Queue[_Delivery] = asyncio.Queue()
         self._outbox: deque[tuple[str, Item]] = deque()
         self._filled = asyncio.Event()
@@ -178,7 +178,7 @@ class RabbitLink:
         to, items = self._outbox[0][0], list[Item]()
         while self._outbox and self._outbox[0][0] == to and len(items) < _BATCH:
             items.append(self._outbox.popleft()[1])
-        envelope = Envelope(self.term, self.name, next(self._numbers), clock.now(), tuple(items))
+        envelope = Envelope(self.term, self.name, next(self._numbers[to]), clock.now(), tuple(items))
         try:
             body = sized(encode(envelope), f"A message for {to}")
         except WireError as error:

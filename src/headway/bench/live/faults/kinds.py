@@ -82,6 +82,14 @@ def _database_restarted(scene: Scene) -> Iterator[Fault]:
     scene.cluster.database.start()
 
 
+@contextmanager
+def _disk_full(scene: Scene) -> Iterator[Fault]:
+    scene.cluster.database.fill_disk()
+    _last(scene)
+    yield Fault("postgresql")
+    scene.cluster.database.free_disk()
+
+
 # ---- pauses
 
 
@@ -186,6 +194,7 @@ KINDS: dict[str, Kind] = {
     "engine killed": _killed(_engine),
     "RabbitMQ node killed": _node_killed,
     "PostgreSQL restarted": _database_restarted,
+    "PostgreSQL's disk full": _disk_full,
     "gateway paused": _paused(_gateway),
     "controller paused": _paused(_leader),
     "agent paused": _paused(_agent),

@@ -22,6 +22,7 @@ from headway.errors import ConfigError
 PASSWORD = "correct-horse"
 _MARK = "HEADWAY_TESTS"  # by which tests find processes that a module left; the server outlives one
 _SECONDS = 30.0  # for the server to start
+_SETTLE_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -92,6 +93,27 @@ class Server:
     def resume(self) -> None:
         """Let them go on."""
         self._signal_all(signal.SIGCONT)
+
+    def fill_disk(self) -> None:
+        """Let none of its files grow, nor be written beyond a few pages: it ends, as on a full disk."""
+        self._limit("65536")
+
+    def free_disk(self) -> None:
+        """Give it room again, and start it if it has ended."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._limit("unlimited")
+            time.sleep(_SETTLE_S)  # one that is about to end does so
+        if self._process.poll() is not None:
+            self.start()
+
+    def _limit(self, size: str) -> None:
+        """Set the soft limit of the size of files, as the processes' own user, who may do that."""
+        assert self._process is not None
+        process = psutil.Process(self._process.pid)
+        for one in (process, *process.children(recursive=True)):
+            argv = ["prlimit", f"--fsize={size}:", f"--pid={one.pid}"]
+            subprocess.run(argv, cwd=self.folder, capture_output=True, **self._as)  # it may have ended
 
     def _signal_all(self, number: int) -> None:
         assert self._process is not None
