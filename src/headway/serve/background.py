@@ -62,6 +62,10 @@ class BackgroundWork:
             log.exception("request %s failed", in_flight.id)
             await self._path.fail(in_flight, f"internal: {error!r}")
 
+    def __contains__(self, id: str) -> bool:
+        """Tell whether a request runs here."""
+        return id in self._running
+
     def ids(self) -> list[str]:
         """Return the ids of the requests that run."""
         return list(self._running)

@@ -36,6 +36,7 @@ class Recovery:
     ) -> None:  # fmt: skip
         self._broker, self._closings, self._background = broker, closings, background
         self._models, self._lease_seconds = models, lease_seconds
+        self._lapsed = False  # the lease has ended before its last renewal
 
     async def run(self) -> None:
         """Renew and take over until cancelled."""
@@ -48,11 +49,13 @@ class Recovery:
 
     async def renew(self) -> None:
         """Renew the lease, then take over what is free."""
-        if not await self._broker.renew(clock.now() + self._lease_seconds):
+        self._lapsed |= not await self._broker.renew(clock.now() + self._lease_seconds)
+        if self._lapsed:
             await self._drop_lost()
+            self._lapsed = False  # unless the broker was out meanwhile
         while jobs := await self._broker.take(clock.now(), _PAGE):
             for job in jobs:
-                await self._recover(job)
+                await self._recover_or_give_back(job)
 
     async def _drop_lost(self) -> None:
         """Stop background jobs that another gateway took while the lease had ended: it runs them now."""
@@ -62,8 +65,21 @@ class Recovery:
                 log.warning("background request %s was taken by the gateway %s", id, job.owner)
                 await self._background.drop(id)
 
+    async def _recover_or_give_back(self, job: Job) -> None:
+        """Recover a job; whatever it is that fails, the job does not stay with a gateway that forgets it."""
+        try:
+            await self._recover(job)
+        except Exception:
+            log.exception("the request %s is given back", job.id)
+            await self._broker.give_back(job.id)
+
     async def _recover(self, job: Job) -> None:
-        """Run a job, or store its end: once taken, no other gateway does."""
+        """Run a job, or store its end: once taken, no other gateway does.
+
+        One that was free for a moment and is here again runs on, or its end waits to be stored.
+        """
+        if job.id in self._background or job.id in self._closings:
+            return
         reason = "client_gone: the gateway ended before the answer"
         if job.background:
             try:

@@ -16,12 +16,16 @@ from headway.types import Command, Instance, Progress, Request
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A request of a gateway. instance: the one that it was sent to, None = it is queued. started: it has its
-    first token."""
+    """A request of a gateway.
+
+    instance: the one that it was sent to, None = it is queued. started: it has its first token.
+    since: instant from which the gateway has it. Of two that think so, it is the later one's.
+    """
 
     request: Request
     instance: str | None
     started: bool
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A gateway lives; twice a second. waiting: its requests."""
+    """A gateway lives; twice a second. waiting: its requests outside engines. count: all of its requests."""
 
     waiting: tuple[Waiting, ...]
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

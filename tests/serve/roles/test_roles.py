@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from headway import clock
+from headway.events import Arrived, Finished, Started
 from headway.serve.roles.remote_control import RemoteControl
-from headway.wire.messages import Standing
+from headway.types import Request
+from headway.wire.messages import Alive, InFlight, Item, Present, Standing
 from headway.wire.port import Letter
 from tests.serve.gateway import Fake, configuration, until
 from tests.serve.roles.parts import Parts, parts
@@ -105,6 +108,57 @@ def test_an_agent_that_is_silent_gets_no_work_until_it_is_back(headway: Parts) -
         until(lambda: waiting(headway, "c1"))
         headway.exchange.mend("a1")
         assert asked.result(20).status_code == 200
+
+
+def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> None:
+    """One that was slow to notice that its background request was taken over changes nothing any more."""
+    until(lambda: headway.controllers)
+    link = headway.exchange.links["c1"]
+    request = Request("r1", "other", 10, 10, arrival=clock.now())
+    early, late = (InFlight(request, None, False, clock.now() + s) for s in (0.0, 60.0))
+
+    def hear(sender: str, *items: Item) -> None:
+        headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Letter(sender, 1, items, 0.0))
+
+    def known(name: str) -> bool:
+        return name in leader._gateways and leader._gateways[name].known
+
+    link.term = 1
+    hear("x", Present((early,), True))
+    until(lambda: waiting(headway, "c1") == ["r1"])
+    leader = headway.controllers["c1"].leader
+    assert leader is not None
+    hear("y", Present((), True))
+    hear("y", Arrived(request))
+    until(lambda: leader._owner["r1"] == "y")
+    assert leader._gateways["x"].ids == set()
+    hear("x", Started("r1"), Finished("r1", 3))
+    hear("x", Present((early,), True), Alive((), 0))
+    hear("y", Alive((), 1))
+    until(lambda: link.inbox.empty())
+    assert waiting(headway, "c1") == ["r1"]
+    assert leader._owner["r1"] == "y"
+    hear("x", Present((late,), True))
+    until(lambda: leader._owner["r1"] == "x")
+    assert known("y")
+    hear("y", Alive((), 1))
+    until(lambda: not known("y"))  # it is asked what it has
+    hear("y", Present((early,), True))
+    until(lambda: known("y"))
+    hear("x", Finished("r1", 3))
+    until(lambda: not waiting(headway, "c1"))
+
+
+def test_what_cannot_be_taken_note_of_is_asked_for_again(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        leader = headway.controllers["c1"].leader
+        assert leader is not None
+        link = headway.exchange.links["c1"]
+        nonsense = Letter("g1", link.term, (Arrived("nonsense"),), 0.0)  # type: ignore[arg-type]
+        headway.loop.call_soon_threadsafe(link.inbox.put_nowait, nonsense)
+        until(lambda: link.inbox.empty())
+        assert gateway.post(gateway.chat()).status_code == 200
+        until(lambda: leader._gateways["g1"].known)
 
 
 def test_an_old_controller_that_comes_back_is_not_obeyed(headway: Parts) -> None:

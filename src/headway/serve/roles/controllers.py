@@ -14,7 +14,7 @@ from headway.serve.metrics import Metrics
 from headway.serve.planning import Execute
 from headway.serve.roles.leader import Leader
 from headway.serve.setup import controller_of, drops
-from headway.wire.port import Link
+from headway.wire.port import Letter, Link
 
 log = logging.getLogger("headway.serve")
 
@@ -47,7 +47,16 @@ class ControllerProcess:
                     await stack.enter_async_context(
                         tasks.running(*self.leader.loops(), failed=self._metrics.loop_failed)
                     )
-                self.leader.hear(letter)
+                self._hear(self.leader, letter)
+
+    def _hear(self, leader: Leader, letter: Letter) -> None:
+        """Take a message; of one that was not taken as a whole, the sender is asked for all that it has."""
+        try:
+            leader.hear(letter)
+        except Exception:
+            log.exception("a message of %s failed; it is asked for all that it has", letter.sender)
+            self._metrics.loop_failed("hear")
+            leader.distrust(letter.sender)
 
     def _new_leader(self) -> Leader:
         return Leader(self._link, self._control, self._config.wire.lease_seconds)

@@ -8,6 +8,7 @@ that begins to lead has the whole queue as soon as all have reported.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from headway.wire.messages import (
 from headway.wire.port import Letter, Link
 
 EVERY_S = 0.5  # between two `Standing`
+DOUBT_S = 2.0  # between two reports for a wrong number of requests
 SETTLE_S = 1.5  # from the beginning of a term, in which gateways and agents report
 EVENTS = get_args(Event)
 log = logging.getLogger("headway.serve")
@@ -45,13 +47,15 @@ Make = Callable[[Execute, Inquire], Control]
 class _Gateway:
     """What is known of a gateway. heard: instant of its last message. ids: of its requests.
 
-    known: it has reported. reporting: ids in a report that goes on, None = none does.
+    known: it has reported. reporting: ids in a report that goes on, None = none does. asked: instant when its
+    number of requests was another than known here.
     """
 
     heard: float
     ids: set[str] = field(default_factory=set)
     known: bool = False
     reporting: set[str] | None = None
+    asked: float = 0.0
     waiting: tuple[Waiting, ...] = ()
 
 
@@ -76,6 +80,7 @@ class Leader:
         self._gateways: dict[str, _Gateway] = {}
         self._agents: dict[str, _Agent] = {}
         self._owner: dict[str, str] = {}  # request -> gateway
+        self._since: dict[str, float] = {}  # request -> instant from which it has that
         self._agent_of: dict[str, str] = {}  # instance -> agent
         self._doubted: set[str] = set()  # instances that a gateway could not reach
         self._settling: dict[str, InstanceUp] | None = {}  # what came before `settle` has ended
@@ -94,7 +99,7 @@ class Leader:
         now, name = clock.now(), letter.sender
         if letter.number and self._numbers.get(name, letter.number - 1) != letter.number - 1:
             log.warning("messages of %s were lost; it is asked for all that it has", name)
-            self._unknow(name)
+            self.distrust(name)
         self._numbers[name] = letter.number
         for one in (self._gateways.get(name), self._agents.get(name)):
             if one is not None:
@@ -106,8 +111,8 @@ class Leader:
             match item:
                 case Present(requests, last):
                     self._hear_report(name, requests, letter.apart, last=last)
-                case Alive(waiting):
-                    self._gateways.setdefault(name, _Gateway(now)).waiting = waiting
+                case Alive(waiting, count):
+                    self._hear_alive(self._gateways.setdefault(name, _Gateway(now)), name, waiting, count)
                 case EngineState():
                     self._hear_engine(name, item)
                 case Progressed(instance, progress, asked):
@@ -115,7 +120,19 @@ class Leader:
                 case Gone():
                     self._forget(name, "has ended")
 
-    def _unknow(self, name: str) -> None:
+    def _hear_alive(self, gateway: _Gateway, name: str, waiting: tuple[Waiting, ...], count: int) -> None:
+        """Take note of what a gateway has; if its number is not what is known here, it is asked for all.
+
+        It may be so for a while: until it knows that another gateway has taken a request over.
+        """
+        gateway.waiting = waiting
+        now = clock.now()
+        if gateway.known and count != len(gateway.ids) and now - gateway.asked > DOUBT_S:
+            log.warning("%s has %d requests, not %d; it is asked for them", name, count, len(gateway.ids))
+            gateway.asked = now
+            self.distrust(name)
+
+    def distrust(self, name: str) -> None:
         """Ignore a gateway's events until it has reported, or take an agent's engines for down until then."""
         if name in self._gateways:
             self._gateways[name].known = False
@@ -130,24 +147,42 @@ class Leader:
                 self._engine_event(event)
         elif gateway is not None and gateway.known:
             self._latest = name
-            self.control.tell_all(*[self._noted(name, gateway, event, apart) for event in events])
+            noted = (self._noted(name, gateway, event, apart) for event in events)
+            self.control.tell_all(*itertools.chain.from_iterable(noted))
 
-    def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> Event:
-        """Take note of whose request an event is about; return it by the clock of here."""
+    def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> list[Event]:
+        """Take note of whose request an event is about; return what it means, by the clock of here.
+
+        A background request is another gateway's as soon as that has taken it over, whatever the one thinks
+        that had it before.
+        """
         match event:
             case Arrived(request):
                 return self._arrived(name, gateway, request, apart)
+            case Started(id) | Returned(id) | Finished(id) | Failed(id) if self._owner.get(id, name) != name:
+                return []
             case Finished(id) | Failed(id):
                 self._owner.pop(id, None)
+                self._since.pop(id, None)
                 gateway.ids.discard(id)
             case InstanceDown(id):
                 self._doubted.add(id)
-        return event
+        return [event]
 
-    def _arrived(self, name: str, gateway: _Gateway, request: Request, apart: float) -> Arrived:
-        self._owner[request.id] = name
+    def _arrived(
+        self, name: str, gateway: _Gateway, request: Request, apart: float, since: float | None = None
+    ) -> list[Event]:
+        """Return the events of a request that arrives, or begins anew: at this gateway, or from another.
+
+        since: as in `InFlight`, by the clock of here; None = now.
+        """
+        before = self._owner.get(request.id)
+        if before in self._gateways:
+            self._gateways[before].ids.discard(request.id)
+        self._owner[request.id], self._since[request.id] = name, clock.now() if since is None else since
         gateway.ids.add(request.id)
-        return Arrived(replace(request, arrival=request.arrival + apart))
+        arrived = Arrived(replace(request, arrival=request.arrival + apart))
+        return [arrived] if before is None else [Failed(request.id, "begun_anew"), arrived]
 
     def _hear_report(self, name: str, requests: Sequence[InFlight], apart: float, *, last: bool) -> None:
         """Correct what is known of a gateway by what it says that it has."""
@@ -164,9 +199,9 @@ class Leader:
             if one.instance is not None and self._code(one.request.id) != cluster.code(one.instance)
         }
         if last:
-            events += [Failed(id, "gateway_gone") for id in gateway.ids - gateway.reporting]
-            for event in events:
-                self._noted(name, gateway, event)
+            ended = [Failed(id, "gateway_gone") for id in gateway.ids - gateway.reporting]
+            for event in ended:
+                events += self._noted(name, gateway, event)
             gateway.reporting, gateway.known = None, True
             log.info("%s has %d requests", name, len(gateway.ids))
         self.control.correct(events, placed)
@@ -174,8 +209,11 @@ class Leader:
     def _corrections(self, name: str, gateway: _Gateway, one: InFlight, apart: float) -> list[Event]:
         """Return the events that are missing here of a request, but for its being sent."""
         id, events = one.request.id, list[Event]()
-        if id not in self.control.controller.requests:
-            events.append(self._arrived(name, gateway, one.request, apart))
+        since, owner = one.since + apart, self._owner.get(id, name)
+        if owner != name and self._since[id] > since:
+            return []  # another gateway has taken it over
+        if id not in self.control.controller.requests or owner != name:
+            events += self._arrived(name, gateway, one.request, apart, since)
         elif (code := self._code(id)) is not None:
             cluster = self.control.controller.cluster
             if one.instance is None or code != cluster.code(one.instance):
@@ -248,7 +286,8 @@ class Leader:
         if gateway is not None:
             log.warning("%s %s; its requests (%d) end", name, why, len(gateway.ids))
             ended = [Failed(id, "gateway_gone") for id in gateway.ids]
-            self.control.tell_all(*[self._noted(name, gateway, event) for event in ended])
+            noted = [self._noted(name, gateway, event) for event in ended]
+            self.control.tell_all(*itertools.chain.from_iterable(noted))
         if agent is not None:
             log.warning("%s %s; its engines take no work", name, why)
             for id in agent.engines:

@@ -66,6 +66,7 @@ class RemoteControl(ControlView):
         self.controller, self._link = controller, link
         self.leader = Leader()
         self._started: set[str] = set()
+        self._since: dict[str, float] = {}  # request -> instant of its arrival here
         self._at: dict[str, str] = {}  # request -> instance that it was sent to
         self._waiting = Counter[Group]()
         self._outbox: list[Event] = []
@@ -93,6 +94,7 @@ class RemoteControl(ControlView):
         match event:
             case Arrived(request):
                 self._waiting[_group(request)] += 1
+                self._since[request.id] = clock.now()
             case Started(id):
                 self._started.add(id)
             case Returned(id):
@@ -102,6 +104,7 @@ class RemoteControl(ControlView):
                 if id in self.controller.requests and self._at.pop(id, None) is None:
                     self._waits_no_longer(id)
                 self._started.discard(id)
+                self._since.pop(id, None)
 
     def _waits_no_longer(self, id: str) -> None:
         group = _group(self.controller.requests[id])
@@ -132,7 +135,8 @@ class RemoteControl(ControlView):
                 connections = self._link.connections
                 self.report()
             waiting = (Waiting(tenant, tier, count) for (tenant, tier), count in self._waiting.items())
-            self._link.send("controller", Alive(tuple(waiting)))
+            self._flush()  # what is counted is told before
+            self._link.send("controller", Alive(tuple(waiting), len(self.controller.requests)))
             await asyncio.sleep(EVERY_S)
 
     # ---- what the controller says
@@ -166,7 +170,7 @@ class RemoteControl(ControlView):
     def report(self) -> None:
         """Tell the controller all requests of this gateway."""
         held = [
-            InFlight(request, self._at.get(id), id in self._started)
+            InFlight(request, self._at.get(id), id in self._started, self._since[id])
             for id, request in self.controller.requests.items()
         ]
         self._outbox = []
