@@ -191,6 +191,16 @@ async def test_what_is_too_large_is_not_sent_and_the_rest_is(
     assert "a message may have 4,194,304 bytes" in caplog.text
 
 
+async def test_what_is_too_large_together_comes_in_several_messages(address: Address) -> None:
+    sent = [Failed(str(number), "x" * (MAX_BYTES // 5)) for number in range(12)]
+    async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
+        a.send("controller", *sent)
+        letters = await hear(leader, len(sent))
+    assert items(letters) == sent
+    assert [letter.number for letter in letters] == list(range(1, len(letters) + 1))
+    assert len(letters) > 2
+
+
 # ---- what is wrong at the start
 
 

@@ -8,10 +8,9 @@ their common PostgreSQL), the truth about engines with agents; whoever missed so
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from headway.wire.connection import (
     ALL,
     CONTROLLER,
     DIRECT,
+    MAX_BYTES,
     Address,
     Connection,
     Lost,
@@ -31,7 +31,7 @@ from headway.wire.connection import (
     sized,
     tag_of,
 )
-from headway.wire.messages import Item
+from headway.wire.messages import Item, Present
 from headway.wire.port import Letter
 from headway.wire.term import Term
 
@@ -55,7 +55,7 @@ class RabbitLink:
     def __init__(self, address: Address, name: str, *, controls: bool) -> None:
         self.name, self._address, self._controls = name, address, controls
         self.connected, self.connections, self.term = False, 0, 0
-        self._numbers = defaultdict[str, Iterator[int]](partial(itertools.count, 1))  # by receiver
+        self._numbers = defaultdict[str, int](int)  # of the last message, by receiver
         self._inbox: asyncio.Queue[_Delivery] = asyncio.Queue()
         self._outbox: deque[tuple[str, Item]] = deque()
         self._filled = asyncio.Event()
@@ -175,15 +175,35 @@ class RabbitLink:
 
     async def _send_next(self, connection: Connection) -> None:
         """Send the items that are next for one receiver."""
-        to, items = self._outbox[0][0], list[Item]()
-        while self._outbox and self._outbox[0][0] == to and len(items) < _BATCH:
+        to, items, size = self._outbox[0][0], list[Item](), 0
+        while self._outbox and self._outbox[0][0] == to and size < _BATCH:
             items.append(self._outbox.popleft()[1])
-        envelope = Envelope(self.term, self.name, next(self._numbers[to]), clock.now(), tuple(items))
+            size += len(items[-1].requests) if isinstance(items[-1], Present) else 1
+        for body in self._messages(to, items):
+            await self._send_message(connection, to, body)
+
+    def _messages(self, to: str, items: Sequence[Item]) -> Iterator[bytes]:
+        """Yield items as one message, or as several where one would be too large.
+
+        One that cannot be sent is left out, with its number: its receiver sees that it was lost.
+        """
+        self._numbers[to] += 1
+        envelope = Envelope(self.term, self.name, self._numbers[to], clock.now(), tuple(items))
         try:
-            body = sized(encode(envelope), f"A message for {to}")
+            body = encode(envelope)
+            if len(body) > MAX_BYTES and len(items) > 1:
+                self._numbers[to] -= 1
+                middle = len(items) // 2
+                yield from self._messages(to, items[:middle])
+                yield from self._messages(to, items[middle:])
+                return
+            sized(body, f"A message for {to}")
         except WireError as error:
             log.error("%s", error)
             return
+        yield body
+
+    async def _send_message(self, connection: Connection, to: str, body: bytes) -> None:
         if to == "controller":
             await connection.publish(body, self._address.name(CONTROLLER))
         elif to == "all":

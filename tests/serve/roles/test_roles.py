@@ -128,8 +128,7 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     until(lambda: waiting(headway, "c1") == ["r1"])
     leader = headway.controllers["c1"].leader
     assert leader is not None
-    hear("y", Present((), True))
-    hear("y", Arrived(request))
+    hear("y", Present((), True), Arrived(request))
     until(lambda: leader._owner["r1"] == "y")
     assert leader._gateways["x"].ids == set()
     hear("x", Started("r1"), Finished("r1", 3))

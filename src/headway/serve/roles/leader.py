@@ -11,9 +11,9 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import cast, get_args
 
 from headway import clock
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, InstanceUp, Returned, Started
@@ -28,6 +28,7 @@ from headway.wire.messages import (
     EngineState,
     Gone,
     InFlight,
+    Item,
     Present,
     Progressed,
     Standing,
@@ -104,19 +105,26 @@ class Leader:
         for one in (self._gateways.get(name), self._agents.get(name)):
             if one is not None:
                 one.heard = now
-        told = [item for item in letter.items if isinstance(item, EVENTS)]
-        if told:
-            self._hear_events(name, told, letter.apart)
-        for item in letter.items:
+        # In their order: what happened before a report is in it, what happened after it is not.
+        for are_events, run in itertools.groupby(letter.items, lambda item: isinstance(item, EVENTS)):
+            if are_events:
+                self._hear_events(name, cast(list[Event], list(run)), letter.apart)
+            else:
+                self._hear_reports(name, run, letter.apart)
+
+    def _hear_reports(self, name: str, items: Iterable[Item], apart: float) -> None:
+        """Take what a gateway or an agent says beside events."""
+        now = clock.now()
+        for item in items:
             match item:
                 case Present(requests, last):
-                    self._hear_report(name, requests, letter.apart, last=last)
+                    self._hear_report(name, requests, apart, last=last)
                 case Alive(waiting, count):
                     self._hear_alive(self._gateways.setdefault(name, _Gateway(now)), name, waiting, count)
                 case EngineState():
                     self._hear_engine(name, item)
                 case Progressed(instance, progress, asked):
-                    self.control.progressed(instance, progress, asked + letter.apart)
+                    self.control.progressed(instance, progress, asked + apart)
                 case Gone():
                     self._forget(name, "has ended")
 

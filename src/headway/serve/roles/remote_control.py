@@ -27,6 +27,8 @@ from headway.wire.messages import Alive, InFlight, Present, Standing, Waiting
 from headway.wire.port import Letter, Link
 
 EVERY_S = 0.5  # between two signs of life
+REPORT_S = 1.0  # between two reports to a controller that still does not know this gateway ...
+_REPORTED_PER_S = 10_000  # ... and more for what it has to take note of
 _CHUNK = 500  # requests or events in one message
 COMMANDS = get_args(Command)
 T = TypeVar("T")
@@ -45,12 +47,13 @@ class Leader:
     """What a gateway knows of the controller that leads.
 
     epoch: its term, 0 = none was heard of. heard: instant of its last message.
-    knows: it has this gateway's requests.
+    knows: it has this gateway's requests. reported: instant when it was told all of them.
     """
 
     epoch: int = 0
     heard: float = 0.0
     knows: bool = False
+    reported: float = 0.0
     elsewhere: Mapping[Group, int] = field(default_factory=dict)
 
 
@@ -163,7 +166,9 @@ class RemoteControl(ControlView):
             for one in waiting
         }  # fmt: skip
         known = me in standing.known
-        if not known:
+        again = REPORT_S + len(self.controller.requests) / _REPORTED_PER_S
+        if not known and clock.now() - self.leader.reported > again:
+            self.leader.reported = clock.now()
             self.report()
         self.leader.knows = True
 
