@@ -60,6 +60,7 @@ class RabbitLink:
         self._outbox: deque[tuple[str, Item]] = deque()
         self._filled = asyncio.Event()
         self._apart: dict[str, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._current: Connection
 
     @classmethod
@@ -113,11 +114,17 @@ class RabbitLink:
                 why = await self._live(self._current)
                 self.connected, self.term = False, 0
                 self._outbox.clear()
-                await self._current.close()
+                self._let_go(self._current)
                 self._current = await reconnected(self._connect, why)
         finally:
             self.connected = False
             await self._current.close()
+
+    def _let_go(self, connection: Connection) -> None:
+        """Close a connection that has ended, beside: where nothing passes any more, that may take long."""
+        task = asyncio.create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _connect(self) -> Connection:
         connection = await Connection.connect(self._address, self.name)
