@@ -269,11 +269,23 @@ async def _first(address: Address, name: str) -> AbstractConnection:
     while True:
         target = targets.pop()
         try:
-            async with asyncio.timeout(address.timeout_s):
-                return await aiormq.connect(target, client_properties={"connection_name": name})
+            properties: dict[str, FieldValue] = {"connection_name": name}
+            return await _within(address.timeout_s, aiormq.connect(target, client_properties=properties))
         except (AMQPError, OSError):  # TimeoutError among them
             if not targets:
                 raise
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, Item]) -> Item:
+    """Return what some work returns. TimeoutError when it takes longer, even if it cannot be cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()  # changes nothing where it is done
+    if not done:
+        raise TimeoutError
+    return task.result()
 
 
 async def declare(channel: AbstractChannel, address: Address) -> None:
