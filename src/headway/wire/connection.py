@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -339,8 +339,7 @@ def _text(error: Exception) -> str:
 
 async def _close(connection: AbstractConnection, timeout_s: float) -> None:
     with suppress(Exception):  # it is over in any case
-        async with asyncio.timeout(timeout_s):
-            await connection.close()
+        await _within(timeout_s, connection.close())
 
 
 def tag_of(message: DeliveredMessage) -> int:
@@ -365,18 +364,20 @@ def pauses() -> Iterator[float]:
         yield min(_FIRST_S * 2 ** min(power, 16), _LONGEST_S) * random.uniform(0.5, 1.0)
 
 
-async def reconnected(connect: Callable[[], Awaitable[Connection]], why: str) -> Connection:
+async def reconnected(
+    connect: Callable[[], Coroutine[Any, Any, Connection]], why: str, seconds: float
+) -> Connection:
     """Return a new link, however long that takes.
 
-    why: the reason why the last one has ended, for the log.
+    why: the reason why the last one has ended, for the log. seconds: that one attempt may take as a whole.
     """
     log.warning("the connection to RabbitMQ has ended (%s); connecting again", why)
     last = ""
     for pause in pauses():
         await asyncio.sleep(pause)
         try:
-            link = await connect()
-        except (ConfigError, Lost) as error:
+            link = await _within(seconds, connect())
+        except (ConfigError, Lost, TimeoutError) as error:
             if str(error) != last:
                 log.warning("%s", error)
             last = str(error)

@@ -115,7 +115,7 @@ class RabbitLink:
                 self.connected, self.term = False, 0
                 self._outbox.clear()
                 self._let_go(self._current)
-                self._current = await reconnected(self._connect, why)
+                self._current = await reconnected(self._connect, why, self._address.timeout_s)
         finally:
             self.connected = False
             await self._current.close()
