@@ -116,7 +116,7 @@ def test_a_disk_that_cannot_be_written_stops_nothing(serve: Serve, tmp_path: Pat
         assert gateway.post(gateway.chat()).status_code == 200
         assert gateway.get("/ready").status_code == 200
         blocked.unlink()
-        until(lambda: blocked.is_dir() and journal(gateway).requests)
+        until(lambda: any(blocked.glob(PATTERN)) and journal(gateway).requests)
 
 
 def test_it_is_off_where_it_is_turned_off(serve: Serve, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import uvloop
 from yarl import URL
 
 from headway import clock
@@ -131,6 +133,27 @@ async def test_a_process_that_was_cut_off_connects_again_and_knows(address: Addr
         await eventually(lambda: a.connections == 2)
         a.send("controller", end(2))
         assert items(await hear(leader)) == [end(2)]
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+async def test_a_server_that_ends_connections_while_they_are_made(
+    address: Address, run: Callable[..., None]
+) -> None:
+    """The loops differ in what aiormq then raises: its own errors, CancelledError, StopAsyncIteration."""
+
+    async def cut_off_again_and_again() -> None:
+        async with (
+            proxied(address.url) as (proxy, url),
+            RabbitLink.opened(replace(address, url=url), "a") as a,
+        ):
+            for number in range(1, 4):
+                proxy.cut(accept=False)
+                await eventually(lambda: not a.connected)
+                await asyncio.sleep(0.5)  # some attempts
+                proxy.accepts = True
+                await eventually(lambda number=number: a.connections == number + 1)
+
+    await asyncio.to_thread(run, cut_off_again_and_again())
 
 
 async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(address: Address) -> None:

@@ -277,14 +277,20 @@ async def _first(address: Address, name: str) -> AbstractConnection:
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, Item]) -> Item:
-    """Return what some work returns. TimeoutError when it takes longer, even if it cannot be cancelled."""
+    """Return what some work returns. TimeoutError when it takes longer, even if it cannot be cancelled.
+
+    ConnectionResetError when the connection ends in aiormq's hands: it cancels what waits for the connection,
+    which a caller must not take for its own cancelling, or lets the end of its stream of frames out.
+    """
     task = asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
         task.cancel()  # changes nothing where it is done
     if not done:
-        raise TimeoutError
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if task.cancelled() or isinstance(task.exception(), StopAsyncIteration):
+        raise ConnectionResetError("the connection has ended while it was made")
     return task.result()
 
 
@@ -377,9 +383,10 @@ async def reconnected(
         await asyncio.sleep(pause)
         try:
             link = await _within(seconds, connect())
-        except (ConfigError, Lost, TimeoutError) as error:
+        except Exception as error:  # whatever it is: without a link, this process serves nothing
             if str(error) != last:
-                log.warning("%s", error)
+                known = isinstance(error, (ConfigError, Lost, OSError))
+                log.warning("%s", error, exc_info=None if known else error)
             last = str(error)
         else:
             log.warning("connected to RabbitMQ (%s) again", link.address.place)

@@ -154,7 +154,7 @@ class RabbitLink:
             ended = await asyncio.gather(*work, return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception) and not isinstance(error, Lost):
-                raise error
+                log.error("control over RabbitMQ has failed", exc_info=error)  # a bug; all is told again
         return connection.lost.result() if connection.lost.done() else "it was given up"
 
     async def _publish(self, connection: Connection) -> None:
