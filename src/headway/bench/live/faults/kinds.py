@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
+from headway.bench.live.servers import rabbitmq
 from headway.bench.live.servers.parts import Cluster, Part
 from headway.bench.live.servers.proxy import Proxy
 from headway.bench.live.soak_clients import Door
@@ -41,6 +43,15 @@ class Fault:
     target: str
 
 
+class Pausable(Protocol):
+    """A process, or the processes of a server."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+Named = tuple[str, Pausable]
 Kind = Callable[[Scene], AbstractContextManager[Fault]]
 
 
@@ -68,10 +79,9 @@ def _killed(which: Callable[[Scene], Part]) -> Kind:
 
 @contextmanager
 def _node_killed(scene: Scene) -> Iterator[Fault]:
-    number = int(scene.rng.integers(len(scene.cluster.rabbit.nodes)))
-    node = scene.cluster.rabbit.nodes[number]
+    name, node = _node(scene)
     node.kill()
-    yield Fault(f"rabbitmq-{number}")
+    yield Fault(name)
     node.start()
 
 
@@ -93,34 +103,16 @@ def _disk_full(scene: Scene) -> Iterator[Fault]:
 # ---- pauses
 
 
-def _paused(which: Callable[[Scene], Part]) -> Kind:
+def _paused(which: Callable[[Scene], Named]) -> Kind:
     @contextmanager
     def kind(scene: Scene) -> Iterator[Fault]:
-        part = which(scene)
-        part.pause()
+        name, stopped = which(scene)
+        stopped.pause()
         _last(scene)
-        yield Fault(part.name)
-        part.resume()
+        yield Fault(name)
+        stopped.resume()
 
     return kind
-
-
-@contextmanager
-def _node_paused(scene: Scene) -> Iterator[Fault]:
-    number = int(scene.rng.integers(len(scene.cluster.rabbit.nodes)))
-    node = scene.cluster.rabbit.nodes[number]
-    node.pause()
-    _last(scene)
-    yield Fault(f"rabbitmq-{number}")
-    node.resume()
-
-
-@contextmanager
-def _database_paused(scene: Scene) -> Iterator[Fault]:
-    scene.cluster.database.pause()
-    _last(scene)
-    yield Fault("postgresql")
-    scene.cluster.database.resume()
 
 
 # ---- partitions
@@ -174,6 +166,23 @@ def _engine(scene: Scene) -> Part:
     return scene.of(scene.cluster.engines)
 
 
+def _node(scene: Scene) -> tuple[str, rabbitmq.Server]:
+    number = int(scene.rng.integers(len(scene.cluster.rabbit.nodes)))
+    return f"rabbitmq-{number}", scene.cluster.rabbit.nodes[number]
+
+
+def _postgresql(scene: Scene) -> Named:
+    return "postgresql", scene.cluster.database
+
+
+def _named(which: Callable[[Scene], Part]) -> Callable[[Scene], Named]:
+    def named(scene: Scene) -> Named:
+        part = which(scene)
+        return part.name, part
+
+    return named
+
+
 def _door(scene: Scene, part: Part) -> Door | None:
     """Return the door of a gateway, None for another part."""
     return next((one for one in scene.doors if one.port == part.port), None)
@@ -195,12 +204,12 @@ KINDS: dict[str, Kind] = {
     "RabbitMQ node killed": _node_killed,
     "PostgreSQL restarted": _database_restarted,
     "PostgreSQL's disk full": _disk_full,
-    "gateway paused": _paused(_gateway),
-    "controller paused": _paused(_leader),
-    "agent paused": _paused(_agent),
-    "engine paused": _paused(_engine),
-    "RabbitMQ node paused": _node_paused,
-    "PostgreSQL paused": _database_paused,
+    "gateway paused": _paused(_named(_gateway)),
+    "controller paused": _paused(_named(_leader)),
+    "agent paused": _paused(_named(_agent)),
+    "engine paused": _paused(_named(_engine)),
+    "RabbitMQ node paused": _paused(_node),
+    "PostgreSQL paused": _paused(_postgresql),
     "gateway cut off from RabbitMQ": _cut(_gateway, _wires),
     "controller cut off from RabbitMQ": _cut(_leader, _wires),
     "agent cut off from RabbitMQ": _cut(_agent, _wires),
