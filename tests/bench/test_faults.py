@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -20,12 +21,17 @@ FEW = ("controller killed", "agent killed", "gateway cut off from PostgreSQL", "
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def journal() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory, journal: io.StringIO) -> Outcome:
     rabbitmq.new().remove()  # skips where there is none
     postgres.new().remove()
     folder = tmp_path_factory.mktemp("faults")
     struck = list[str]()
-    made = measure(folder, Sizes(len(FEW), nodes=1, longest_s=0.8), 1, struck.append, FEW)
+    made = measure(folder, Sizes(len(FEW), nodes=1, longest_s=0.8), 1, struck.append, journal, FEW)
     assert struck == [record.kind for record in made.records]
     return made
 
@@ -38,7 +44,7 @@ def test_nothing_is_lost_or_answered_twice(outcome: Outcome) -> None:
     assert all(record.recovered is not None for record in outcome.records)
 
 
-def test_it_is_written_with_each_fault(outcome: Outcome, tmp_path: Path) -> None:
+def test_it_is_written_with_each_fault(outcome: Outcome, journal: io.StringIO, tmp_path: Path) -> None:
     save(main.build(outcome, 1.0, 1), tmp_path, {"faults": main.plot(outcome)})
     found = {
         (row["id"], row["setting"]) for row in json.loads((tmp_path / "report.json").read_text())["rows"]
@@ -46,7 +52,7 @@ def test_it_is_written_with_each_fault(outcome: Outcome, tmp_path: Path) -> None
     assert {("faults.recover_s.p99", kind) for kind in (main.ALL, *FEW)} <= found
     assert ("faults.lost", "4 faults, RabbitMQ of 1") in found
     assert NAME in (tmp_path / "report.html").read_text()
-    written = [json.loads(line) for line in outcome.journal().splitlines()]
+    written = [json.loads(line) for line in journal.getvalue().splitlines()]
     assert [one["number"] for one in written] == [0, 1, 2, 3]
 
 

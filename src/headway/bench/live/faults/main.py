@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from rich.console import Console
@@ -48,6 +50,7 @@ def main(
     with (
         Progress(console=Console(stderr=True)) as progress,
         tempfile.TemporaryDirectory(prefix="headway-faults-") as folder,
+        _journal(out) as journal,
     ):
         Path(folder).chmod(0o755)
         task = progress.add_task("start", total=sizes.faults + 1)
@@ -55,12 +58,18 @@ def main(
         def tick(kind: str) -> None:
             progress.update(task, advance=1, description=kind)
 
-        outcome = measure(Path(folder), sizes, seed, tick, only)
+        outcome = measure(Path(folder), sizes, seed, tick, journal, only)
         progress.update(task, advance=1, description="done")
     report = build(outcome, time.perf_counter() - began, seed)
     deliver(report, as_json=as_json, out=out, pictures=lambda: {"faults": plot(outcome)})
-    if out is not None:
-        (out / "faults.jsonl").write_text(outcome.journal())
+
+
+def _journal(out: Path | None) -> IO[str]:
+    """Return the file that faults are written to; without a folder they are not kept."""
+    if out is None:
+        return io.StringIO()
+    out.mkdir(parents=True, exist_ok=True)
+    return (out / "faults.jsonl").open("w")
 
 
 def rows(outcome: Outcome) -> list[Row]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -47,6 +48,10 @@ class Record:
     lasted: float
     recovered: float | None
 
+    def line(self) -> str:
+        """Return it as a line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -62,10 +67,6 @@ class Outcome:
     refused: int
     nodes: int
 
-    def journal(self) -> str:
-        """Return the faults as JSON lines."""
-        return "".join(json.dumps(asdict(record)) + "\n" for record in self.records)
-
 
 def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str]:
     """Return kinds of faults, each as often as any other, in random order. ConfigError for an unknown one."""
@@ -79,9 +80,18 @@ def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str
 
 
 def measure(
-    folder: Path, sizes: Sizes, seed: int, tick: Callable[[str], None], only: Sequence[str] = ()
-) -> Outcome:
-    """Break parts under load, then let all that is owed end; tick: told of each fault before it."""
+    folder: Path,
+    sizes: Sizes,
+    seed: int,
+    tick: Callable[[str], None],
+    journal: IO[str],
+    only: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Break parts under load, then let all that is owed end.
+
+    tick: told of each fault before it. journal: each fault is written there as it ends, so that a run that is
+    cut off leaves what it has seen.
+    """
     rng = np.random.default_rng([seed, 17])
     kinds = drawn(sizes.faults, only, rng)
     with clusters(folder, Shape(sizes.nodes, proxies=True)) as cluster:
@@ -97,6 +107,8 @@ def measure(
             for number, kind in enumerate(kinds):
                 tick(kind)
                 records.append(_strike(scene, number, kind, began))
+                journal.write(records[-1].line())
+                journal.flush()
                 time.sleep(float(rng.uniform(*_BETWEEN_S)))
         _pay(cluster, clients)
     history = clients.history
