@@ -19,7 +19,7 @@ from headway.bench.live.peers import Peer
 MIB = 2**20
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SAY = [{"role": "user", "content": "Say something."}]
-_ANSWER_S = 20.0  # an answer that takes longer is none
+_ANSWER_S = 30.0  # an answer that takes longer is none
 HANG_S = 3.0  # for which an engine hangs
 BURST = 5000  # connections
 FLOOD = 4000
@@ -62,17 +62,7 @@ class Target:
 
         meant: the 5xx that it may have, besides 503.
         """
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port or self.gateway.port)
-                try:
-                    writer.write(data)
-                    head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
-                finally:
-                    writer.close()
-        except (OSError, TimeoutError):
-            return 0, b""
-        status = int(head[9:12] or 0)
+        status, body = await exchange(port or self.gateway.port, data)
         self.broken += status >= 500 and status not in (503, meant)
         return status, body
 
@@ -85,6 +75,23 @@ class Target:
 
 
 Attack = Callable[[Target], Awaitable[None]]
+
+
+async def exchange(port: int, data: bytes) -> tuple[int, bytes]:
+    """Send bytes on a connection of its own; return status and body, 0 = there is no whole answer."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(data)
+                head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return 0, b""
+    status = int(head[9:12] or 0)
+    length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+    return (0, b"") if length and len(body) < int(length) else (status, body)
 
 
 def say(**fields: Any) -> dict[str, Any]:

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.live.attack_clients import request, say
+from headway.bench.live.attack_clients import exchange, request, say
 from headway.bench.live.fake_engine import WORD
 from headway.bench.live.soak_history import History
 
 _CLIENTS, _TOKENS, _DELAY_S = 8, 4, 0.02
 _PAUSE_S = 0.05  # of a client, between two requests
-_ANSWER_S = 30.0  # an answer that takes longer is none
 _END_S = 120.0  # for all that is owed, once nothing is broken
 _LOOKS = 40  # at background requests, in a round
 _REFUSED = (429, 503)
@@ -90,7 +89,7 @@ class Clients:
         return open_[int(rng.integers(len(open_)))] if open_ else None
 
     async def _background(self, door: Door) -> None:
-        status, body = await _send(door, request("/v1/chat/completions", _ask(background=True)))
+        status, body = await exchange(door.port, request("/v1/chat/completions", _ask(background=True)))
         self.refused += status in _REFUSED
         if status == 202:
             id = json.loads(body)["id"]
@@ -100,7 +99,7 @@ class Clients:
     async def _wait_for(self, door: Door, stream: bool) -> None:
         """Ask and wait; without an answer, an error or a kill the gateway owes it."""
         life = door.lives
-        status, body = await _send(door, request("/v1/chat/completions", _ask(stream=stream)))
+        status, body = await exchange(door.port, request("/v1/chat/completions", _ask(stream=stream)))
         if status in _REFUSED:
             self.refused += 1
             return
@@ -123,7 +122,7 @@ class Clients:
     async def _look(self, id: str, door: Door) -> None:
         """Look at one background request."""
         get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-        status, body = await _send(door, get.encode())
+        status, body = await exchange(door.port, get.encode())
         if status == 404:
             self.history.saw(id, "unknown", "")
         elif status == 200:
@@ -148,25 +147,8 @@ class Clients:
 async def probe(port: int) -> bool:
     """Tell whether a gateway answers one request with all of its tokens."""
     ask = say(max_tokens=1, vllm_xargs={"fake_tokens": 1})
-    status, body = await _send(Door(port), request("/v1/chat/completions", ask))
+    status, body = await exchange(port, request("/v1/chat/completions", ask))
     return status == 200 and _MARK in body
-
-
-async def _send(door: Door, data: bytes) -> tuple[int, bytes]:
-    """Send bytes on a connection of its own; status 0 = there is no whole answer."""
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
-            try:
-                writer.write(data)
-                head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
-            finally:
-                writer.close()
-    except (OSError, TimeoutError):
-        return 0, b""
-    status = int(head[9:12] or 0)
-    length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
-    return (0, b"") if length and len(body) < int(length) else (status, body)
 
 
 def _ask(**more: Any) -> dict[str, Any]:
