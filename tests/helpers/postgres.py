@@ -1,8 +1,4 @@
-"""A private PostgreSQL server for tests, started when the first test asks for it.
-
-With HEADWAY_POSTGRES_URL set, that server is used instead, by tests that do not stop it. Where there are no
-binaries (`make postgres` installs Debian's), the tests are skipped.
-"""
+"""A private PostgreSQL server for tests (`private.Private`), and schemas that nothing has used."""
 
 from __future__ import annotations
 
@@ -11,35 +7,19 @@ import os
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import asyncpg
-import pytest
 
 from headway.bench.live.servers.postgres import PASSWORD as PASSWORD
 from headway.bench.live.servers.postgres import Server as PrivateServer
 from headway.broker.postgres_link import Address
-from headway.errors import ConfigError
+from tests.helpers.private import Private
 
 URL = "HEADWAY_POSTGRES_URL"
+_server = Private(PrivateServer, URL)
+new, private, the_url = _server.new, _server.private, _server.the_url
 _used: list[str] = []  # schemas
-
-
-def new() -> PrivateServer:
-    """Return a server that is not started yet; without any to start the test is skipped."""
-    try:
-        return PrivateServer()
-    except ConfigError as error:
-        pytest.skip(f"{error}")
-
-
-@cache
-def private() -> PrivateServer:
-    """Return the session's own server, started when it is first asked for."""
-    server = new()
-    server.start()
-    return server
 
 
 def stop() -> None:
@@ -47,14 +27,7 @@ def stop() -> None:
     if URL in os.environ:
         for schema in _used:
             run_sql(f"DROP SCHEMA IF EXISTS {schema} CASCADE", url=the_url())
-    if private.cache_info().currsize:
-        private().remove()
-        private.cache_clear()
-
-
-def the_url() -> str:
-    """Return the URL of the server to test with."""
-    return os.environ.get(URL) or private().url
+    _server.stop()
 
 
 def fresh(url: str | None = None) -> Address:
