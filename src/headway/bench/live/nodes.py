@@ -25,6 +25,7 @@ from rich.console import Console
 
 from headway.bench.live.fleet import Trial
 from headway.bench.live.servers import postgres, rabbitmq
+from headway.bench.live.servers.both import both
 from headway.bench.live.soak_history import History, Verdict, check
 from headway.bench.load import generator
 from headway.bench.load.records import Call, Record
@@ -78,7 +79,7 @@ class Whole:
         return [f"http://{state.host}:{state.port}" for state in gateways]
 
     def kill(self, what: str) -> None:
-        """Kill a part as it runs now, with SIGKILL; what is no actor of Ray's is started again here."""
+        """Kill a part as it runs now. Ray starts actors again; RabbitMQ and PostgreSQL are started again here."""
         match what:
             case "RabbitMQ":
                 self.rabbit.nodes[0].kill()
@@ -151,10 +152,7 @@ def ray_nodes(count: int) -> Iterator[str]:
 def whole(trial: Trial) -> Iterator[Whole]:
     """Start everything, yield it once all parts are ready, then stop everything."""
     with ExitStack() as stack:
-        rabbit, database = rabbitmq.Cluster(1), postgres.Server()
-        for server in (rabbit, database):
-            stack.callback(server.remove)
-            server.start()
+        rabbit, database = stack.enter_context(both(1))
         stack.enter_context(_environment(rabbit.url, database.url))
         address = stack.enter_context(ray_nodes(2))
         actors = stack.enter_context(connected(configuration(trial, "nodes", address)))

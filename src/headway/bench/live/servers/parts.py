@@ -24,6 +24,7 @@ import tomli_w
 from yarl import URL
 
 from headway.bench.live.servers import postgres, rabbitmq
+from headway.bench.live.servers.both import both
 from headway.bench.live.servers.proxy import Proxy, proxied
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.errors import EngineError
@@ -228,10 +229,7 @@ def clusters(folder: Path, shape: Shape) -> Iterator[Cluster]:
     with ExitStack() as stack:
         wires = Wires()
         stack.callback(wires.close)
-        rabbit, database = rabbitmq.Cluster(shape.nodes), postgres.Server()
-        for server in (rabbit, database):
-            stack.callback(server.remove)
-            server.start()
+        rabbit, database = stack.enter_context(both(shape.nodes))
         made = Cluster(folder, shape, wires, rabbit, database)
         for i in range(shape.engines):
             made.add_engine(f"engine-{i}")

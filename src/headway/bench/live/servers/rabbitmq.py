@@ -192,10 +192,13 @@ class Cluster:
     def url(self) -> str:
         return ",".join(node.url for node in self.nodes)
 
-    def start(self) -> None:
-        """Start all nodes, and wait until they answer: by then each has joined."""
+    def begin(self) -> None:
+        """Start all nodes."""
         for node in self.nodes:
             node.begin()
+
+    def wait(self) -> None:
+        """Wait until all nodes answer: by then each has joined."""
         for node in self.nodes:
             node.wait()
 
