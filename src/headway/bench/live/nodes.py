@@ -79,7 +79,7 @@ class Whole:
         return [f"http://{state.host}:{state.port}" for state in gateways]
 
     def kill(self, what: str) -> None:
-        """Kill a part as it runs now. Ray starts actors again; RabbitMQ and PostgreSQL are started again here."""
+        """Kill a part. Ray starts its actors again, this the servers."""
         match what:
             case "RabbitMQ":
                 self.rabbit.nodes[0].kill()
