@@ -12,8 +12,9 @@ import pytest
 from headway import clock
 from headway.config import Batches, Broker, Config, Key, Sqlite, Tier
 from headway.engines.vllm.process.launch import free_port
+from headway.serve.batches.directory import DirectoryStore
+from headway.serve.batches.port import BatchStore
 from headway.serve.batches.records import Batch, Line, StoredFile
-from headway.serve.batches.store import Store
 from tests.serve.batches import (
     begin,
     content,
@@ -213,9 +214,9 @@ def test_what_it_reads_and_wrote(gateway: Gateway, fake: Fake) -> None:
     id = begin(gateway, lines(1, **held("read")))
     until(lambda: look(gateway, id)["status"] == "in_progress", 30)
     store: Any = gateway.inner.batches
-    batch = store.batch("default", id)
+    batch = gateway.do(store.batch("default", id))
     with pytest.raises(Exception, match="reads this file"):
-        store.delete_file("default", batch.input_file)
+        gateway.do(store.delete_file("default", batch.input_file))
     fake.release("read")
     output = ended(gateway, id)["output_file_id"]
     body = {"input_file_id": output, "endpoint": CHAT, "completion_window": "1m"}
@@ -316,17 +317,7 @@ async def _ends_unseen(gateway: Gateway, id: str, answer: bytes) -> None:
 def test_what_a_killed_gateway_left(fake: Fake, tmp_path: Path, killed: str) -> None:
     config = on_disk(tmp_path, fake.url)
     assert config.batches_dir is not None
-    store, now, content = Store(config.batches_dir), clock.now(), text(lines(3))
-    store.path("file-1").write_bytes(content)
-    store.add_file(StoredFile("file-1", "default", "x", "batch", len(content), now), 10**6)
-    store.add_batch(Batch("batch_1", "default", CHAT, "file-1", "24h", now, now + 86400), 1)
-    store.add_lines("batch_1", [Line(1, 0, 9, "line-0"), Line(2, 0, 9, "line-1")])
-    if "written" in killed:
-        store.begin("batch_1", now)
-        for number in (1, 2):
-            store.record("batch_1", number, True, json.dumps({"custom_id": f"line-{number - 1}"}).encode())
-        store.finalize("batch_1", now)
-    store.close()
+    asyncio.run(_left_behind(DirectoryStore(config.batches_dir), text(lines(3)), "written" in killed))
     asked = fake.last()["asked"]
     with serving(config) as gateway:
         seen = ended(gateway, "batch_1")
@@ -334,6 +325,23 @@ def test_what_a_killed_gateway_left(fake: Fake, tmp_path: Path, killed: str) -> 
         assert outcome(gateway, seen) == ([f"line-{i}" for i in range(count)], [])
         assert seen["request_counts"] == {"total": count, "completed": count, "failed": 0}
         assert fake.last()["asked"] == asked + (0 if "written" in killed else 3)
+
+
+async def _left_behind(store: BatchStore, content: bytes, written: bool) -> None:
+    """Leave a batch of which two lines are checked, or all that it has are answered."""
+    now = clock.now()
+    file = StoredFile("file-1", "default", "x", "batch", len(content), now)
+    await store.begin_file(file)
+    await store.append(file.id, 0, content)
+    await store.add_file(file, 10**6)
+    await store.add_batch(Batch("batch_1", "default", CHAT, file.id, "24h", now, now + 86400), 1)
+    await store.add_lines("batch_1", [Line(1, 0, 9, "line-0"), Line(2, 0, 9, "line-1")])
+    if written:
+        await store.begin("batch_1", now)
+        for i in range(2):
+            await store.record("batch_1", i + 1, True, json.dumps({"custom_id": f"line-{i}"}).encode())
+        await store.finalize("batch_1", now)
+    await store.close()
 
 
 def test_of_two_gateways_one_runs_it_and_both_tell(fake: Fake, tmp_path: Path) -> None:

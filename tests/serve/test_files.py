@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -188,16 +188,26 @@ def test_a_body_that_ends_too_early(end: int) -> None:
         upload.complete()
 
 
-@given(rows=st.lists(st.tuples(st.binary(max_size=40), st.sampled_from([b"\n", b"\r\n"]))))
-def test_lines_are_where_they_say(rows: list[tuple[bytes, bytes]], tmp_path_factory: Any) -> None:
+@given(
+    rows=st.lists(st.tuples(st.binary(max_size=40), st.sampled_from([b"\n", b"\r\n"]))),
+    piece=st.integers(1, 99),
+)
+def test_lines_are_where_they_say(rows: list[tuple[bytes, bytes]], piece: int) -> None:
     rows = [(row.replace(b"\n", b"").rstrip(b"\r"), end) for row, end in rows]
-    path = Path(tmp_path_factory.getbasetemp()) / "lines"
-    path.write_bytes(b"".join(row + end for row, end in rows))
-    with path.open("rb") as file:
-        found = list(numbered(file, 30))
-    whole = path.read_bytes()
+    whole = b"".join(row + end for row, end in rows)
+    found = asyncio.run(numbered_in(whole, piece))
     assert [number for number, _, _ in found] == [i for i, (row, _) in enumerate(rows, 1) if row[:31].strip()]
     for number, start, seen in found:
         row = rows[number - 1][0]
         assert len(seen) > 30 if len(row) > 30 else seen == row
         assert whole[start:].startswith(seen)
+
+
+async def numbered_in(content: bytes, size: int) -> list[tuple[int, int, bytes]]:
+    """Return the lines of a file that is read in pieces of that size."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(content), size):
+            yield content[at : at + size]
+
+    return [found async for found in numbered(pieces(), 30)]

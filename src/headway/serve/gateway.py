@@ -20,8 +20,8 @@ from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
-from headway.serve.batches.store import Store
-from headway.serve.batches.store import opened as opened_batches
+from headway.serve.batches.opening import opened as opened_batches
+from headway.serve.batches.port import BatchStore
 from headway.serve.budget import ByteBudget
 from headway.serve.dashboard.history import History
 from headway.serve.dispatcher import Dispatcher
@@ -68,7 +68,7 @@ class Gateway:
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
     history: History
-    batches: Store | None
+    batches: BatchStore | None
 
     def adopt(self, config: Config) -> None:
         """Take over classes and keys of a configuration."""
@@ -95,7 +95,7 @@ async def serving(
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
         opened(config.backends) as backends,
-        opened_batches(config.batches_dir) as batches,
+        opened_batches(config) as batches,
     ):
         sides = _sides(config, lengths.lengths, metrics, log_dir, link)
         dispatcher, knowledge = sides.dispatcher, sides.control.controller.planner.knowledge

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway import clock
 from headway.errors import RequestError
 from headway.serve.app_state import AppState, error_docs
-from headway.serve.batches.files import PIECE, ROOM, Quota, Upload, append, new_id, settle, too_large
+from headway.serve.batches.files import ROOM, Quota, Upload, new_id, too_large
+from headway.serve.batches.port import PIECE, BatchStore, pieces
 from headway.serve.batches.records import Batch, StoredFile, no_file
-from headway.serve.batches.store import Store
 from headway.serve.fields import checked
 from headway.serve.request_parsing import read_json
 from headway.serve.run_endpoints import body_docs
@@ -27,6 +27,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SHORTEST, _LONGEST = 60, 366 * 86400  # seconds of a window
 _MOST_LISTED = {"files": 10_000, "batches": 100}
 _ENDS = ("completed", "failed", "expired", "cancelled")
+_BYTES = "application/octet-stream"
 _Text = Annotated[str, Field(max_length=512)]
 
 
@@ -53,13 +54,13 @@ def add_batch_endpoints(app: FastAPI, state: AppState) -> None:
     _one_batch(app, state)
 
 
-def _store(state: AppState) -> Store:
-    """Return the directory of batches; 403 when there is none."""
+def _store(state: AppState) -> BatchStore:
+    """Return the place of files and batches; 403 when there is none."""
     store = state.gateway.batches
     if store is None:
         raise RequestError(
-            "There are no batches here: they want a queue on disk, and a directory.",
-            'Set broker.kind = "sqlite", or "postgres" with batches.dir, and do not set that to "none".',
+            "There are no batches here: they want a queue that survives the gateway.",
+            'Set broker.kind to "sqlite" or "postgres", and do not set batches.dir to "none".',
             status=403, code="batches_off",
         )  # fmt: skip
     return store
@@ -82,31 +83,29 @@ def _uploads(app: FastAPI, state: AppState) -> None:
         size = int(declared) if declared.isdigit() and len(declared) < 19 else 0
         if size > limits.max_file_mib * 2**20 + ROOM:
             raise too_large(limits.max_file_mib)
-        used = await store.ask(store.used, tenant)
+        used = await store.used(tenant)
         quota.check(tenant, used, max(size - ROOM, 0))
         form = Upload(request.headers.get("content-type", ""), limits)
-        file_id = new_id("file")
+        file = StoredFile(new_id("file"), tenant, "", "batch", 0, clock.now())
         try:
-            await _receive(request, form, store, file_id, quota, tenant, used)
+            await store.begin_file(file)
+            await _receive(request, form, store, file.id, quota, tenant)
             form.complete()
-            file = StoredFile(file_id, tenant, form.name, "batch", form.size, clock.now())
-            await store.ask(settle, store.path(file_id))
-            await store.ask(store.add_file, file, quota.most)
+            file = replace(file, name=form.name, size=form.size, created=clock.now())
+            await store.add_file(file, quota.most)
         except BaseException:
-            with suppress(OSError):
-                store.path(file_id).unlink(missing_ok=True)
+            await store.discard(file.id)
             raise
         return JSONResponse(_file(file))
 
 
 async def _receive(
-    request: Request, form: Upload, store: Store, id: str, quota: Quota, tenant: str, used: int
+    request: Request, form: Upload, store: BatchStore, id: str, quota: Quota, tenant: str
 ) -> None:
     """Write a file as it comes; its tenant's quota counts it as long as it is not complete."""
-    counted = received = 0
-    path = store.path(id)
+    counted = received = written = 0
+    used = await store.used(tenant)
     try:
-        await store.ask(append, path, b"")
         async for part in request.stream():
             received += len(part)
             form.feed(part)
@@ -116,16 +115,18 @@ async def _receive(
             counted = form.size
             quota.check(tenant, used)
             if len(form.pending) >= PIECE:
-                await store.ask(append, path, form.take())
-        await store.ask(append, path, form.take())
+                await store.append(id, written, form.take())
+                written, used = form.size, await store.used(tenant)
+        quota.check(tenant, used)
+        await store.append(id, written, form.take())
     finally:
         quota.add(tenant, -counted)
 
 
-async def _found(state: AppState, request: Request, id: str) -> tuple[Store, StoredFile]:
+async def _found(state: AppState, request: Request, id: str) -> tuple[BatchStore, StoredFile]:
     """Return a file of the request's tenant."""
     tenant, store = state.tenant(request), _store(state)
-    file = await store.ask(store.file, tenant, id)
+    file = await store.file(tenant, id)
     if file is None:
         raise no_file(id)
     return store, file
@@ -140,8 +141,7 @@ def _files(app: FastAPI, state: AppState) -> None:
         newest = asked.get("order", "desc")
         if newest not in ("asc", "desc"):
             raise RequestError(f"The order is {newest[:64]!r}.", "Use asc or desc.", param="order")
-        found = await store.ask(
-            store.files, tenant, asked.get("after"), limit + 1, newest=newest == "desc",
+        found = await store.files(tenant, asked.get("after"), limit + 1, newest=newest == "desc",
             purpose=asked.get("purpose"),
         )  # fmt: skip
         return _list([_file(file) for file in found], limit)
@@ -162,17 +162,34 @@ def _contents(app: FastAPI, state: AppState) -> None:
         """Return what is in a file."""
         store, found = await _found(state, request, id)
         path = store.path(found.id)
+        if path is None:
+            return await _streamed(store, found)
         if not path.is_file():
             raise no_file(id)
-        return FileResponse(path, media_type="application/octet-stream", filename=found.name)
+        return FileResponse(path, media_type=_BYTES, filename=found.name)
 
     @app.delete("/v1/files/{id}", responses=error_docs(401, 403, 404, 409, 503))
     async def delete(id: str, request: Request) -> Response:
         """Delete a file that no batch reads."""
         store, found = await _found(state, request, id)
-        if not await store.ask(store.delete_file, found.tenant, found.id):
+        if not await store.delete_file(found.tenant, found.id):
             raise no_file(id)
         return JSONResponse({"id": found.id, "object": "file", "deleted": True})
+
+
+async def _streamed(store: BatchStore, file: StoredFile) -> Response:
+    """Return a response with the content of a file, a piece at a time; its first one is there already."""
+    content = pieces(store, file)
+    first = await anext(content, b"")
+
+    async def all_pieces() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in content:
+            yield piece
+
+    name = f"attachment; filename*=utf-8''{quote(file.name)}"
+    headers = {"content-length": str(file.size), "content-disposition": name}
+    return StreamingResponse(all_pieces(), media_type=_BYTES, headers=headers)
 
 
 def _file(file: StoredFile) -> dict[str, Any]:
@@ -185,10 +202,10 @@ def _file(file: StoredFile) -> dict[str, Any]:
 # ---- batches
 
 
-async def _found_batch(state: AppState, request: Request, id: str) -> tuple[Store, Batch]:
+async def _found_batch(state: AppState, request: Request, id: str) -> tuple[BatchStore, Batch]:
     """Return a batch of the request's tenant."""
     tenant, store = state.tenant(request), _store(state)
-    batch = await store.ask(store.batch, tenant, id)
+    batch = await store.batch(tenant, id)
     if batch is None:
         raise RequestError(
             f"There is no batch {id[:64]!r}.", "GET /v1/batches lists them.", status=404, code="not_found"
@@ -210,7 +227,7 @@ def _batches(app: FastAPI, state: AppState) -> None:
         if key is not None:
             claims = {name: value for name, value in asdict(key).items() if name != "key"}
             batch = replace(batch, claims=json.dumps(claims))
-        await store.ask(store.add_batch, batch, state.config.batches.max_open)
+        await store.add_batch(batch, state.config.batches.max_open)
         store.changed.set()
         return JSONResponse(_batch(batch))
 
@@ -219,7 +236,7 @@ def _batches(app: FastAPI, state: AppState) -> None:
         """List the tenant's batches, the newest first."""
         tenant, store = state.tenant(request), _store(state)
         limit = _limit(request, "batches", 20)
-        found = await store.ask(store.batches, tenant, request.query_params.get("after"), limit + 1)
+        found = await store.batches(tenant, request.query_params.get("after"), limit + 1)
         return _list([_batch(batch) for batch in found], limit)
 
 
@@ -234,7 +251,7 @@ def _one_batch(app: FastAPI, state: AppState) -> None:
     async def cancel(id: str, request: Request) -> Response:
         """Cancel a batch: what was answered is kept, what was not is not run any more."""
         store, found = await _found_batch(state, request, id)
-        if not await store.ask(store.cancel, found.tenant, id, clock.now()):
+        if not await store.cancel(found.tenant, id, clock.now()):
             store, found = await _found_batch(state, request, id)
             if found.cancelling is None or found.ended is not None:
                 raise RequestError(
@@ -245,7 +262,7 @@ def _one_batch(app: FastAPI, state: AppState) -> None:
         return JSONResponse(_batch(found))
 
 
-async def _new(body: BatchBody, store: Store, tenant: str) -> Batch:
+async def _new(body: BatchBody, store: BatchStore, tenant: str) -> Batch:
     """Return a new batch; RequestError when its window or its file is none."""
     seconds = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
     if not _SHORTEST <= seconds <= _LONGEST:
@@ -253,7 +270,7 @@ async def _new(body: BatchBody, store: Store, tenant: str) -> Batch:
             f"The completion_window is {body.completion_window!r}.", "Give 1m to 366d, such as 24h.",
             param="completion_window", code="invalid_completion_window",
         )  # fmt: skip
-    file = await store.ask(store.file, tenant, body.input_file_id)
+    file = await store.file(tenant, body.input_file_id)
     if file is None:
         raise no_file(body.input_file_id)
     if file.purpose != "batch":
@@ -325,5 +342,5 @@ _FORM: dict[str, Any] = {"requestBody": {"required": True, "content": {"multipar
     "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
 }}}}}  # fmt: skip
 _CONTENT: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The file.", "content": {"application/octet-stream": {}}},
+    200: {"description": "The file.", "content": {_BYTES: {}}},
 }

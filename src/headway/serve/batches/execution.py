@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from headway import clock
 from headway.broker.port import Job
@@ -20,11 +20,10 @@ from headway.config import Config
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve import tasks
 from headway.serve.app_state import AppState
-from headway.serve.batches.files import read_at
 from headway.serve.batches.lines import RESPONSES, LineCheck, interpret_line
+from headway.serve.batches.port import BatchStore
 from headway.serve.batches.records import CANCELLED, EXPIRED, Batch, Line
 from headway.serve.batches.results import answered, as_response, conclude, refused, request_id
-from headway.serve.batches.store import Store
 from headway.serve.budget import Held
 from headway.serve.offload import offload
 from headway.serve.request_parsing import ParsedRequest
@@ -34,6 +33,8 @@ _AGAIN_S = 0.5  # until a line that found no room is tried again
 _ENTRY = 16  # lines that are on their way into the queue at a time
 _PAGE = 64  # lines that are looked up at a time
 _FAR = 1000  # lines in a row that the queue does not know, at least, before the others are not looked for
+T = TypeVar("T")
+P = ParamSpec("P")
 log = logging.getLogger("headway.serve")
 
 
@@ -76,7 +77,7 @@ class Execution:
     """
 
     def __init__(
-        self, state: AppState, store: Store, batch: Batch, threads: Executor, slots: Slots
+        self, state: AppState, store: BatchStore, batch: Batch, threads: Executor, slots: Slots
     ) -> None:  # fmt: skip
         self._state, self._store, self._batch = state, store, batch
         self._threads, self._slots = threads, slots
@@ -84,7 +85,7 @@ class Execution:
 
     async def run(self) -> None:
         """Bring the batch to its end. What fails here can be begun again."""
-        batch = await self._store.ask(self._store.batch, self._batch.tenant, self._batch.id)
+        batch = await self._store.batch(self._batch.tenant, self._batch.id)
         if batch is None or batch.ended is not None:  # since the caller looked
             return
         self._batch = batch
@@ -92,14 +93,14 @@ class Execution:
             return
         if batch.finalizing is None:
             await self._answer_all()
-        await self._store.ask(conclude, self._store, batch)
+        await conclude(self._store, batch)
         log.info("the batch %s has ended", batch.id)
 
     # ---- the check
 
     async def _check(self) -> bool:
         """Check all lines; False when the batch has ended with that."""
-        id, ask = self._batch.id, self._store.ask
+        id, store = self._batch.id, self._store
         check = LineCheck(self._state, self._store, self._batch)
         if self.stop.is_set():
             check.stopped.set()
@@ -113,17 +114,17 @@ class Execution:
             stopping.cancel()
             await asyncio.wait({work})
         if not work.result():
-            await ask(self._store.end, id, await self._why_stopped(), clock.now())
+            await store.end(id, await self._why_stopped(), clock.now())
             return False
         if check.problems:
             log.info("the batch %s failed: %d of its lines are wrong", id, len(check.problems))
-            await ask(self._store.refuse, id, check.problems, clock.now())
+            await store.refuse(id, check.problems, clock.now())
             return False
-        await ask(self._store.begin, id, clock.now())
+        await store.begin(id, clock.now())
         return True
 
     async def _why_stopped(self) -> str:
-        batch = await self._store.ask(self._store.batch, self._batch.tenant, self._batch.id)
+        batch = await self._store.batch(self._batch.tenant, self._batch.id)
         return "expired" if batch is None or batch.cancelling is None else "cancelled"
 
     # ---- the lines
@@ -147,7 +148,7 @@ class Execution:
         """Run the lines that have no end, in order, as many at a time as there are slots."""
         after, store = 0, self._store
         async with asyncio.TaskGroup() as group:
-            while lines := await store.ask(store.open_lines, self._batch.id, after, _PAGE):
+            while lines := await self._lasting(store.open_lines, self._batch.id, after, _PAGE):
                 for line in lines:
                     await self._slots.free.acquire()
                     task = group.create_task(self._answer(line))
@@ -171,17 +172,30 @@ class Execution:
         """Return whether a line was answered, and its line of the output or error file."""
         result = job.result
         if self._batch.endpoint == RESPONSES and job.state == "done" and result is not None:
-            text, created = await self._text(line), int(clock.shown(job.arrival))
+            text, created = await self._lasting(self._text, line), int(clock.shown(job.arrival))
             made = await offload(len(result), lambda: as_response(text, job.id, created, result))
             job = replace(job, result=made)
         return answered(self._batch, line, job)
 
     async def _text(self, line: Line) -> bytes:
-        path = self._store.path(self._batch.input_file)
-        return await self._store.ask(read_at, path, line.start, line.size)
+        return await self._store.read(self._batch.input_file, line.start, line.size)
 
     async def _record(self, line: Line, good: bool, content: bytes) -> None:
-        await self._store.ask(self._store.record, self._batch.id, line.number, good, content)
+        await self._lasting(self._store.record, self._batch.id, line.number, good, content)
+
+    async def _lasting(self, call: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs) -> T:
+        """Return what a call of the store returns, once that is not out: other lines go on meanwhile."""
+        said = False
+        while True:
+            try:
+                return await call(*args, **named)
+            except HeadwayError as error:
+                if error.status < 500:
+                    raise
+                if not said:
+                    log.warning("the batch %s waits: %s", self._batch.id, error)
+                said = True
+            await asyncio.sleep(_AGAIN_S)
 
     async def _run(self, line: Line) -> Job:
         """Run a line's request, unless the queue knows it; return its job, ended.
@@ -260,12 +274,12 @@ class Execution:
         after = unknown = 0
         store, id = self._store, self._batch.id
         far = max(2 * self._slots.total, _FAR)
-        while unknown < far and (lines := await store.ask(store.open_lines, id, after, _PAGE)):
+        while unknown < far and (lines := await store.open_lines(id, after, _PAGE)):
             for line in lines:
                 unknown = 0 if await self._close(line) else unknown + 1
             after = lines[-1].number
         end = EXPIRED if await self._why_stopped() == "expired" else CANCELLED
-        await store.ask(store.close_lines, id, end)
+        await store.close_lines(id, end)
 
     async def _close(self, line: Line) -> bool:
         """Cancel a line's request, or record how it ended; False when the queue does not know it."""

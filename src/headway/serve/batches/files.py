@@ -1,16 +1,13 @@
-"""Uploads on their way to the disk: a multipart body is parsed and written part by part, within limits.
+"""Uploads on their way to the store: a multipart body is parsed and written part by part, within limits.
 
 A body of 200 MB never is in memory: what has come is written as soon as there is a piece of it.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from python_multipart.exceptions import FormParserError
@@ -19,16 +16,13 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from headway.config import Batches
 from headway.errors import RequestError
 from headway.serve.batches.records import no_room
-from headway.serve.batches.store import Store
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-PIECE = 2**18  # bytes that are written at a time
 ROOM = 2**16  # bytes of a body that are not the file's
 _FIELDS = {"purpose", "file"}
 _LONGEST = 255  # bytes of a file's name, and characters of a field
-_STALE_S = 3600.0  # no upload takes as long
 
 
 @dataclass(slots=True)
@@ -193,47 +187,6 @@ def _not_a_form(why: object) -> RequestError:
     )
 
 
-# ---- on the disk
-
-
 def new_id(kind: str) -> str:
-    """Return a new id: "file" or "batch", and what nobody can guess."""
+    """Return a new id: "file" or "batch", and what cannot be guessed."""
     return f"{kind}-{secrets.token_hex(12)}" if kind == "file" else f"{kind}_{secrets.token_hex(12)}"
-
-
-def append(path: Path, data: bytes) -> None:
-    """Add bytes to a file, readable by its owner only, which is made if need be."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-
-
-def settle(path: Path) -> None:
-    """Make a file and its place in its directory durable."""
-    for place in (path, path.parent):
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def read_at(path: Path, start: int, size: int) -> bytes:
-    """Return a part of a file. RequestError (404) when the file is gone."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(size)
-    except FileNotFoundError as error:
-        raise RequestError(
-            "The batch's input file is gone from the disk.", "Upload it again, for a new batch.",
-            status=404, code="input_file_gone",
-        ) from error  # fmt: skip
-
-
-def sweep(store: Store) -> None:
-    """Delete what gateways left behind that were killed while they wrote a file."""
-    known, now = store.known_files(), time.time()
-    for path in (store.folder / "files").iterdir():
-        if path.name not in known and now - path.stat().st_mtime > _STALE_S:
-            path.unlink(missing_ok=True)

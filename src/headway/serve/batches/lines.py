@@ -6,10 +6,10 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -17,8 +17,8 @@ from headway import clock
 from headway.config import Config, Key
 from headway.errors import HeadwayError, RequestError
 from headway.serve.app_state import AppState
-from headway.serve.batches.records import Batch, Line
-from headway.serve.batches.store import Store
+from headway.serve.batches.port import BatchStore, pieces
+from headway.serve.batches.records import Batch, Line, input_gone
 from headway.serve.fields import checked
 from headway.serve.offload import offload
 from headway.serve.request_parsing import PATHS, Kind, ParsedRequest, read_json
@@ -81,7 +81,7 @@ class LineCheck:
     """
 
     state: AppState
-    store: Store
+    store: BatchStore
     batch: Batch
     stopped: threading.Event = field(default_factory=threading.Event)
     problems: list[dict[str, Any]] = field(default_factory=list)
@@ -91,26 +91,28 @@ class LineCheck:
 
     def run(self) -> bool:
         """Check and store all lines; False when it was stopped. Blocks for as long as it takes."""
-        self.store.clear_lines(self.batch.id)
-        path = self.store.path(self.batch.input_file)
-        try:
-            with path.open("rb") as file:
-                asyncio.run(self._check_all(file))
-        except FileNotFoundError:
-            self._note(None, RequestError(
-                "The input file is gone from the disk.", "Upload it again.", code="input_file_gone"
-            ))  # fmt: skip
-        if not self.problems and not self._count:
-            error = RequestError("The input file has no lines.", "Send one or more.", code="empty_file")
-            self._note(None, error)
-        self._flush()
+        asyncio.run(self._run())
         return not self.stopped.is_set()
 
-    async def _check_all(self, file: BinaryIO) -> None:
+    async def _run(self) -> None:
+        await self.store.clear_lines(self.batch.id)
+        file = await self.store.file(self.batch.tenant, self.batch.input_file)
+        try:
+            if file is None:
+                raise input_gone()
+            await self._check_all(pieces(self.store, file))
+        except RequestError as error:
+            self._note(None, error)
+        if not self.problems and not self._count:
+            empty = RequestError("The input file has no lines.", "Send one or more.", code="empty_file")
+            self._note(None, empty)
+        await self._flush()
+
+    async def _check_all(self, content: AsyncIterator[bytes]) -> None:
         claims = self.batch.claims
         key = None if claims is None else Key(key="-" * 8, **_tuples(json.loads(claims)))
         longest = self.state.config.server.max_body_kib * 1024
-        for number, start, text in numbered(file, longest):
+        async for number, start, text in numbered(content, longest):
             if self.stopped.is_set() or len(self.problems) >= MOST_ERRORS:
                 return
             began = time.perf_counter()
@@ -138,11 +140,11 @@ class LineCheck:
         self._seen.add(digest)
         self._lines.append(Line(number, start, len(text), line.custom_id))
         if len(self._lines) >= _PAGE:
-            self._flush()
+            await self._flush()
 
-    def _flush(self) -> None:
+    async def _flush(self) -> None:
         if not self.problems and not self.stopped.is_set():
-            self.store.add_lines(self.batch.id, self._lines)
+            await self.store.add_lines(self.batch.id, self._lines)
         self._lines.clear()
 
     def _note(self, number: int | None, error: HeadwayError) -> None:
@@ -152,20 +154,27 @@ class LineCheck:
         )  # fmt: skip
 
 
-def numbered(file: BinaryIO, longest: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number (from 1 on), start and text of each line that is not blank.
+async def numbered(content: AsyncIterator[bytes], longest: int) -> AsyncIterator[tuple[int, int, bytes]]:
+    """Yield number (from 1 on), start and text of each line that is not blank, from pieces of a file.
 
     Of a line with more than `longest` bytes there is only the beginning, one byte more than that.
     """
-    number = start = 0
-    while text := file.readline(longest + 1):
-        number += 1
-        size, rest = len(text), text
-        while not rest.endswith(b"\n") and (rest := file.readline(2**16)):
-            size += len(rest)
-        if text.strip():
-            yield number, start, text.rstrip(b"\r\n")
-        start += size
+    number, start = 1, 0
+    text, size = bytearray(), 0  # of the line that is being read
+    async for piece in content:
+        at = 0
+        while at < len(piece):
+            end = piece.find(b"\n", at) + 1
+            part = piece[at : end or len(piece)]
+            text += part[: longest + 1 - len(text)]
+            at, size = at + len(part), size + len(part)
+            if end:
+                if text.strip():
+                    yield number, start, bytes(text).rstrip(b"\r\n")
+                number, start, size = number + 1, start + size, 0
+                text.clear()
+    if text.strip():
+        yield number, start, bytes(text).rstrip(b"\r\n")
 
 
 def _tuples(claims: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files, batches and their lines as they are stored, and what a client is told who asks for too much."""
+"""Files, batches and their lines as they are stored, and the errors that clients see."""
 
 from __future__ import annotations
 
@@ -92,4 +92,29 @@ def no_file(id: str) -> RequestError:
     """Return the error of a file that a tenant does not have (404)."""
     return RequestError(
         f"There is no file {id[:64]!r}.", "GET /v1/files lists them.", status=404, code="not_found"
+    )  # fmt: skip
+
+
+def input_gone() -> RequestError:
+    """Return the error of a file whose content is not where it was (404)."""
+    return RequestError(
+        "The content of the file is gone.", "Upload it again, for a new batch.", status=404,
+        code="input_file_gone",
+    )  # fmt: skip
+
+
+def in_use(batch: str) -> RequestError:
+    """Return the error of a file that cannot be deleted yet (409)."""
+    return RequestError(
+        f"The batch {batch} reads this file.", "Cancel it first, or wait for its end.",
+        status=409, code="file_in_use",
+    )  # fmt: skip
+
+
+def too_many_open(count: int, most: int) -> RequestError:
+    """Return the error of a batch more than a tenant may have open (429)."""
+    return RequestError(
+        f"{count} batches of yours have not ended; at most {most} may be open.",
+        "Wait for the end of one (batches.max_open).",
+        status=429, kind="rate_limit_error", code="too_many_batches",
     )  # fmt: skip

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, BinaryIO
+from typing import Any
 
 from headway import clock
 from headway.broker.port import Job
 from headway.errors import HeadwayError
-from headway.serve.batches.files import new_id, settle
+from headway.serve.batches.files import new_id
+from headway.serve.batches.port import PIECE, BatchStore
 from headway.serve.batches.records import CANCELLED, EXPIRED, GOOD, Batch, EndedLine, Line, StoredFile
-from headway.serve.batches.store import Store
 from headway.serve.request_parsing import read_json
 from headway.serve.responses.translate import base_of, response_of
 
-_PAGE = 64  # lines in memory at a time
+_PAGE = 500  # lines in memory at a time, unless their answers are large
 _UNANSWERED = {
     EXPIRED: {"code": "batch_expired",
               "message": "This request could not be executed before the completion window expired."},
@@ -67,43 +66,53 @@ def _line(
     return json.dumps(told).encode()
 
 
-def conclude(store: Store, batch: Batch) -> None:
+async def conclude(store: BatchStore, batch: Batch) -> None:
     """Write the output and error files of a batch whose lines have all ended, and end it.
 
     Done again after a crash it has the same outcome; files that were written before are swept.
     """
-    state = store.finalize(batch.id, clock.now())
-    output, error = _write(store, batch, good=True), _write(store, batch, good=False)
-    store.end(batch.id, state, clock.now(), output=output, error=error)
+    state = await store.finalize(batch.id, clock.now())
+    output = await _write(store, batch, good=True)
+    error = await _write(store, batch, good=False)
+    await store.end(batch.id, state, clock.now(), output=output, error=error)
 
 
-def _write(store: Store, batch: Batch, *, good: bool) -> StoredFile | None:
+async def _write(store: BatchStore, batch: Batch, *, good: bool) -> StoredFile | None:
     """Write one of the two files; None when it would be empty."""
     kind = "output" if good else "error"
     name = f"{batch.id}_{kind}.jsonl"
     file = StoredFile(new_id("file"), batch.tenant, name, "batch_output", 0, clock.now())
-    path = store.path(file.id)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as out:
-        size = _write_lines(out, store, batch, good)
+    await store.begin_file(file)
+    try:
+        size = await _write_lines(store, file.id, batch, good)
+    except BaseException:
+        await store.discard(file.id)
+        raise
     if not size:
-        path.unlink()
+        await store.discard(file.id)
         return None
-    settle(path)
     return replace(file, size=size)
 
 
-def _write_lines(out: BinaryIO, store: Store, batch: Batch, good: bool) -> int:
-    size = 0
-    for line in _ended(store, batch.id):
+async def _write_lines(store: BatchStore, id: str, batch: Batch, good: bool) -> int:
+    """Write the content of one of the two files; return its bytes."""
+    size, pending = 0, bytearray()
+    async for line in _ended(store, batch.id):
         if (line.ended == GOOD) == good:
-            content = line.content or _line(batch, line, error=_UNANSWERED[line.ended])
-            size += out.write(content + b"\n")
-    return size
+            pending += line.content or _line(batch, line, error=_UNANSWERED[line.ended])
+            pending += b"\n"
+        if len(pending) >= PIECE:
+            await store.append(id, size, bytes(pending))
+            size += len(pending)
+            pending.clear()
+    if pending:
+        await store.append(id, size, bytes(pending))
+    return size + len(pending)
 
 
-def _ended(store: Store, id: str) -> Iterator[EndedLine]:
+async def _ended(store: BatchStore, id: str) -> AsyncIterator[EndedLine]:
     after = 0
-    while page := store.ended_lines(id, after, _PAGE):
-        yield from page
+    while page := await store.ended_lines(id, after, _PAGE):
+        for line in page:
+            yield line
         after = page[-1].number

@@ -1,26 +1,25 @@
-"""What is known of files and batches, and of each line of a batch, in one SQLite file beside the files.
+"""Files and batches in a directory: the files themselves, and one SQLite file with all else.
 
 A line ends once: its end, its answer and the batch's counts change in one transaction. So a gateway that was
 killed goes on with the lines that have no end, and no answer is in two files.
-
-The methods block; `Store.ask` calls them off the event loop. Instants are those of `headway.clock`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 import sqlite3
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from headway.errors import ConfigError, HeadwayError, RequestError
+from headway.errors import ConfigError
+from headway.serve.batches.port import PIECE, STALE_S
 from headway.serve.batches.records import (
     BAD,
     EXPIRED,
@@ -29,122 +28,56 @@ from headway.serve.batches.records import (
     EndedLine,
     Line,
     StoredFile,
+    in_use,
+    input_gone,
     no_file,
     no_room,
+    too_many_open,
 )
-
-T = TypeVar("T")
-P = ParamSpec("P")
-
-_VERSION = 1
-_PATIENCE = 10.0  # seconds to wait while another gateway writes
-_SCHEMA = """
-CREATE TABLE files (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, name TEXT NOT NULL,
-    purpose TEXT NOT NULL, size INTEGER NOT NULL, created REAL NOT NULL
-);
-CREATE INDEX files_of ON files (tenant, seq);
-CREATE TABLE batches (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, endpoint TEXT NOT NULL,
-    input_file TEXT NOT NULL, window TEXT NOT NULL, created REAL NOT NULL, due REAL NOT NULL, metadata TEXT,
-    claims TEXT, state TEXT NOT NULL, began REAL, finalizing REAL, cancelling REAL, ended REAL, errors TEXT,
-    output_file TEXT, error_file TEXT, total INTEGER NOT NULL, completed INTEGER NOT NULL,
-    failed INTEGER NOT NULL
-);
-CREATE INDEX batches_of ON batches (tenant, seq);
-CREATE INDEX open_batches ON batches (due) WHERE ended IS NULL;
-CREATE TABLE lines (
-    batch TEXT NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
-    custom_id TEXT NOT NULL, ended INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (batch, number)
-) WITHOUT ROWID;
-CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, content BLOB NOT NULL);
-CREATE UNIQUE INDEX answer_of ON answers (batch, number);
-"""
-
+from headway.serve.batches.sqlite_file import SqliteFile, in_thread
 
 _FILE = ", ".join(field.name for field in fields(StoredFile))
 _BATCH = ", ".join(field.name for field in fields(Batch))
 
 
-def _marks(columns: str) -> str:
-    return ", ".join("?" * len(columns.split(",")))
+class DirectoryStore(SqliteFile):
+    """A `BatchStore` in a directory. Raises ConfigError when it cannot be used.
 
-
-class Store:
-    """The directory of files and batches. Raises ConfigError when it cannot be used.
-
-    changed: to be set when a batch was added or cancelled here.
+    Of the gateways that share the directory the one holds that has a lock on the file `runner.lock`. The
+    kernel drops the lock when the process dies, so that the calls of the gateway that holds need no check.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             (folder / "files").mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                folder / "batches.sqlite", _PATIENCE, isolation_level=None, check_same_thread=False
-            )
-            _prepare(self._db)
+            super().__init__(folder / "batches.sqlite")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The directory of batches {folder} cannot be used: {error}.",
                 "Set batches.dir to one that can be written to, or to \"none\".", param="batches.dir",
             ) from error  # fmt: skip
-        self._lock = threading.Lock()
-        self._durable = True
-        self._threads = ThreadPoolExecutor(2, "batches")
         self.changed = asyncio.Event()
+        self._runner: int | None = None  # the handle of the lock, while it is held
 
-    async def ask(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Return `work(...)`, done in a thread. HeadwayError (503) when the directory fails."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, partial(work, *args, **named))
-        except (sqlite3.Error, OSError) as error:
-            raise HeadwayError(
-                f"The directory of batches is out: {error}.", "Look at its disk, then try again.",
-                status=503, kind="server_error",
-            ) from error  # fmt: skip
-
-    def close(self) -> None:
-        """Wait for calls that were made and close the file."""
-        self._threads.shutdown()
-        with self._lock:
-            self._db.close()
-
-    def path(self, id: str) -> Path:
-        """Return where the content of a file is."""
-        return self.folder / "files" / id
-
-    @contextmanager
-    def _transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """Change all or nothing. durable: it survives loss of power, not only the death of the process."""
-        with self._lock:
-            if durable != self._durable:
-                self._db.execute(f"PRAGMA synchronous = {'full' if durable else 'normal'}")
-                self._durable = durable
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-
-    def _rows(self, sql: str, *values: object) -> list[Any]:
-        with self._lock:
-            return self._db.execute(sql, values).fetchall()
+    async def close(self) -> None:
+        """Finish the calls that were made and let another gateway hold."""
+        await asyncio.to_thread(self.close_file)
+        self._let_go()
 
     # ---- files
 
+    @in_thread
     def used(self, tenant: str) -> int:
         """Return the bytes of all files of a tenant."""
-        ((size,),) = self._rows("SELECT COALESCE(SUM(size), 0) FROM files WHERE tenant = ?", tenant)
+        ((size,),) = self.rows("SELECT COALESCE(SUM(size), 0) FROM files WHERE tenant = ?", tenant)
         return int(size)
 
+    @in_thread
     def add_file(self, file: StoredFile, most: int) -> None:
-        """Add a file whose content is in place. RequestError (413) if the tenant would have more bytes."""
-        with self._transaction() as db:
+        """List a file whose content is complete. RequestError (413) if the tenant would have more bytes."""
+        _settle(self.path(file.id))
+        with self.transaction() as db:
             (used,) = db.execute(
                 "SELECT COALESCE(SUM(size), 0) FROM files WHERE tenant = ?", [file.tenant]
             ).fetchone()
@@ -152,11 +85,13 @@ class Store:
                 raise no_room(most)
             _add_file(db, file)
 
+    @in_thread
     def file(self, tenant: str, id: str) -> StoredFile | None:
         """Return a file of a tenant."""
-        rows = self._rows(f"SELECT {_FILE} FROM files WHERE id = ? AND tenant = ?", id, tenant)
+        rows = self.rows(f"SELECT {_FILE} FROM files WHERE id = ? AND tenant = ?", id, tenant)
         return StoredFile(*rows[0]) if rows else None
 
+    @in_thread
     def files(
         self, tenant: str, after: str | None, limit: int, *, newest: bool = True, purpose: str | None = None
     ) -> list[StoredFile]:
@@ -168,117 +103,185 @@ class Store:
         sql = f"""SELECT {_FILE} FROM files WHERE tenant = ?1 AND purpose = COALESCE(?4, purpose)
             AND (?3 IS NULL OR seq {past} (SELECT seq FROM files WHERE id = ?3 AND tenant = ?1))
             ORDER BY seq {order} LIMIT ?2"""
-        rows = self._rows(sql, tenant, limit, after, purpose)
+        rows = self.rows(sql, tenant, limit, after, purpose)
         return [StoredFile(*row) for row in rows]
 
+    @in_thread
     def delete_file(self, tenant: str, id: str) -> bool:
         """Delete a file; False when there is none. RequestError (409) while a batch reads it."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             reader = db.execute(
                 "SELECT id FROM batches WHERE ended IS NULL AND tenant = ? AND input_file = ?", [tenant, id]
             ).fetchone()
             if reader:
-                raise RequestError(
-                    f"The batch {reader[0]} reads this file.", "Cancel it first, or wait for its end.",
-                    status=409, code="file_in_use",
-                )  # fmt: skip
+                raise in_use(reader[0])
             gone = db.execute("DELETE FROM files WHERE tenant = ? AND id = ?", [tenant, id]).rowcount
         if gone:
             self.path(id).unlink(missing_ok=True)
         return bool(gone)
 
-    def known_files(self) -> set[str]:
-        """Return the ids of all files."""
-        return {str(id) for (id,) in self._rows("SELECT id FROM files")}
+    def path(self, id: str) -> Path:
+        """Return where the content of a file is."""
+        return self.folder / "files" / id
+
+    @in_thread
+    def begin_file(self, file: StoredFile) -> None:
+        """Make a file, readable by its owner only."""
+        os.close(os.open(self.path(file.id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+    @in_thread
+    def append(self, id: str, at: int, content: bytes) -> None:
+        """Add to a file that was begun and not discarded."""
+        handle = os.open(self.path(id), os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+
+    @in_thread
+    def discard(self, id: str) -> None:
+        """Delete a file that was begun and not added; `sweep` does it if the disk is out."""
+        with suppress(OSError):
+            self.path(id).unlink(missing_ok=True)
+
+    @in_thread
+    def read(self, id: str, start: int, size: int) -> bytes:
+        """Return a part of a file. RequestError (404) when its content is gone."""
+        try:
+            with self.path(id).open("rb") as file:
+                file.seek(start)
+                return file.read(size)
+        except FileNotFoundError as error:
+            raise input_gone() from error
 
     # ---- batches
 
+    @in_thread
     def add_batch(self, batch: Batch, most: int) -> None:
         """Add a batch. RequestError: 404 when its file is gone, 429 when `most` of its tenant are open."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             of = [batch.tenant, batch.input_file]
             if not db.execute("SELECT 1 FROM files WHERE tenant = ? AND id = ?", of).fetchone():
                 raise no_file(batch.input_file)
             sql = "SELECT COUNT(*) FROM batches WHERE ended IS NULL AND tenant = ?"
             (count,) = db.execute(sql, [batch.tenant]).fetchone()
             if count >= most:
-                raise RequestError(
-                    f"{count} batches of yours have not ended; at most {most} may be open.",
-                    "Wait for the end of one (batches.max_open).",
-                    status=429, kind="rate_limit_error", code="too_many_batches",
-                )  # fmt: skip
+                raise too_many_open(count, most)
             row = [getattr(batch, field.name) for field in fields(Batch)]
             db.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({_marks(_BATCH)})", row)
 
+    @in_thread
     def batch(self, tenant: str, id: str) -> Batch | None:
         """Return a batch of a tenant."""
-        rows = self._rows(f"SELECT {_BATCH} FROM batches WHERE id = ? AND tenant = ?", id, tenant)
+        rows = self.rows(f"SELECT {_BATCH} FROM batches WHERE id = ? AND tenant = ?", id, tenant)
         return Batch(*rows[0]) if rows else None
 
+    @in_thread
     def batches(self, tenant: str, after: str | None, limit: int) -> list[Batch]:
         """Return up to `limit` batches of a tenant that were made before one of them, the newest first."""
         sql = f"""SELECT {_BATCH} FROM batches WHERE tenant = ?1
             AND (?3 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?3 AND tenant = ?1))
             ORDER BY seq DESC LIMIT ?2"""
-        return [Batch(*row) for row in self._rows(sql, tenant, limit, after)]
+        return [Batch(*row) for row in self.rows(sql, tenant, limit, after)]
 
+    @in_thread
     def open_batches(self) -> list[Batch]:
         """Return the batches that have not ended, the most urgent first."""
-        rows = self._rows(f"SELECT {_BATCH} FROM batches WHERE ended IS NULL ORDER BY due, seq")
+        rows = self.rows(f"SELECT {_BATCH} FROM batches WHERE ended IS NULL ORDER BY due, seq")
         return [Batch(*row) for row in rows]
 
+    @in_thread
     def cancel(self, tenant: str, id: str, now: float) -> bool:
         """Ask for the end of a batch; False when it ends or has ended already."""
         sql = """UPDATE batches SET state = 'cancelling', cancelling = ? WHERE tenant = ? AND id = ?
             AND state IN ('validating', 'in_progress')"""
-        with self._transaction() as db:
+        with self.transaction() as db:
             return db.execute(sql, [now, tenant, id]).rowcount == 1
+
+    # ---- the gateway that runs batches
+
+    @in_thread
+    def hold(self) -> bool:
+        """Take the lock unless another gateway has it."""
+        if self._runner is None:
+            handle = os.open(self.folder / "runner.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException as error:
+                os.close(handle)
+                if isinstance(error, BlockingIOError):
+                    return False
+                raise
+            self._runner = handle
+        return True
+
+    @in_thread
+    def release(self) -> None:
+        """Let go of the lock."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._runner is not None:
+            os.close(self._runner)
+            self._runner = None
+
+    @in_thread
+    def sweep(self) -> None:
+        """Delete files that nothing knows and that do not grow."""
+        known, now = {str(id) for (id,) in self.rows("SELECT id FROM files")}, time.time()
+        for path in (self.folder / "files").iterdir():
+            if path.name not in known and now - path.stat().st_mtime > STALE_S:
+                path.unlink(missing_ok=True)
 
     # ---- lines
 
+    @in_thread
     def clear_lines(self, id: str) -> None:
         """Forget lines of a batch whose check was cut short."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             _forget_lines(db, id)
 
+    @in_thread
     def refuse(self, id: str, problems: Sequence[Mapping[str, Any]], now: float) -> None:
         """End a batch whose lines are wrong; it is cancelled if that was asked for meanwhile."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             sql = """UPDATE batches SET
                 state = CASE state WHEN 'validating' THEN 'failed' ELSE 'cancelled' END,
                 ended = ?, errors = ? WHERE id = ?"""
             db.execute(sql, [now, json.dumps(problems), id])
             _forget_lines(db, id)
 
+    @in_thread
     def add_lines(self, id: str, lines: Sequence[Line]) -> None:
         """Add lines that are valid."""
         rows = [(id, line.number, line.start, line.size, line.custom_id) for line in lines]
         sql = "INSERT INTO lines (batch, number, start, size, custom_id) VALUES (?, ?, ?, ?, ?)"
-        with self._transaction(durable=False) as db:
+        with self.transaction(durable=False) as db:
             db.executemany(sql, rows)
 
+    @in_thread
     def begin(self, id: str, now: float) -> int:
         """Begin to run a batch whose lines are all there; return how many they are."""
         sql = """UPDATE batches SET began = ?1, total = (SELECT COUNT(*) FROM lines WHERE batch = ?2),
             state = CASE state WHEN 'validating' THEN 'in_progress' ELSE state END WHERE id = ?2
             RETURNING total"""
-        with self._transaction() as db:
+        with self.transaction() as db:
             (total,) = db.execute(sql, [now, id]).fetchone()
         return int(total)
 
+    @in_thread
     def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
         """Return up to `limit` lines behind that number which have no end, in order."""
         sql = """SELECT number, start, size, custom_id FROM lines
             WHERE batch = ? AND number > ? AND ended = 0 ORDER BY number LIMIT ?"""
-        return [Line(*row) for row in self._rows(sql, id, after, limit)]
+        return [Line(*row) for row in self.rows(sql, id, after, limit)]
 
+    @in_thread
     def record(self, id: str, number: int, good: bool, content: bytes) -> bool:
         """End a line with its line of the output (`good`) or error file; False when it has ended already.
 
         After a loss of power it may be open again; the broker has the answer then.
         """
         end, column = (GOOD, "completed") if good else (BAD, "failed")
-        with self._transaction(durable=False) as db:
+        with self.transaction(durable=False) as db:
             sql = "UPDATE lines SET ended = ? WHERE batch = ? AND number = ? AND ended = 0"
             if not db.execute(sql, [end, id, number]).rowcount:
                 return False
@@ -286,26 +289,35 @@ class Store:
             db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", [id])
         return True
 
+    @in_thread
     def close_lines(self, id: str, end: int) -> int:
         """End all lines that have no end yet, without an answer; return how many."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             sql = "UPDATE lines SET ended = ? WHERE batch = ? AND ended = 0"
             closed = db.execute(sql, [end, id]).rowcount
             db.execute("UPDATE batches SET failed = failed + ? WHERE id = ?", [closed, id])
         return closed
 
+    @in_thread
     def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
-        """Return up to `limit` lines behind that number which have an end, in order."""
-        sql = """SELECT lines.number, custom_id, ended, content FROM lines
+        """Return up to `limit` lines behind that number which have an end, in order, within `PIECE`."""
+        sql = """SELECT number, custom_id, ended, (SELECT content FROM answers
+                WHERE answers.batch = ?1 AND answers.number = some.number) FROM (
+            SELECT lines.number, custom_id, ended, COALESCE(SUM(LENGTH(content)) OVER (
+                ORDER BY lines.number ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) AS before,
+                COALESCE(LENGTH(content), 0) AS size
+            FROM (SELECT * FROM lines WHERE batch = ?1 AND number > ?2 AND ended > 0
+                ORDER BY number LIMIT ?3) AS lines
             LEFT JOIN answers ON answers.batch = lines.batch AND answers.number = lines.number
-            WHERE lines.batch = ? AND lines.number > ? AND ended > 0 ORDER BY lines.number LIMIT ?"""
-        return [EndedLine(*row) for row in self._rows(sql, id, after, limit)]
+        ) AS some WHERE before = 0 OR before + size <= ?4 ORDER BY number"""
+        return [EndedLine(*row) for row in self.rows(sql, id, after, limit, PIECE)]
 
     # ---- ends of batches
 
+    @in_thread
     def finalize(self, id: str, now: float) -> str:
         """Take note that a batch's files are being written; return the state that it will have then."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             db.execute(
                 """UPDATE batches SET finalizing = COALESCE(finalizing, ?),
                     state = CASE state WHEN 'cancelling' THEN state ELSE 'finalizing' END WHERE id = ?""",
@@ -319,12 +331,16 @@ class Store:
             return "cancelled"
         return "expired" if late else "completed"
 
+    @in_thread
     def end(
         self, id: str, state: str, now: float, *, output: StoredFile | None = None,
         error: StoredFile | None = None,
     ) -> None:  # fmt: skip
-        """End a batch: its files, whose content is in place, are added and its lines forgotten."""
-        with self._transaction() as db:
+        """End a batch: its files, whose content is complete, are listed and its lines forgotten."""
+        for file in (output, error):
+            if file is not None:
+                _settle(self.path(file.id))
+        with self.transaction() as db:
             for file in (output, error):
                 if file is not None:
                     _add_file(db, file)
@@ -334,31 +350,18 @@ class Store:
             _forget_lines(db, id)
 
 
-@asynccontextmanager
-async def opened(folder: Path | None) -> AsyncIterator[Store | None]:
-    """Open the directory of batches until the block ends; None = there are no batches."""
-    if folder is None:
-        yield None
-        return
-    store = await asyncio.to_thread(Store, folder)
-    try:
-        yield store
-    finally:
-        await asyncio.to_thread(store.close)
+def _settle(path: Path) -> None:
+    """Make a file and its place in its directory durable."""
+    for place in (path, path.parent):
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
-def _prepare(db: sqlite3.Connection) -> None:
-    db.execute("PRAGMA journal_mode = wal")
-    db.execute("PRAGMA synchronous = full")
-    db.execute("BEGIN IMMEDIATE")  # another gateway may be making it
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    if not version:
-        for statement in _SCHEMA.split(";\n"):
-            db.execute(statement)
-        db.execute(f"PRAGMA user_version = {_VERSION}")
-    db.execute("COMMIT")
-    if version > _VERSION:
-        raise sqlite3.DatabaseError(f"its schema {version} is a newer Headway's")
+def _marks(columns: str) -> str:
+    return ", ".join("?" * len(columns.split(",")))
 
 
 def _add_file(db: sqlite3.Connection, file: StoredFile) -> None:

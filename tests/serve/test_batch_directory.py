@@ -1,0 +1,66 @@
+"""The directory of batches: what only files on a disk can go through; and the lines of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headway.errors import ConfigError, HeadwayError
+from headway.serve.batches.directory import DirectoryStore
+from headway.serve.batches.records import Line
+from headway.serve.batches.results import answered
+from tests.serve.batch_stores import BATCH, FILE, add, job
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[DirectoryStore]:
+    one = DirectoryStore(tmp_path)
+    yield one
+    await one.close()
+
+
+async def test_old_files_that_nothing_knows_are_swept(store: DirectoryStore) -> None:
+    await add(store)
+    store.path("file-left-behind").write_text("x")
+    for name in (FILE.id, "file-left-behind"):
+        os.utime(store.path(name), (0, 0))
+    store.path("file-new").write_text("half of it")
+    await store.sweep()
+    assert {path.name for path in (store.folder / "files").iterdir()} == {FILE.id, "file-new"}
+
+
+async def test_a_file_that_is_gone_from_the_disk(store: DirectoryStore) -> None:
+    await add(store)
+    store.path(FILE.id).unlink()
+    with pytest.raises(HeadwayError, match="content of the file is gone"):
+        await store.read(FILE.id, 0, 9)
+
+
+async def test_a_directory_that_fails_is_told(store: DirectoryStore) -> None:
+    with pytest.raises(HeadwayError, match="The directory of batches is out") as caught:
+        await store.append("file-none", 0, b"x")
+    assert caught.value.status == 503
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match=r"batches\.dir"):
+        DirectoryStore(tmp_path / "taken")
+
+
+def test_an_answer_is_told_as_openai_does() -> None:
+    line = Line(7, 0, 1, 'quoted "body": null')
+    good, text = answered(BATCH, line, job(line, True))
+    told = json.loads(text)
+    assert good
+    assert b"\n" not in text
+    assert told["response"] == {"status_code": 200, "request_id": "batch_1-7", "body": {"x": 1}}
+    assert (told["id"], told["custom_id"], told["error"]) == ("batch_req_1_7", line.custom_id, None)
+    good, text = answered(BATCH, line, job(line, False))
+    assert not good
+    assert json.loads(text)["error"] == {"code": "dropped", "message": "late"}
+    assert json.loads(text)["response"] is None
