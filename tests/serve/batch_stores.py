@@ -13,7 +13,9 @@ from pathlib import Path
 from headway.broker.port import Job
 from headway.serve.batches.directory import DirectoryStore
 from headway.serve.batches.port import BatchStore, pieces
+from headway.serve.batches.postgres import PostgresStore
 from headway.serve.batches.records import Batch, Line, StoredFile
+from tests.helpers import postgres as server
 
 Connect = Callable[[], BatchStore]
 FILE = StoredFile("file-1", "alpha", "x.jsonl", "batch", 10, 1.0)
@@ -25,7 +27,12 @@ def directory(folder: Path) -> Connect:
     return lambda: DirectoryStore(folder / "batches")
 
 
-STORES: dict[str, Callable[[Path], Connect]] = {"directory": directory}
+def postgres(folder: Path) -> Connect:
+    address = server.fresh()
+    return lambda: PostgresStore(address, 30.0)
+
+
+STORES: dict[str, Callable[[Path], Connect]] = {"directory": directory, "postgres": postgres}
 
 
 async def add(store: BatchStore, file: StoredFile = FILE, content: bytes = b"x" * 10) -> None:

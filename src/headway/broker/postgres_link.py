@@ -174,7 +174,7 @@ _MENDS = {
     "28": "Correct the user in broker.postgres.url, or let it in (pg_hba.conf of the server).",
     "3D000": "Create it with `createdb`, or correct the name at the end of broker.postgres.url.",
     "42501": "Let the user create schemas (GRANT CREATE ON DATABASE), or make the schema its own.",
-    "53300": "Raise max_connections of the server: each gateway takes two.",
+    "53300": "Raise max_connections of the server: each gateway takes three.",
     "57P03": "Wait until the server has started.",
     "42939": "Name another schema in broker.postgres.schema.",
     "25006": "The server takes no writes: name the primary.",

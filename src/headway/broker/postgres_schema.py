@@ -131,7 +131,7 @@ _SCHEMA = _TABLES + _FREE + _APPLY
 _RELATIONS = """SELECT relname FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
     WHERE nspname = $1 AND relkind IN ('r', 'p', 'v', 'm', 'f')"""
 _RIGHTS = """SELECT bool_and(has_table_privilege(format('%I.%I', $1::text, name), what))
-    FROM unnest(ARRAY['jobs', 'leases']) AS name,
+    FROM unnest($2::text[]) AS name,
         unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS what"""
 
 
@@ -150,18 +150,33 @@ async def prepare(connection: Connection, schema: str, *, make: bool) -> None:
     _check_server(await connection.fetchrow(_SERVER))
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(schema))
-        found = {row["relname"] for row in await connection.fetch(_RELATIONS, schema)}
+        found = await tables(connection, schema)
         if not found and make:
             await _make(connection, schema)
         elif "headway_meta" not in found:
-            raise _foreign(schema, found)
+            raise foreign(schema, found)
         version = await connection.fetchval(f'SELECT version FROM "{schema}".headway_meta')
-    if version != VERSION:
+    check_version(schema, version, VERSION)
+    await check_rights(connection, schema, ("jobs", "leases"))
+
+
+async def tables(connection: Connection, schema: str) -> set[str]:
+    """Return the names of the tables in a schema, and of what is like one."""
+    return {row["relname"] for row in await connection.fetch(_RELATIONS, schema)}
+
+
+def check_version(schema: str, found: int, known: int) -> None:
+    """Raise ConfigError when the tables of a schema are another Headway's."""
+    if found != known:
         raise ConfigError(
-            f"The schema {schema} has version {version}; this Headway knows {VERSION}.",
+            f"The schema {schema} has version {found}; this Headway knows {known}.",
             "Use the Headway that made it, or give this one another schema.", param=PARAM,
         )  # fmt: skip
-    if not await connection.fetchval(_RIGHTS, schema):
+
+
+async def check_rights(connection: Connection, schema: str, names: Sequence[str]) -> None:
+    """Raise ConfigError when the user may not read and change these tables."""
+    if not await connection.fetchval(_RIGHTS, schema, names):
         raise ConfigError(
             f"The user may not change the tables in the schema {schema}.",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} to it.",
@@ -192,7 +207,8 @@ async def _make(connection: Connection, schema: str) -> None:
     await connection.execute(f'INSERT INTO "{schema}".headway_meta VALUES ({VERSION})')
 
 
-def _foreign(schema: str, found: Sequence[str] | set[str]) -> ConfigError:
+def foreign(schema: str, found: set[str]) -> ConfigError:
+    """Return the error of a schema whose tables are gone, or another program's."""
     if not found:
         return ConfigError(
             f"The schema {schema} has no tables any more.",

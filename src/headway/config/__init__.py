@@ -227,15 +227,19 @@ class Config:
 
     @property
     def batches_dir(self) -> Path | None:
-        """Return the directory of batches, None = there are none.
+        """Return the directory of files and batches, None = they are in PostgreSQL, or there are none.
 
-        No queue in memory would run them to their end. With one in PostgreSQL they need a directory that is
-        given: other machines' gateways do not know what is in it.
+        No queue in memory would run batches to their end.
         """
         kind, given = self.broker.kind, self.batches.dir
-        if kind == "memory" or (kind == "postgres" and given is None):
+        if kind == "memory" or self.batches_in_postgres:
             return None
         return self._beside_queue(given, ".batches")
+
+    @property
+    def batches_in_postgres(self) -> bool:
+        """Tell whether files and batches are in the same PostgreSQL as the queue."""
+        return self.broker.kind == "postgres" and self.batches.dir is None
 
     def _beside_queue(self, given: str | None, suffix: str) -> Path | None:
         if given is not None:

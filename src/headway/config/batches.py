@@ -15,8 +15,8 @@ class Batches:
     """Files of requests that are answered within hours (`/v1/files`, `/v1/batches`).
 
     dir: the directory of the files and of their progress, which gateways that share the queue share, too;
-        unset, beside the queue in sqlite. "none", a queue in memory, or one in PostgreSQL without a directory
-        here = there are no batches.
+        unset, beside the queue in sqlite, or within the one in PostgreSQL. "none", or a queue in memory =
+        there are no batches.
     max_file_mib, max_lines: of one file. tenant_mib: of all files of a tenant.
     max_open: batches of a tenant that have not ended.
     lines: of a tenant's batches that wait for an engine or are in one at a time; unset, twice what the

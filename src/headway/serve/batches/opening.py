@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headway.config import Config
+from headway.config import Broker, Config
 from headway.serve.batches.directory import DirectoryStore
 from headway.serve.batches.port import BatchStore
 
@@ -25,4 +25,13 @@ async def opened(config: Config) -> AsyncIterator[BatchStore | None]:
 def _open(config: Config) -> BatchStore | None:
     if config.batches_dir is not None:
         return DirectoryStore(config.batches_dir)
+    if config.batches_in_postgres:
+        return _postgres(config.broker)
     return None
+
+
+def _postgres(broker: Broker) -> BatchStore:
+    from headway.broker.postgres_link import address_of  # asyncpg is loaded where it is needed
+    from headway.serve.batches.postgres import PostgresStore
+
+    return PostgresStore(address_of(broker.postgres), broker.lease_seconds)
