@@ -72,8 +72,13 @@ def test_a_gateways_own_files_are_in_the_state_directory(
     assert config(journal={"dir": "/var/journal"}).journal_dir == Path("/var/journal")
 
 
-def test_batches_need_a_directory_that_is_given() -> None:
-    assert config().batches_dir is None
-    assert config(batches={"dir": "none"}).batches_dir is None
-    assert config(batches={"dir": "/srv/batches"}).batches_dir == Path("/srv/batches")
-    assert parse({"broker": {"kind": "memory"}, "batches": {"dir": "/srv"}}).batches_dir is None
+def test_batches_are_in_the_queues_database_unless_a_directory_is_given() -> None:
+    made = config()
+    assert (made.batches_dir, made.batches_in_postgres) == (None, True)
+    none = config(batches={"dir": "none"})
+    assert (none.batches_dir, none.batches_in_postgres) == (None, False)
+    given = config(batches={"dir": "/srv/batches"})
+    assert (given.batches_dir, given.batches_in_postgres) == (Path("/srv/batches"), False)
+    memory = parse({"broker": {"kind": "memory"}, "batches": {"dir": "/srv"}})
+    assert (memory.batches_dir, memory.batches_in_postgres) == (None, False)
+    assert not parse({}).batches_in_postgres

@@ -110,6 +110,23 @@ async def test_a_gateway_that_was_paused_changes_nothing_any_more(
     assert await other.record(BATCH.id, 1, True, b"in time")
 
 
+async def test_a_gateway_that_is_paused_in_a_transaction_holds_up_no_other(
+    store: PostgresStore, other: PostgresStore
+) -> None:
+    await begun(store, 1)
+
+    async def paused(connection: asyncpg.Connection) -> None:
+        await connection.execute("SELECT 1")
+        await asyncio.sleep(4 * LEASE_S)
+
+    late = asyncio.create_task(store._as_holder(paused))
+    await held(other, 10)
+    assert not late.done(), "it still has the lock, as far as it knows"
+    with pytest.raises(HeadwayError, match="is out"):
+        await late
+    assert not await succeeds(store.hold)
+
+
 async def test_of_two_that_wait_one_begins(store: PostgresStore, other: PostgresStore) -> None:
     for _ in range(5):
         assert sorted(await asyncio.gather(store.hold(), other.hold())) == [False, True]
@@ -266,6 +283,8 @@ async def test_the_end_of_a_batch_that_is_lost_counts(
     await store.sweep()
     assert count(address, "lines") == 0
     assert await custom_ids(store, seen[0].id) == ["c1"]
+    with pytest.raises(HeadwayError, match="ended already"):
+        await whole(BATCH.id, "completed", 9.0)
 
 
 # ---- what is left behind

@@ -18,7 +18,6 @@ from headway.config import Broker, Postgres, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.serve import doctor
 from tests.helpers import postgres
-from tests.serve.batches import line, text
 from tests.serve.gateway import CHAT, SAY, WEB, Fake, configuration, serving, until
 from tests.serve.test_request_ends import fakes
 
@@ -115,14 +114,6 @@ def test_a_server_that_is_restarted_loses_nothing(
         until(lambda: gateway.get("/ready").status_code == 200, 20)
         assert completed(port, held)
         assert gateway.post(gateway.chat()).status_code == 200
-
-
-def test_batches_want_a_directory(fake: Fake, tmp_path: Path) -> None:
-    broker, files = queue(tmp_path), {"file": ("x", text([line("one")]))}
-    with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
-        answer = gateway.post(path="/v1/files", files=files, data={"purpose": "batch"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "batches_off")
-        assert '"postgres" with batches.dir' in answer.json()["error"]["message"]
 
 
 def test_what_doctor_says_of_the_server(fake: Fake, own: postgres.PrivateServer, tmp_path: Path) -> None:

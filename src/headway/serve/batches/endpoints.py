@@ -89,7 +89,7 @@ def _uploads(app: FastAPI, state: AppState) -> None:
         file = StoredFile(new_id("file"), tenant, "", "batch", 0, clock.now())
         try:
             await store.begin_file(file)
-            await _receive(request, form, store, file.id, quota, tenant)
+            await _receive(request, form, store, file.id, quota, tenant, used)
             form.complete()
             file = replace(file, name=form.name, size=form.size, created=clock.now())
             await store.add_file(file, quota.most)
@@ -100,11 +100,10 @@ def _uploads(app: FastAPI, state: AppState) -> None:
 
 
 async def _receive(
-    request: Request, form: Upload, store: BatchStore, id: str, quota: Quota, tenant: str
+    request: Request, form: Upload, store: BatchStore, id: str, quota: Quota, tenant: str, used: int
 ) -> None:
     """Write a file as it comes; its tenant's quota counts it as long as it is not complete."""
     counted = received = written = 0
-    used = await store.used(tenant)
     try:
         async for part in request.stream():
             received += len(part)

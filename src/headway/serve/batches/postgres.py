@@ -90,7 +90,7 @@ _FINALIZE = """UPDATE {s}.batches SET finalizing = coalesce(finalizing, $2),
     WHERE id = $1 RETURNING state"""
 _LATE = "SELECT EXISTS (SELECT FROM {s}.lines WHERE batch = $1 AND ended = $2)"
 _END = """UPDATE {s}.batches SET state = $2, ended = $3, output_file = $4, error_file = $5
-    WHERE id = $1 AND ended IS NULL"""
+    WHERE id = $1 AND ended IS NULL RETURNING true"""
 
 
 class PostgresStore(PostgresFiles):
@@ -257,7 +257,8 @@ class PostgresStore(PostgresFiles):
                 if file is not None:
                     await self.list_file(connection, file)
             ids = [None if file is None else file.id for file in (output, error)]
-            await connection.execute(self.sql(_END), id, state, now, *ids)
+            if not await connection.fetchval(self.sql(_END), id, state, now, *ids):
+                raise down("the batch has ended already")
 
         await self._as_holder(work)
         await self._clear(id)

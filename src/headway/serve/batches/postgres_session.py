@@ -24,6 +24,7 @@ from headway.serve.batches.postgres_schema import prepare
 
 T = TypeVar("T")
 Work = Callable[[Connection], Awaitable[T]]
+_IDLE = "SELECT set_config('idle_in_transaction_session_timeout', $1, false)"
 _TRIES = 5  # of work that PostgreSQL ends in favour of another gateway's
 log = logging.getLogger("headway.serve")
 
@@ -156,6 +157,8 @@ async def _connect(address: Address, name: str, *, make: bool) -> Connection:
     connection = await address.connect_writer(name, make=make)
     try:
         with explained(address.place):
+            # Of a gateway that is paused or cut off within a transaction others would wait for its locks.
+            await connection.execute(_IDLE, str(round(address.timeout_s * 1000)))
             await prepare(connection, address.schema, make=make)
     except BaseException:
         connection.terminate()

@@ -29,6 +29,7 @@ class BatchRunner:
         self._slots = dict[str, Slots]()  # by tenant
         self._running = dict[str, tuple[Execution, asyncio.Task[None]]]()
         self._sweep_at = 0.0
+        self._sweeping: asyncio.Task[None] | None = None
         self._said = ""  # the last warning
 
     async def run(self) -> None:
@@ -54,7 +55,7 @@ class BatchRunner:
             else:
                 if time.monotonic() >= self._sweep_at:
                     self._sweep_at = time.monotonic() + _SWEEP_S
-                    await self._store.sweep()
+                    self._sweeping = asyncio.create_task(self._sweep())
                 await self._look(threads)
             self._said = ""
         except HeadwayError as error:
@@ -64,9 +65,18 @@ class BatchRunner:
 
     async def _stop(self) -> None:
         """Stop all batches; another gateway goes on with them."""
+        if self._sweeping is not None:
+            await tasks.cancel(self._sweeping)
         if self._running:
             await tasks.cancel(*(task for _, task in self._running.values()))
             self._state.gateway.metrics.batches([])
+
+    async def _sweep(self) -> None:
+        """Delete what killed gateways left, which may take longer than this gateway may be silent."""
+        try:
+            await self._store.sweep()
+        except HeadwayError as error:
+            log.warning("what killed gateways left behind is not deleted yet: %s", error)
 
     async def _look(self, threads: ThreadPoolExecutor) -> None:
         """Begin new batches, and stop those that were cancelled or whose time is over."""
