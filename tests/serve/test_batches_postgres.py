@@ -23,6 +23,7 @@ from headway.engines.vllm.process.launch import free_port
 from tests.helpers import postgres
 from tests.serve.batches import begin, content, ended, held, line, lines, look, outcome, text, upload
 from tests.serve.gateway import CHAT, WEB, Fake, Gateway, configuration, serving, until
+from tests.serve.roles.parts import parts
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,18 @@ def test_any_gateway_answers_for_any_file_and_batch(fake: Fake, tmp_path: Path) 
         assert client.files.content(seen["output_file_id"]).text.count("\n") == 12
         assert client.batches.retrieve(id).status == "completed"
     assert rows(config, "lines") == 0
+
+
+def test_gateways_of_a_headway_in_parts_do(fake: Fake, tmp_path: Path) -> None:
+    with parts(shared(tmp_path, fake), tmp_path) as headway:
+        headway.controller("c1")
+        headway.agent("a1", "e0")
+        with headway.gateway("g1") as first, headway.gateway("g2") as second:
+            file = upload(first, text(lines(8))).json()["id"]
+            body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+            id = second.post(body, "/v1/batches").json()["id"]
+            seen = ended(first, id)
+            assert outcome(second, seen) == ([f"line-{i}" for i in range(8)], [])
 
 
 def test_a_batch_is_cancelled_at_another_gateway(fake: Fake, tmp_path: Path) -> None:
