@@ -69,6 +69,7 @@ class BatchRunner:
             await tasks.cancel(self._sweeping)
         if self._running:
             await tasks.cancel(*(task for _, task in self._running.values()))
+            self._running.clear()  # a task that was cancelled before it began has not done so
             self._state.gateway.metrics.batches([])
 
     async def _sweep(self) -> None:
@@ -104,4 +105,4 @@ class BatchRunner:
             log.exception("the batch %s was interrupted", id)
             self._state.gateway.metrics.loop_failed("batch")
         finally:
-            del self._running[id]
+            self._running.pop(id, None)
