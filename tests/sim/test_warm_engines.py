@@ -121,6 +121,18 @@ def test_an_adapter_is_loaded_once_and_stops_the_iteration_that_needs_it() -> No
     assert (engine.admitted, engine.hits) == (2, 1)
 
 
+def test_the_adapter_of_a_run_in_progress_stays_and_that_of_an_ended_one_goes() -> None:
+    talk = (llm("a", (10, 3)), Step("t", "env", seconds=30.0), llm("a", (20, 2)))
+    others = [(llm("b", (10, 40)),) for _ in range(3)]
+    apps = adapted(apps_of(talk, *others, at=(0.0, 5.0, 5.0, 5.0)), "x", "y", "z", "w")
+    seen = {}
+    for policy in (Lru(), WaitingQueue(), Prewarmed()):
+        _, engine = done(apps, Adapters(policy, 1, 2, load_seconds=1.0, copy_seconds=0.0))
+        assert engine.admitted == 5
+        seen[type(policy).__name__] = engine.hits
+    assert seen == {"Lru": 0, "WaitingQueue": 2, "Prewarmed": 1}  # z and w, or x
+
+
 def test_a_batch_has_no_more_adapters_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [(llm("a", (10, 20)),) for _ in range(6)]
     apps, seen = adapted(apps_of(*runs), "x", "y", "x", "z", "x", "y"), list[set[str]]()

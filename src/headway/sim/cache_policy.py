@@ -21,7 +21,7 @@ class Item:
     ready: instant from which on it can be used; later than now = it is being loaded.
     used: number of its latest use, higher = later.
     held: requests in service that use it.
-    until: instant to which prewarming expects it to be needed.
+    until: instant to which it is expected to be needed, by prewarming or by a run in progress.
     fetched: it was loaded before a request started that uses it, and none has used it since.
     """
 

@@ -7,6 +7,7 @@ prewarmed.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -262,7 +263,8 @@ class AdapterEngine(WarmEngine):
 
     As in vLLM, a batch has at most `slots` adapters, waiting requests of others are passed over, and an
     iteration that needs an adapter begins when that is loaded. A hit: it was in host memory. What is on the
-    device is the least recently used first to leave, whatever the policy.
+    device is the least recently used first to leave, whatever the policy. A run in progress is expected to
+    need its adapter again, until it ends.
     """
 
     def __init__(self, packer: Packer, adapters: Adapters, **limits: Any) -> None:
@@ -274,11 +276,21 @@ class AdapterEngine(WarmEngine):
         super().__init__(_Limited(packer, self), **limits)
         self.slots, self.delay = adapters.slots, 0.0
         self.cache = Cache(adapters.policy, adapters.host, adapters.load_seconds)
+        self._runs: dict[str, set[str]] = {}  # in progress that have used an adapter
         self.device = Cache(Lru(), adapters.slots, adapters.copy_seconds)
 
     def seconds(self, ran: Ran, execution: float) -> float:
         """Return the seconds of the iteration that was scheduled last, after its loads."""
         return super().seconds(ran, execution) + self.delay
+
+    def run_ended(self, run: str) -> None:
+        """What only this run needed may go."""
+        for name in [name for name, runs in self._runs.items() if runs == {run}]:
+            del self._runs[name]
+            if name in self.cache.items:
+                self.cache.items[name].until = -math.inf
+        for runs in self._runs.values():
+            runs.discard(run)
 
     def within(self, order: Ints) -> Bools:
         """Tell which rows of `order` run beside one another with at most `slots` adapters."""
@@ -320,6 +332,9 @@ class AdapterEngine(WarmEngine):
                     assert self.device.put(name, 1.0, now), "a batch has more adapters than slots"
                 self.device.take(name, now)
                 entry.held.append(name)
+                if entry.request.stage is not None:
+                    self._runs.setdefault(name, set()).add(entry.request.stage.run)
+                    self.cache.items[name].until = math.inf
         self.delay = loads + copies
 
     def _release(self, name: str) -> None:
