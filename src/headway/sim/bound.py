@@ -304,7 +304,7 @@ def _whole(requests: Requests, prompts: Floats) -> int:
     start, end, work = requests.prompt_from[order], requests.prompt_to[order], prompts[order]
     if (np.diff(start) < 0).any():
         return requests.prompt.size
-    return requests.prompt.size - order.size + _most_in_order(start, end, work)
+    return int(requests.prompt.size - order.size + _most_in_order(start, end, work))
 
 
 @compiled
