@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headway.core.engine_spec import EngineSpec, KeepOptions
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
+from headway.pack.promises.iteration import seconds_allowed
 from headway.pack.promises.outlook import (
     ANSWER,
     HOPE,
@@ -109,8 +110,32 @@ def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple
     params, pace = packer(running=64).params, pace_of(table.data, table.rows(), theta)
     outlooks = outlooks_of(params, table.data, table.rows(), 0.0, theta, pace)
     outlook = kept_of(table.data, outlooks, theta, pace)
-    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, 0.5)
+    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, np.inf, 0.5)
     assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(_prompts(rows))
+
+
+def test_prompts_pay_the_base_of_each_of_their_iterations() -> None:
+    table, theta = jobs(*[{"ttft": 1.0, "tokens_left": 1.0}] * 40), OnlineLatency().theta
+    params, pace = packer(running=64).params, pace_of(table.data, table.rows(), theta)
+    kept = []
+    for longest in (np.inf, 3 * pace.base, 1.5 * pace.base):
+        outlooks = outlooks_of(params, table.data, table.rows(), 0.0, theta, pace)
+        outlook = kept_of(table.data, outlooks, theta, pace)
+        select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, longest, 0.5)
+        kept.append(np.count_nonzero(outlook.level < OTHER))
+    assert 40 >= kept[0] > kept[1] > kept[2] > 1
+
+
+@pytest.mark.parametrize(("ttft", "first"), [(0.3, 0.2), (0.75, 0.3), (8.0, 0.4), (np.inf, 0.2)])
+def test_an_iteration_with_prompts_takes_longer_where_they_have_the_time(ttft: float, first: float) -> None:
+    table, theta = jobs({"ttft": ttft, "e2e": 20.0}, {}), OnlineLatency().theta
+    params, pace = packer().params, pace_of(table.data, table.rows(), theta)
+    outlook = kept_of(
+        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace), theta, pace
+    )
+    may = seconds_allowed(params, table.data, outlook, 0.0, pace)
+    assert may.first == pytest.approx(first)
+    assert may.spare == pytest.approx(0.2), "others fill it no further than usual"
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 500)), min_size=1, max_size=7))
@@ -123,7 +148,7 @@ def test_with_one_slot_as_many_answers_as_possible_are_kept(answers: list[tuple[
     outlook = kept_of(
         table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace), theta, pace
     )
-    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, 0.0)
+    select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, np.inf, 0.0)
     timed = [(row["e2e"], size_of(table.data, i, theta, pace)) for i, row in enumerate(rows)]
     assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(timed)
 

@@ -19,7 +19,7 @@ from headway.forecast.latency.profiles import FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.recipes.registry import find
-from headway.sim.bound import bound
+from headway.sim.bound import _most_in_order, bound
 from headway.sim.forecasts import Oracle
 from headway.sim.instance import InstanceSpec
 from headway.sim.run import Simulation
@@ -137,6 +137,12 @@ def test_short_requests_are_kept_first() -> None:
     assert bound(workload, _spec(Additive(0, 1e-3, 0, 1e-3, 0))) == 4
 
 
+def test_a_part_of_a_prompt_does_not_count() -> None:
+    """Of each pair one and two thirds could be computed in time."""
+    workload = _workload([0.0, 0.1, 10.0, 10.1], [300] * 4, [1] * 4, ttft=0.4)
+    assert bound(workload, _spec(Additive(0, 1e-3, 0, 1e-3, 0))) == 2
+
+
 @pytest.mark.parametrize(("ttft", "kept"), [(0.15, 1), (0.1499, 0)])
 def test_a_request_counts_if_it_can_be_kept_alone(ttft: float, kept: int) -> None:
     spec = _spec(Additive(0.05, 1e-3, 0, 1e-3, 0))
@@ -216,6 +222,29 @@ def test_no_recipe_keeps_more(
     for recipe in ("vllm", "slack", "edf", "srtf", "bros"):
         assert _kept(recipe, spec, workload) <= most
     assert _kept("srtf", spec, workload, told=True) <= most
+
+
+@settings(max_examples=200, derandomize=True)
+@given(seed=st.integers(0, 100_000), size=st.integers(1, 9), spare=st.sampled_from([1, 4, 8, 20]))
+def test_no_choice_of_prompts_in_order_fits_more(seed: int, size: int, spare: int) -> None:
+    """A choice fits where the tasks with windows inside any interval take no longer than it."""
+    rng = np.random.default_rng(seed)
+    start, work = (
+        np.sort(rng.integers(0, 2 * size, size)).astype(float),
+        rng.integers(1, 8, size).astype(float),
+    )
+    end = np.maximum.accumulate(start + work + rng.integers(0, spare, size))
+
+    def fits(rows: tuple[int, ...]) -> bool:
+        chosen = np.array(rows)
+        inside = [(start[chosen] >= s) & (end[chosen] <= t) for s in start for t in end]
+        lasts = [t - s for s in start for t in end]
+        return all(
+            work[chosen][each].sum() <= max(last, 0.0) for each, last in zip(inside, lasts, strict=True)
+        )
+
+    sizes = [len(rows) for n in range(1, size + 1) for rows in combinations(range(size), n) if fits(rows)]
+    assert _most_in_order(start, end, work) == max(sizes)
 
 
 @pytest.mark.parametrize("law", LAWS)

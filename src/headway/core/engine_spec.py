@@ -88,6 +88,8 @@ class KeepOptions(NamedTuple):
         them is.
     fill: share of the tightest tpot that the iterations of kept answers may take.
     rest: the same with best effort and lost requests.
+    wait: share of the tightest ttft among kept prompts that an iteration with them may take; at least
+        `max_step`, at most twice that.
     recover: where many answers are behind their tpot, each is to catch up within 1 / `recover` of what it
         has left; 0 = at its tpot.
     late: lost requests that are served before easy ones, which can wait for them; the eldest.
@@ -111,6 +113,7 @@ class KeepOptions(NamedTuple):
     started: float = 0.5
     fill: float = 0.95
     rest: float = 0.9
+    wait: float = 0.4
     recover: float = 3.0
     late: int = 4
     patience: float = 600.0

@@ -34,6 +34,10 @@ bound follows in three steps, each of which only lets schedules do more.
    its tasks, which may then be kept one without the other. What one machine can serve of tasks with windows
    is a polymatroid, so serving tasks in order of value per second is optimal (Edmonds 1970). Windows are
    widened to a grid of instants.
+
+4. Of prompts alone whose windows end in the order in which they begin, as with one ttft for all, the largest
+   set is counted, without parts and without a grid. It can be computed in that order, one after another,
+   as soon as any order can: exchanging two neighbours that are not in order makes neither late.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ from headway.types import Bools, Floats, Ints
 
 _COARSE, _FINE = 300, 1000  # instants of the grid, for choosing shares and for the bound itself
 _ROUNDING = 1e-9  # relative; targets that are met exactly stay met
+_EARLIER = 1e-7  # seconds; sums of charges may have lost as many
 _HIGHEST = 1e4  # price; higher ones, where almost no time is to spare, would cost digits
 _FLOORS = (0.0, 0.5, 1.0)  # shares of a roofline's floor that count as base
 
@@ -128,8 +133,9 @@ def bound(workload: Workload, spec: InstanceSpec) -> float:
         ways += [(requests, _charges(requests, contexts, costs, use)) for use in _uses(spec)]
     roughly = [_kept(*way, _COARSE) for way in ways]
     best = int(np.argmin(roughly))
+    first = min(_whole(requests, prompts) for requests, (prompts, _) in ways)
     # Parts of requests do not count; a whole number may have lost its last digits.
-    return float(math.floor(min(roughly[best], _kept(*ways[best], _FINE)) + 1e-6))
+    return float(math.floor(min(first, roughly[best], _kept(*ways[best], _FINE)) + 1e-6))
 
 
 # ---- step 1: costs
@@ -286,3 +292,53 @@ def _serve(grid: Floats, first: Ints, last: Ints, work: Floats) -> Floats:
             left[: first[i] + 1, last[i] :] -= room
             served[i] = room / work[i]
     return served
+
+
+# ---- step 4: whole prompts
+
+
+def _whole(requests: Requests, prompts: Floats) -> int:
+    """Return how many requests can be kept for all that their prompts tell, by these charges."""
+    order = np.lexsort((requests.prompt_from, requests.prompt_to))
+    order = order[np.isfinite(requests.prompt_to[order]) & (prompts[order] > 0)]
+    start, end, work = requests.prompt_from[order], requests.prompt_to[order], prompts[order]
+    if (np.diff(start) < 0).any():
+        return requests.prompt.size
+    return int(requests.prompt.size - order.size + _most_in_order(start, end, work))
+
+
+@compiled
+def _most_in_order(start: Floats, end: Floats, work: Floats) -> int:
+    """Return how many tasks can be done on time, one after another; `start` and `end` both ascend.
+
+    Whenever one would end late, the task is left out without which the last ends earliest (Kise, Ibaraki and
+    Mine 1978): so there is no set of as many of the tasks so far that ends earlier, and none of more.
+    """
+    kept, done, size = np.empty(start.size, np.int64), np.empty(start.size), 0
+    for i in range(start.size):
+        kept[size], done[size] = i, max(start[i], done[size - 1] if size else -np.inf) + work[i]
+        size += 1
+        if done[size - 1] <= end[i] + _EARLIER:
+            continue
+        size -= 1
+        for k in range(_costliest(start, work, kept, done, size), size):
+            kept[k] = kept[k + 1]
+            done[k] = max(start[kept[k]], done[k - 1] if k else -np.inf) + work[kept[k]]
+    return size
+
+
+@compiled
+def _costliest(start: Floats, work: Floats, kept: Ints, done: Floats, last: int) -> int:
+    """Return the place of the task without which that at the place `last` (or the one before) ends earliest.
+
+    Without an earlier one, all behind it come earlier by its work, or by as much as they have waited.
+    """
+    place, most, waited = last, done[last] - done[last - 1] if last else np.inf, np.inf
+    for k in range(last, 0, -1):
+        waited = min(waited, done[k] - work[kept[k]] - start[kept[k]])
+        if waited <= most:
+            break
+        gain = min(waited, work[kept[k - 1]])
+        if gain > most:
+            place, most = k - 1, gain
+    return place

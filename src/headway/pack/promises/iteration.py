@@ -52,7 +52,8 @@ class Shape(NamedTuple):
 def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: float, pace: Pace) -> Seconds:
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
     # Where even a plain iteration takes that long (a slow or busy machine), another must fit beside it.
-    first, tpot, deadline = max(params.max_step, 2.0 * pace.token), np.inf, np.inf
+    usual = max(params.max_step, 2.0 * pace.token)
+    first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, np.inf
     catch_up, behind, paced = np.inf, 0, 0
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
@@ -73,7 +74,21 @@ def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: flo
     if behind > _FEW * paced:
         tpot = catch_up
     plain = min(first, tpot)
-    return Seconds(first, plain, min(first, deadline, params.keep.rest * tpot), tpot)
+    return Seconds(first, plain, min(first, usual, deadline, params.keep.rest * tpot), tpot)
+
+
+@compiled
+def _longest(keep: KeepOptions, jobs: Rows, outlook: Outlook, usual: float) -> float:
+    """Return the seconds that no iteration should exceed, so that an arrival is seen in time.
+
+    Beside prompts whose first token was promised it may be up to twice the usual: a share of the tightest
+    ttft, as the next one like it has the time to wait. Each further iteration of a prompt costs it a base.
+    """
+    ttft = np.inf
+    for i in range(outlook.rows.size):
+        if outlook.level[i] == PROMPT and jobs["output_tokens"][outlook.rows[i]] == 0:
+            ttft = min(ttft, jobs["ttft"][outlook.rows[i]])
+    return float(min(max(keep.wait * ttft, usual), 2.0 * usual)) if ttft < np.inf else usual
 
 
 @compiled

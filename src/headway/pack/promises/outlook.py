@@ -107,7 +107,7 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
     doubt = k.calm_doubt + pressure * (k.doubt - k.calm_doubt)
     keep = KeepOptions(
         sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.fill, k.rest,
-        k.recover, k.late, k.patience, k.selects, k.paces, k.eager, k.advances,
+        k.wait, k.recover, k.late, k.patience, k.selects, k.paces, k.eager, k.advances,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,

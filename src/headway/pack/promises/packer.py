@@ -123,7 +123,7 @@ def pack(
         params = calm
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, pace)
-    select(params, jobs, kept, kv, now, theta, pace, may.tpot, growth_of(params.keep, outlook))
+    select(params, jobs, kept, kv, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
     return compose(params, jobs, kept, queue_of(jobs, kept, outlook, theta, pace), others, kv, theta, may)
 
 

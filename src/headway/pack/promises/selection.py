@@ -59,13 +59,16 @@ class InProgress(NamedTuple):
 @compiled
 def select(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    tpot: float, grow: float,
+    tpot: float, longest: float, grow: float,
 ) -> None:  # fmt: skip
     """Change the level of prompts that are given up (LOST) or have no room yet (WAITS), and order the others.
 
-    tpot: the tightest of the kept answers, inf = none. grow: as of `growth_of`. All changes are in place.
+    tpot: the tightest of the kept answers, inf = none. longest: seconds of an iteration with prompts.
+    grow: as of `growth_of`. All changes are in place.
     """
-    share = max(1.0 - pace.token / tpot, _LEAST_SHARE) if pace.decodes else 1.0
+    # Without a tpot a prompt still pays the base of each of its iterations, and the answers beside it.
+    beside = pace.token if pace.decodes else pace.base
+    share = max(1.0 - beside / (tpot if tpot < np.inf else longest), _LEAST_SHARE)
     if params.keep.selects:
         _keep_most(params, jobs, outlook, kv, now, theta, pace, share, grow)
     _admit(params, jobs, outlook, kv, now, theta, pace, tpot, grow)
