@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from headway.errors import HeadwayError, RequestError
 from headway.serve.connections import Connections, Limit, Limits
@@ -24,7 +26,8 @@ _STATUS = ("/health", "/ready", "/metrics")
 
 def limited(connections: Connections) -> type[HttpToolsProtocol]:
     """Return a protocol class whose connections keep these limits."""
-    return type("LimitedHttp", (LimitedHttp,), {"clients": connections, "limits": connections.limits})
+    own = {"clients": connections, "limits": connections.limits, "__slots__": ()}
+    return type("LimitedHttp", (LimitedHttp,), own)
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -35,16 +38,26 @@ class LimitedHttp(HttpToolsProtocol):
 
     clients: ClassVar[Connections]
     limits: ClassVar[Limits]
-    _head = 0  # bytes read since an unfinished head began
-    _size = 0  # bytes of its complete lines
-    _open = False  # a head has begun and is not complete
-    _in_body = False  # a head is complete and its body is not
-    _due = math.inf  # when the client has to be through with its head or body
-    _unsent = 0  # bytes that waited for a client at the last look, 0 = it was not waited for
-    _write_due = math.inf  # when the client has to have taken some of them
-    _error: RequestError | None = None
-    _running: RequestResponseCycle | None = None  # the request that is being answered
-    _last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
+    # In slots: Python keeps up to 30 attributes of an object without a dictionary, and uvicorn has 29.
+    __slots__ = (
+        "_due", "_error", "_head", "_in_body", "_last", "_open", "_running", "_size", "_unsent", "_write_due"
+    )  # fmt: skip
+
+    def __init__(
+        self, config: Config, server_state: ServerState, app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, server_state, app_state, _loop)
+        self._head = 0  # bytes read since an unfinished head began
+        self._size = 0  # bytes of its complete lines
+        self._open = False  # a head has begun and is not complete
+        self._in_body = False  # a head is complete and its body is not
+        self._due = math.inf  # when the client has to be through with its head or body
+        self._unsent = 0  # bytes that waited for a client at the last look, 0 = it was not waited for
+        self._write_due = math.inf  # when the client has to have taken some of them
+        self._error: RequestError | None = None
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
 
     # ---- bytes
 

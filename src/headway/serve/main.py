@@ -41,6 +41,7 @@ from headway.serve.http import limited
 from headway.serve.lengths.embedding import locate
 from headway.serve.logs import AccessLog, configure
 from headway.serve.reload import Reload
+from headway.serve.streaming import Unwound
 from headway.wire.port import Link
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
@@ -217,11 +218,12 @@ class Server(uvicorn.Server):
         link: OpenLink | None = None,
     ) -> None:  # fmt: skip
         self._app, self._file = new_app(), file
+        app = Unwound(self._app)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(Limits.of(config.server, files))
         super().__init__(
             uvicorn.Config(
-                AccessLog(self._app) if config.log.access else self._app, loop="uvloop",
+                AccessLog(app) if config.log.access else app, loop="uvloop",
                 log_level="warning", access_log=False, lifespan="off",
                 http=limited(self._connections), server_header=False, backlog=_BACKLOG, ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s, proxy_headers=False,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
@@ -24,6 +23,7 @@ from headway.engines.vllm.process.connection import (
     EngineGone,
     EngineTimeout,
     MalformedAnswer,
+    OpenRequest,
     Part,
     engine_error,
 )
@@ -197,33 +197,33 @@ class EngineResponse:
     engine: str
     memory: AnswerMemory
     _response: aiohttp.ClientResponse = field(repr=False)
-    _stack: AsyncExitStack = field(repr=False)
+    _opened: OpenRequest = field(repr=False)
     head: bytes = b""
     output_tokens: int = 0
     pooled: bool = False
     _reading: bool = False
+    _end: asyncio.Future[None] | None = field(default=None, repr=False)  # of the connection
 
     @classmethod
     async def open(
-        cls, engine: EngineView, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool,
-        headers: Mapping[str, str], pooled: bool = False,
+        cls, engine: EngineView, path: str, body: Sequence[Part], headers: Mapping[str, str],
+        budget: AnswerBudget, *, stream: bool, pooled: bool = False,
     ) -> EngineResponse:  # fmt: skip
         """Post a request and return the response with its head.
 
-        body: in parts. stream: it asks for a stream. headers: of the request, besides those of its body.
+        body: in parts. headers: of the request, besides those of its body. stream: it asks for a stream.
         EngineGone when the engine breaks off, EngineTimeout when it takes too long, MalformedAnswer when it
         answers something else than was asked for.
         """
-        stack, memory = AsyncExitStack(), budget.of(engine.id)
-        stack.callback(memory.close)
+        opened = engine.open(path, body, headers)
+        http = await opened.__aenter__()
+        streams, memory = stream and http.status == 200, budget.of(engine.id)
+        response = cls(http.status, streams, engine.id, memory, http, opened, pooled=pooled)
         try:
-            http = await stack.enter_async_context(engine.open(path, body, headers))
-            streams = stream and http.status == 200
-            response = cls(http.status, streams, engine.id, memory, http, stack, pooled=pooled)
             response._watch_end()
             await response._begin()
         except BaseException:
-            await stack.aclose()
+            await response.close()
             raise
         return response
 
@@ -266,10 +266,9 @@ class EngineResponse:
         """End `read` when the connection ends in bytes that are not HTTP; aiohttp would wait for ever."""
         connection = self._response.connection  # None when all has come
         protocol = None if connection is None else connection.protocol
-        closed = None if protocol is None else protocol.closed
-        if closed is not None:
-            closed.add_done_callback(self._closed)
-            self._stack.callback(closed.remove_done_callback, self._closed)
+        self._end = None if protocol is None else protocol.closed
+        if self._end is not None:
+            self._end.add_done_callback(self._closed)
 
     def _closed(self, closed: asyncio.Future[None]) -> None:
         if not closed.cancelled():
@@ -290,4 +289,9 @@ class EngineResponse:
 
     async def close(self) -> None:
         """Close the connection unless it was read to its end, which makes vLLM abort the request."""
-        await self._stack.aclose()
+        if self._end is not None:
+            self._end.remove_done_callback(self._closed)
+        try:
+            await self._opened.__aexit__(None, None, None)
+        finally:
+            self.memory.close()

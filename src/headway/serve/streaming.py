@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from abc import abstractmethod
 from contextlib import suppress
 from functools import partial
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
@@ -25,40 +26,79 @@ from headway.serve.request_path import RequestPath
 from headway.serve.requests import CHUNK, EngineResponse, InFlightRequest, reason_of
 
 log = logging.getLogger("headway.serve")
+_LATE = "headway.late"  # in the scope of a request
+_STACKS = ("fastapi_middleware_astack", "fastapi_inner_astack", "fastapi_function_astack")  # used up by then
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
 _LONGEST_EVENT = 4 * 2**20  # bytes; the first one may tell the log probabilities of a whole prompt
 _DRAINED, _DRAIN_S = 2**16, 1.0  # bytes and seconds of what may follow [DONE]
 
 
-class ResponseStream(Response):
+class LateResponse(Response):
+    """A response that `Unwound` serves once routing is over, without its memory and its calls per chunk."""
+
+    def __init__(self) -> None:
+        """Leave out what Starlette prepares: status and headers are not known yet."""
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Leave it to `Unwound`."""
+        scope[_LATE] = self
+
+    @abstractmethod
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve until the response is complete or the client has disconnected."""
+
+
+class Unwound:
+    """ASGI middleware around all others: serves a `LateResponse` after they have returned."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        await self._app(scope, receive, send)
+        late: LateResponse | None = scope.pop(_LATE, None)
+        if late is not None:
+            for name in _STACKS:
+                scope.pop(name, None)
+            await late.serve(scope, receive, send)
+
+
+class ResponseStream(LateResponse):
     """The response to one accepted request."""
 
     def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
         self._path, self._in_flight, self._wants_usage = path, in_flight, wants_usage
         self._started = self._complete = False
+        self._left = False  # the client has disconnected before the end
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected, whichever is first.
 
         The end of the gateway cancels it: then the client is told.
         """
-        work = asyncio.create_task(self._serve(scope, receive, send))
+        this = asyncio.current_task()
+        assert this is not None, "it is served by a task"
         disconnected = asyncio.create_task(_disconnected(receive))
+        disconnected.add_done_callback(partial(self._leave, this))
         try:
-            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done() or self._in_flight.closed:  # the client has the whole response already
-                await work
-            else:
-                await tasks.cancel(work)
-                await self._path.fail(self._in_flight, "client_gone: disconnected", "cancelled")
+            await self._serve(scope, receive, send)
         except asyncio.CancelledError:
-            await tasks.cancel(work)
-            await self._path.fail(self._in_flight, "gateway_stopped")
-            await self._send_error(stopped(), scope, receive, send)
+            if self._left and this.uncancel() == 0:
+                await self._path.fail(self._in_flight, "client_gone: disconnected", "cancelled")
+            else:
+                await self._path.fail(self._in_flight, "gateway_stopped")
+                await self._send_error(stopped(), scope, receive, send)
         finally:
             await tasks.cancel(disconnected)
+
+    def _leave(self, task: asyncio.Task[None], disconnected: asyncio.Task[None]) -> None:
+        """End the work on a request whose client has disconnected, unless it has the whole response."""
+        if not (disconnected.cancelled() or self._complete or self._in_flight.closed):
+            self._left = task.cancel()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

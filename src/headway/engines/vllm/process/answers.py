@@ -40,6 +40,9 @@ class Answer:
     usage_only: bool = False
 
 
+_PLAIN = Answer()  # nearly all events of streams
+
+
 class _Object(Struct, gc=False):
     """An object of which nothing is read."""
 
@@ -80,7 +83,7 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     if found.choices is None:
         raise ValueError("it has no list of choices")
     if found.usage is None:
-        return Answer()
+        return _PLAIN
     return Answer(found.usage.completion_tokens, usage_only=not found.choices)
 
 
