@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application
@@ -18,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from headway.errors import HeadwayError, RequestError
-from headway.serve.connections import Connections, Limit, Limits
+from headway.serve.connections import CONNECTION, Connections, Limit, Limits
 from headway.serve.streaming import error_response, stopped
 
 _STATUS = ("/health", "/ready", "/metrics")
@@ -40,7 +41,8 @@ class LimitedHttp(HttpToolsProtocol):
     limits: ClassVar[Limits]
     # In slots: Python keeps up to 30 attributes of an object without a dictionary, and uvicorn has 29.
     __slots__ = (
-        "_due", "_error", "_head", "_in_body", "_last", "_open", "_running", "_size", "_unsent", "_write_due"
+        "_due", "_error", "_head", "_in_body", "_last", "_leave", "_open", "_running", "_size", "_unsent",
+        "_write_due",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +59,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._write_due = math.inf  # when the client has to have taken some of them
         self._error: RequestError | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._leave: Callable[[], None] | None = None  # what is called when its client leaves before its end
         self._last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
 
     # ---- bytes
@@ -87,6 +90,19 @@ class LimitedHttp(HttpToolsProtocol):
             running.disconnected = True  # uvicorn tells the latest request alone
             running.message_event.set()
         super().connection_lost(exc)
+        if self._leave is not None and running is not None and not running.response_complete:
+            self._leave()
+
+    def watch(self, leave: Callable[[], None]) -> None:
+        """Call back when the client leaves before it has the answer to the request that is being answered.
+
+        An ASGI application learns it from `receive`; to wait there takes a task for every stream.
+        """
+        self._leave = leave
+        if self._running is not None and self._running.disconnected:
+            leave()
+        else:
+            self.flow.resume_reading()  # or its end would not be read
 
     def resume_writing(self) -> None:
         self._unsent = 0
@@ -132,12 +148,14 @@ class LimitedHttp(HttpToolsProtocol):
         return self._running is None or self._running.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
+        self._running, self._leave = cycle, None
+        cast(dict[str, object], cycle.scope)[CONNECTION] = self
         if not self.clients.admit(self):
             app = _status_alone(app)
         super()._start_asgi_task(cycle, _until_stopped(cycle, app))
 
     def on_response_complete(self) -> None:
+        self._leave = None
         super().on_response_complete()
         if self._idle:
             self.clients.waits(self)

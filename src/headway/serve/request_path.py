@@ -217,11 +217,12 @@ class RequestPath:
         return response
 
     async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
+        streams, pooled = in_flight.streams, in_flight.kind in POOLING
+        request = engine.open(PATHS[in_flight.kind], *await self._upstream(engine, in_flight))
         try:
             response = await EngineResponse.open(
-                engine, PATHS[in_flight.kind], *await self._upstream(engine, in_flight), self._answers,
-                stream=in_flight.streams, pooled=in_flight.kind in POOLING,
-            )  # fmt: skip
+                engine.id, request, self._answers, stream=streams, pooled=pooled
+            )
         except MalformedAnswer as error:
             log.error("request %s: %s", in_flight.id, error)
             if not await engine.lives():

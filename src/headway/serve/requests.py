@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
@@ -24,7 +23,6 @@ from headway.engines.vllm.process.connection import (
     EngineTimeout,
     MalformedAnswer,
     OpenRequest,
-    Part,
     engine_error,
 )
 from headway.engines.vllm.process.models import ModelUnavailable
@@ -206,19 +204,17 @@ class EngineResponse:
 
     @classmethod
     async def open(
-        cls, engine: EngineView, path: str, body: Sequence[Part], headers: Mapping[str, str],
-        budget: AnswerBudget, *, stream: bool, pooled: bool = False,
-    ) -> EngineResponse:  # fmt: skip
+        cls, engine: str, request: OpenRequest, budget: AnswerBudget, *, stream: bool, pooled: bool = False
+    ) -> EngineResponse:
         """Post a request and return the response with its head.
 
-        body: in parts. headers: of the request, besides those of its body. stream: it asks for a stream.
+        engine: its id. stream: the request asks for a stream.
         EngineGone when the engine breaks off, EngineTimeout when it takes too long, MalformedAnswer when it
         answers something else than was asked for.
         """
-        opened = engine.open(path, body, headers)
-        http = await opened.__aenter__()
-        streams, memory = stream and http.status == 200, budget.of(engine.id)
-        response = cls(http.status, streams, engine.id, memory, http, opened, pooled=pooled)
+        http = await request.__aenter__()
+        streams, memory = stream and http.status == 200, budget.of(engine)
+        response = cls(http.status, streams, engine, memory, http, request, pooled=pooled)
         try:
             response._watch_end()
             await response._begin()
@@ -235,7 +231,7 @@ class EngineResponse:
         if not self.streams:
             self.head = await self._read_all()
             await self._check()
-        elif self._response.content_type == "text/event-stream":
+        elif _is_stream(self._response):
             self.head = await self.read()
         else:
             raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
@@ -295,3 +291,9 @@ class EngineResponse:
             await self._opened.__aexit__(None, None, None)
         finally:
             self.memory.close()
+
+
+def _is_stream(response: aiohttp.ClientResponse) -> bool:
+    """Tell whether its type is that of events; aiohttp's own answer keeps a kilobyte."""
+    kind, _, _ = response.headers.get("content-type", "").partition(";")
+    return kind.strip().lower() == "text/event-stream"

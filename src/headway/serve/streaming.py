@@ -20,14 +20,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
-from headway.serve import tasks
+from headway.serve.connections import CONNECTION
 from headway.serve.offload import INLINE, offload
 from headway.serve.request_path import RequestPath
 from headway.serve.requests import CHUNK, EngineResponse, InFlightRequest, reason_of
 
 log = logging.getLogger("headway.serve")
-_LATE = "headway.late"  # in the scope of a request
-_STACKS = ("fastapi_middleware_astack", "fastapi_inner_astack", "fastapi_function_astack")  # used up by then
+TENANT, _LATE = "headway.tenant", "headway.late"  # in the scope of a request
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
 _LONGEST_EVENT = 4 * 2**20  # bytes; the first one may tell the log probabilities of a whole prompt
@@ -58,11 +57,13 @@ class Unwound:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        await self._app(scope, receive, send)
-        late: LateResponse | None = scope.pop(_LATE, None)
+        routed = {**scope}  # with what routing adds, which is not kept
+        await self._app(routed, receive, send)
+        if TENANT in routed:
+            scope[TENANT] = routed[TENANT]
+        late: LateResponse | None = routed.get(_LATE)
+        del routed
         if late is not None:
-            for name in _STACKS:
-                scope.pop(name, None)
             await late.serve(scope, receive, send)
 
 
@@ -82,8 +83,8 @@ class ResponseStream(LateResponse):
         """
         this = asyncio.current_task()
         assert this is not None, "it is served by a task"
-        disconnected = asyncio.create_task(_disconnected(receive))
-        disconnected.add_done_callback(partial(self._leave, this))
+        if (connection := scope.get(CONNECTION)) is not None:
+            connection.watch(partial(self._leave, this))
         try:
             await self._serve(scope, receive, send)
         except asyncio.CancelledError:
@@ -92,19 +93,17 @@ class ResponseStream(LateResponse):
             else:
                 await self._path.fail(self._in_flight, "gateway_stopped")
                 await self._send_error(stopped(), scope, receive, send)
-        finally:
-            await tasks.cancel(disconnected)
 
-    def _leave(self, task: asyncio.Task[None], disconnected: asyncio.Task[None]) -> None:
+    def _leave(self, task: asyncio.Task[None]) -> None:
         """End the work on a request whose client has disconnected, unless it has the whole response."""
-        if not (disconnected.cancelled() or self._complete or self._in_flight.closed):
+        if not (self._complete or self._in_flight.closed):
             self._left = task.cancel()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = await self._path.open(self._in_flight)
             try:
-                await self._pass_on(response, send)
+                await (self._stream if response.streams else self._whole)(response, send)
             finally:
                 await response.close()
         except HeadwayError as error:
@@ -127,9 +126,6 @@ class ResponseStream(LateResponse):
             await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
-
-    async def _pass_on(self, response: EngineResponse, send: Send) -> None:
-        await (self._stream(response, send) if response.streams else self._whole(response, send))
 
     async def _start(self, response: EngineResponse, send: Send) -> None:
         """Send status and headers; nothing in them is the engine's but the status."""
@@ -197,6 +193,8 @@ class ResponseStream(LateResponse):
 
 class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
+
+    __slots__ = ("_counted", "_events", "_unfinished", "_wants_usage", "broken", "closed", "fault")
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
@@ -292,9 +290,3 @@ async def _drain(response: EngineResponse) -> None:
         async with asyncio.timeout(_DRAIN_S):
             while left > 0 and (chunk := await response.read()):
                 left -= len(chunk)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -332,17 +332,21 @@ class OpenRequest:
         self._response: aiohttp.ClientResponse | None = None
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
-        posting, self._posting = self._posting, None  # with the body, which may be large
-        assert posting is not None, "it is entered once"
         self._connection.count(1)
         try:
-            self._response = await posting()
+            self._response = await self._post()
         except BaseException as error:
             self._connection.count(-1)
             if isinstance(error, BROKEN):
                 raise engine_error(self._connection.id, error) from error
             raise
         return self._response
+
+    def _post(self) -> Awaitable[aiohttp.ClientResponse]:
+        """Begin to post, and let go of the body, so that it is not kept while the engine works."""
+        posting, self._posting = self._posting, None
+        assert posting is not None, "it is entered once"
+        return posting()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
