@@ -92,6 +92,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._leave is not None and running is not None and not running.response_complete:
             self._leave()
+        self._leave = None
 
     def watch(self, leave: Callable[[], None]) -> None:
         """Call back when the client leaves before it has the answer to the request that is being answered.
@@ -253,6 +254,8 @@ def _until_stopped(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3A
             elif not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.transport.close()
+        finally:
+            scope.pop(CONNECTION, None)  # or the two would wait for the garbage collector
 
     return run  # type: ignore[return-value]
 
