@@ -6,7 +6,7 @@ function's own file; so it is kept in a folder named after the source of every m
 and of every Headway module that these import.
 
 numba itself is imported when the first function is compiled or loaded: with LLVM and its own tables it takes
-170 MB, and a gateway whose planner needs no loop does without.
+160 MB, and a gateway whose planner needs no loop does without.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from headway.serve.reload import Reload
 from headway.serve.streaming import Unwound
 from headway.wire.port import Link
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
@@ -198,12 +198,14 @@ def _raise_file_limit() -> None:
 
 
 def _return_memory() -> None:
-    """Let glibc return the memory of large bodies as soon as they are freed.
+    """Let glibc return the memory of large bodies as soon as they are freed, and keep one heap, not several.
 
-    Otherwise it raises the size from which it does so to that of the bodies, and they fragment its heap.
+    Otherwise it raises the size from which it does so to that of the bodies, and they fragment its heap. A
+    heap for each thread gains nothing where the interpreter lets one of them run at a time.
     """
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _tidy() -> None:
