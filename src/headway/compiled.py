@@ -4,6 +4,9 @@ What is compiled is plain Python over numpy columns, so that it can also be read
 NUMBA_DISABLE_JIT=1. Machine code contains that of the functions it calls, and numba's cache looks only at a
 function's own file; so it is kept in a folder named after the source of every module with compiled functions
 and of every Headway module that these import.
+
+numba itself is imported when the first function is compiled or loaded: with LLVM and its own tables it takes
+160 MB, and a gateway whose planner needs no loop does without.
 """
 
 from __future__ import annotations
@@ -12,14 +15,12 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property, update_wrapper
 from hashlib import sha256
 from pathlib import Path
 from shutil import rmtree
+from threading import Lock
 from typing import Any, TypeVar, cast
-
-from llvmlite.binding import ffi
-from numba import config, njit
 
 _IMPORT = re.compile(r"^\s*(?:from|import) (headway(?:\.\w+)*)", re.MULTILINE)
 _KEPT = 8  # versions: a developer goes back and forth between some
@@ -29,7 +30,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def compiled(function: Function) -> Function:
     """Compile a function at its first call (seconds), for every later call and process (microseconds)."""
-    return _compiled(function)
+    return cast(Function, _Compiled(function))
+
+
+def compiled_within(function: Function) -> Function:
+    """Compile a function of a few numbers as a part of its compiled callers alone.
+
+    Python calls its source: that takes no longer than to hand the numbers to machine code.
+    """
+    return cast(Function, _CompiledWithin(function))
 
 
 def compiled_in_place(function: Function) -> Function:
@@ -38,18 +47,55 @@ def compiled_in_place(function: Function) -> Function:
     It does not count references to them, which costs more than the work itself in functions of some tens of
     nanoseconds. One that makes an array cannot be compiled so: numba raises an error.
     """
-    return _compiled(function, _nrt=False)
+    return cast(Function, _Compiled(function, _nrt=False))
 
 
 def compiled_inline(function: Function) -> Function:
     """As `compiled_in_place`, as a part of each compiled caller: arrays are not passed on at all."""
-    return _compiled(function, _nrt=False, inline="always")
+    return cast(Function, _Compiled(function, _nrt=False, inline="always"))
 
 
-def _compiled(function: Function, **options: bool | str) -> Function:
+class _Compiled:
+    """A function and its machine code, which is there from the first call on.
+
+    To numba, where it compiles a caller, it is the machine code's own object (`_numba_type_` and others).
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: bool | str) -> None:
+        update_wrapper(self, function)
+        self._function, self._options = function, options
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._machine_code(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._machine_code, name)
+
+    @cached_property
+    def _machine_code(self) -> Any:
+        with _giving:
+            return _njit(self._function, self._options)
+
+
+class _CompiledWithin(_Compiled):
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._function(*args, **named)
+
+
+_giving = Lock()  # numba's folder is set for one function at a time
+
+
+def _njit(function: Callable[..., Any], options: dict[str, bool | str]) -> Any:
+    """Give a function to numba, which compiles it when it is called."""
+    from llvmlite.binding import ffi
+    from numba import config, njit
+
+    _without_dunders(ffi.lib)
     before, config.CACHE_DIR = config.CACHE_DIR, os.environ.get("NUMBA_CACHE_DIR") or _folder()
     try:
-        return cast(Function, njit(cache=True, nogil=True, **options)(function))
+        return njit(cache=True, nogil=True, **options)(function)
     finally:
         config.CACHE_DIR = before
 
@@ -87,19 +133,18 @@ def _files_of(package: Path, name: str) -> list[Path]:
     return [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else sorted(path.glob("*.py"))
 
 
+@cache
 def _without_dunders(library: Any) -> None:
     """Let llvmlite's library object have no attributes like `__dict__`, which it makes up for every name.
 
     vLLM looks at `vars()` of every module's values when it starts on a CPU, and fails on a made-up one.
     """
-    lookup = library.__getattr__
+    kind = type(library)
+    lookup = kind.__getattr__
 
     def checked(self: Any, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return lookup(self, name)
 
-    library.__getattr__ = checked
-
-
-_without_dunders(type(ffi.lib))
+    kind.__getattr__ = checked

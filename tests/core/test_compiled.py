@@ -13,7 +13,7 @@ from llvmlite.binding import ffi
 
 import headway
 from headway.compiled import _sources, compiled
-from headway.forecast.latency.online import seconds_of
+from headway.forecast.latency.online import OnlineLatency, prefill_of, seconds_of
 from headway.types import Floats
 
 ROOT = Path(headway.__file__).parent
@@ -38,8 +38,24 @@ def test_all_that_the_largest_compiled_loop_loads_is_part_of_its_version() -> No
 
 def test_llvmlite_has_no_fake_dict() -> None:
     """vLLM calls vars() on every object that claims a `__dict__`."""
+    assert seconds_of._cache is not None  # type: ignore[attr-defined]  # numba has the function
     assert not hasattr(ffi.lib, "__dict__")
     assert callable(ffi.lib.LLVMPY_GetVersionInfo)
+
+
+def test_a_gateway_with_the_usual_planners_has_no_numba() -> None:
+    """With LLVM it takes 160 MB, which only planners with loops of their own are to cost."""
+    code = "import headway.serve.main, sys; from headway.recipes.registry import find; "
+    code += "find('slack').planner().prepare(); print('numba' in sys.modules, 'llvmlite' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False"]
+
+
+def test_a_small_function_is_part_of_its_compiled_callers() -> None:
+    theta = OnlineLatency().theta
+    expected = [seconds_of(theta, 3, 100.0, 0.0, 0.0), seconds_of(theta, 0.0, 0.0, 9.0, 40.5)]
+    found = [seconds_of._machine_code(theta, 3, 100.0, 0.0, 0.0), prefill_of._machine_code(theta, 9.0)]  # type: ignore[attr-defined]
+    assert found == expected
 
 
 def test_a_compiled_function_returns_what_its_python_source_does() -> None:

@@ -15,18 +15,9 @@ from typing import NamedTuple
 from headway.core.engine_spec import KeepOptions
 from headway.core.feasibility import last_start, least_answer, next_token_seconds, pace_at
 from headway.events import Learned
-from headway.forecast.latency.online import OnlineLatency
 from headway.types import Forecast, Request, Shortfall
 
 _TRIAL = 60.0  # seconds from one trial of a model to the next
-
-
-def prepare() -> None:
-    """Compile what is called here now (a second at the very first start), not during the first request."""
-    pace = pace_at(OnlineLatency().theta, 0, 0.0)
-    next_token_seconds(OnlineLatency().theta, 2, pace.base)
-    least_answer(1.0, 1.0, pace.token)
-    last_start(0.0, 1.0, 1.0, 0.0, 0.0)
 
 
 class Needs(NamedTuple):

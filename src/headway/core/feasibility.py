@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headway.compiled import compiled
+from headway.compiled import compiled_within
 from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.types import Floats
 
@@ -28,14 +28,14 @@ class Pace(NamedTuple):
     base: float
 
 
-@compiled
+@compiled_within
 def pace_at(theta: Floats, decodes: int, context: float) -> Pace:
     """Return the pace of so many answers with so many tokens of context together."""
     token = seconds_of(theta, max(decodes, 1), max(context, _CONTEXT), 0.0, 0.0)
     return Pace(decodes, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0))
 
 
-@compiled
+@compiled_within
 def next_token_seconds(theta: Floats, missing: int, base: float) -> float:
     """Return the seconds until the next token of a request that has the engine for itself.
 
@@ -44,7 +44,7 @@ def next_token_seconds(theta: Floats, missing: int, base: float) -> float:
     return prefill_of(theta, missing) if missing > 1 else base
 
 
-@compiled
+@compiled_within
 def least_answer(doubt: float, spread: float, answer: float) -> float:
     """Return the seconds that an answer takes if it is as short as can be expected.
 
@@ -53,7 +53,7 @@ def least_answer(doubt: float, spread: float, answer: float) -> float:
     return float(max(1.0 - doubt * spread, 0.0) * answer)
 
 
-@compiled
+@compiled_within
 def last_start(arrival: float, ttft: float, e2e: float, prompt: float, answer: float) -> float:
     """Return the last instant at which a request can go on and be on time; inf if it has neither SLO.
 

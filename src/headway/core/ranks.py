@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from headway.compiled import compiled
+from headway.compiled import compiled_within
 from headway.types import Floats, Ints
 
 Value = TypeVar("Value", float, Floats)
@@ -25,19 +25,19 @@ ON_TIME, LATE, BEST_EFFORT = range(3)
 BEYOND = 5e-7
 
 
-@compiled
+@compiled_within
 def outer(urgency: float) -> float:
     """Return the rank by which a packer orders what it keeps, where `BEYOND` counts as 0."""
     return 0.0 if urgency == BEYOND else urgency
 
 
-@compiled
+@compiled_within
 def due_at(arrival: Value, ttft: Value, e2e: Value) -> Value:
     """Return when the first token or the whole answer is due, whichever comes first; inf = never."""
     return arrival + np.minimum(ttft, e2e)  # type: ignore[no-any-return]
 
 
-@compiled
+@compiled_within
 def level_of(slack: float, waits: bool) -> int:
     """Return whether a request is on time, has lost its first token already, or is best effort.
 
@@ -49,7 +49,7 @@ def level_of(slack: float, waits: bool) -> int:
     return LATE if slack < 0 and waits else ON_TIME
 
 
-@compiled
+@compiled_within
 def first_key(kind: int, arrival: float, priority: int, due: float) -> float:
     """Return the number that decides within a level."""
     if kind == PRIORITY:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
-from headway.compiled import compiled
 from headway.core.cluster import Cluster
 from headway.types import Ints, Plan, Send, Swap, Warm
 
@@ -28,9 +28,9 @@ class Offers:
 
     names: Sequence[str]
     rows: Sequence[int]
-    count: Ints
-    load: Ints
-    window: Ints
+    count: Sequence[int]
+    load: Sequence[int]
+    window: Sequence[int]
 
 
 def sends(queues: Mapping[str, Ints], cluster: Cluster, *, pull: bool = True) -> list[Send]:
@@ -52,51 +52,53 @@ def spread(offers: Sequence[Offers], fleet: Iterable[str]) -> list[tuple[int, st
     if not offers:
         return []
     one, begin, same = _joined(offers, fleet)
-    places, instances = _spread(same, begin, begin + one.count, one.load.copy(), one.window)
-    return [(one.rows[at], one.names[i]) for at, i in zip(places.tolist(), instances.tolist(), strict=True)]
+    end = [first + count for first, count in zip(begin, one.count, strict=True)]
+    return [(one.rows[at], one.names[i]) for at, i in _spread(same, begin, end, [*one.load], one.window)]
 
 
-def _joined(offers: Sequence[Offers], fleet: Iterable[str]) -> tuple[Offers, Ints, Ints]:
+def _joined(offers: Sequence[Offers], fleet: Iterable[str]) -> tuple[Offers, list[int], Sequence[int]]:
     """Return all offers as one, instances by the fleet's order.
 
     With it, where each instance's rows begin, and numbers of the rows that are equal for equal rows.
     """
     if len(offers) == 1:  # by far the most frequent: by the fleet's order already, and no row twice
-        return offers[0], np.zeros(len(offers[0].names), np.int64), np.arange(len(offers[0].rows))
+        return offers[0], [0] * len(offers[0].names), range(len(offers[0].rows))
+    place, first, found = {name: i for i, name in enumerate(fleet)}, 0, list[tuple[int, ...]]()
+    for one in offers:
+        columns = (map(place.__getitem__, one.names), one.count, one.load, one.window)
+        found += [(*column, first) for column in zip(*columns, strict=True)]
+        first += len(one.rows)
     names = [name for one in offers for name in one.names]
     rows = [row for one in offers for row in one.rows]
-    place, sizes = {name: i for i, name in enumerate(fleet)}, np.array([len(one.rows) for one in offers])
-    order = np.argsort([place[name] for name in names])
-    begin = np.repeat(np.cumsum(sizes) - sizes, [len(one.names) for one in offers])[order]
-    count, load, window = (
-        np.concatenate([getattr(one, column) for one in offers])[order]
-        for column in ("count", "load", "window")
-    )
-    one = Offers([names[i] for i in order.tolist()], rows, count, load, window)
-    return one, begin, np.unique(rows, return_inverse=True)[1]
+    names.sort(key=place.__getitem__)
+    _, count, load, window, begin = zip(*sorted(found), strict=True)
+    return Offers(names, rows, count, load, window), [*begin], rows
 
 
-@compiled
-def _spread(same: Ints, begin: Ints, end: Ints, load: Ints, window: Ints) -> tuple[Ints, Ints]:
+def _spread(
+    same: Sequence[int], begin: list[int], end: Sequence[int], load: list[int], window: Sequence[int]
+) -> list[tuple[int, int]]:
     """Return places of rows and the instances that get them, in this order; `begin` and `load` move.
 
     begin, end: places of the rows offered to an instance. same: equal for equal rows.
     """
-    taken = np.zeros(same.size, np.bool_)
-    places, instances, sent = np.empty(same.size, np.int64), np.empty(same.size, np.int64), 0
-    while True:
-        best, least = -1, np.inf
-        for i in range(begin.size):
-            while begin[i] < end[i] and taken[same[begin[i]]]:
-                begin[i] += 1
-            if begin[i] < end[i] and load[i] / window[i] < least:
-                best, least = i, load[i] / window[i]
-        if best < 0:
-            return places[:sent], instances[:sent]
-        places[sent], instances[sent] = begin[best], best
-        taken[same[begin[best]]] = True
-        load[best] += 1
-        sent += 1
+    shares = [
+        inf if first == last else inside / most
+        for first, last, inside, most in zip(begin, end, load, window, strict=True)
+    ]
+    taken, out = set[int](), list[tuple[int, int]]()
+    while (least := min(shares)) < inf:
+        i = shares.index(least)
+        while begin[i] < end[i] and same[begin[i]] in taken:
+            begin[i] += 1
+        if begin[i] == end[i]:
+            shares[i] = inf
+            continue
+        out.append((begin[i], i))
+        taken.add(same[begin[i]])
+        load[i] += 1
+        shares[i] = load[i] / window[i]
+    return out
 
 
 def swaps(plan: Plan, cluster: Cluster) -> list[Swap]:
@@ -139,5 +141,4 @@ def _offers(cluster: Cluster, name: str, rows: Ints, pull: bool) -> Offers:
         fits[:1] = True  # alone it always may try: the engine itself refuses what can never fit
         rows = rows[fits]
     queued = rows[~backlog.sent[rows]].tolist()
-    load, window = np.array([len(cluster.inside(name))]), np.array([instance.window])
-    return Offers([name], queued, np.array([len(queued)]), load, window)
+    return Offers([name], queued, [len(queued)], [len(cluster.inside(name))], [instance.window])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -123,8 +124,9 @@ class Ordered(Planner):
             rows.append(entry[4])
         if not rows:
             return None
-        count = inside.offered if self.pull else np.full(len(inside.names), len(rows))
-        return Offers(inside.names, rows, count, inside.load, inside.window)
+        count = inside.offered if self.pull else [len(rows)] * len(inside.names)
+        load, window = compress(inside.load, count), compress(inside.window, count)
+        return Offers([*compress(inside.names, count)], rows, [*filter(None, count)], [*load], [*window])
 
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         entry = self._entry(cluster.backlog, row)

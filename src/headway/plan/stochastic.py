@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import highspy
 import numpy as np
 
 from headway.plan.queue_order import LATE, TARDY, WAITING, PlanProblem, QueueOrder, cost_of, order_of
@@ -80,7 +79,10 @@ class _Program:
     """The mixed-integer program of one problem."""
 
     def __init__(self, problem: PlanProblem) -> None:
+        import highspy  # 5 MB, which only fleets that swap models need
+
         self.p, self.h = problem, highspy.Highs()
+        self._optimal = highspy.HighsModelStatus.kOptimal
         self.h.setOptionValue("output_flag", False)
         self.h.setOptionValue("threads", 1)
         self.h.setOptionValue("mip_rel_gap", _GAP)
@@ -221,7 +223,7 @@ class _Program:
         self.h.setOptionValue("time_limit", time_limit)
         self.h.setOptionValue("mip_max_nodes", nodes)
         self.h.run()
-        return bool(self.h.getModelStatus() == highspy.HighsModelStatus.kOptimal)
+        return bool(self.h.getModelStatus() == self._optimal)
 
     def order(self) -> QueueOrder | None:
         """Return the order found, None = there is none yet."""

@@ -36,6 +36,7 @@ from headway.serve.request_parsing import (
     read_json,
     validate,
 )
+from headway.serve.streaming import TENANT
 from headway.serve.tokens import Prompt, TokenCounter
 from headway.types import Request as CoreRequest
 
@@ -80,7 +81,7 @@ class AppState:
         given = self._given(request)
         key = None if given is None else self._keys.get(given)
         if key is not None:
-            request.scope["headway.tenant"] = key.tenant  # for the access log
+            request.scope[TENANT] = key.tenant  # for the access log
         else:
             raise RequestError(
                 "This server wants an API key.", "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",

@@ -18,6 +18,7 @@ _LOOK_S = 0.5
 _AT_A_TIME = 500  # connections that are looked at before others have their turn
 _MOST = 16_384  # connections, unless configured
 _OWN_FILES = 256  # the queue, logs, pipes and sockets of processes, connections to engines' control
+CONNECTION = "headway.connection"  # in the scope of a request: the one that it came on (`http.LimitedHttp`)
 SPARE = 16  # connections beyond the limit, for questions about the gateway's health
 Limit = Literal["head", "body", "write", "room"]
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headway import clock
 from headway.core.controller import Controller
-from headway.core.drops import prepare
 from headway.core.shares import Group
 from headway.events import Event, Tick
 from headway.serve import tasks
@@ -92,8 +91,6 @@ class Control(ControlView):
     async def prepare(self) -> None:
         """Compile what plans; to be awaited before the first event."""
         await asyncio.to_thread(self.controller.planner.prepare)
-        if self.follows_latency:
-            await asyncio.to_thread(prepare)
 
     def loops(self) -> list[tasks.Loop]:
         """Return what runs as long as events come."""

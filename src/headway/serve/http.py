@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from headway.errors import HeadwayError, RequestError
-from headway.serve.connections import Connections, Limit, Limits
+from headway.serve.connections import CONNECTION, Connections, Limit, Limits
 from headway.serve.streaming import error_response, stopped
 
 _STATUS = ("/health", "/ready", "/metrics")
@@ -24,7 +27,8 @@ _STATUS = ("/health", "/ready", "/metrics")
 
 def limited(connections: Connections) -> type[HttpToolsProtocol]:
     """Return a protocol class whose connections keep these limits."""
-    return type("LimitedHttp", (LimitedHttp,), {"clients": connections, "limits": connections.limits})
+    own = {"clients": connections, "limits": connections.limits, "__slots__": ()}
+    return type("LimitedHttp", (LimitedHttp,), own)
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -35,16 +39,28 @@ class LimitedHttp(HttpToolsProtocol):
 
     clients: ClassVar[Connections]
     limits: ClassVar[Limits]
-    _head = 0  # bytes read since an unfinished head began
-    _size = 0  # bytes of its complete lines
-    _open = False  # a head has begun and is not complete
-    _in_body = False  # a head is complete and its body is not
-    _due = math.inf  # when the client has to be through with its head or body
-    _unsent = 0  # bytes that waited for a client at the last look, 0 = it was not waited for
-    _write_due = math.inf  # when the client has to have taken some of them
-    _error: RequestError | None = None
-    _running: RequestResponseCycle | None = None  # the request that is being answered
-    _last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
+    # In slots: Python keeps up to 30 attributes of an object without a dictionary, and uvicorn has 29.
+    __slots__ = (
+        "_due", "_error", "_head", "_in_body", "_last", "_leave", "_open", "_running", "_size", "_unsent",
+        "_write_due",
+    )  # fmt: skip
+
+    def __init__(
+        self, config: Config, server_state: ServerState, app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, server_state, app_state, _loop)
+        self._head = 0  # bytes read since an unfinished head began
+        self._size = 0  # bytes of its complete lines
+        self._open = False  # a head has begun and is not complete
+        self._in_body = False  # a head is complete and its body is not
+        self._due = math.inf  # when the client has to be through with its head or body
+        self._unsent = 0  # bytes that waited for a client at the last look, 0 = it was not waited for
+        self._write_due = math.inf  # when the client has to have taken some of them
+        self._error: RequestError | None = None
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._leave: Callable[[], None] | None = None  # what is called when its client leaves before its end
+        self._last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
 
     # ---- bytes
 
@@ -74,6 +90,20 @@ class LimitedHttp(HttpToolsProtocol):
             running.disconnected = True  # uvicorn tells the latest request alone
             running.message_event.set()
         super().connection_lost(exc)
+        if self._leave is not None and running is not None and not running.response_complete:
+            self._leave()
+        self._leave = None
+
+    def watch(self, leave: Callable[[], None]) -> None:
+        """Call back when the client leaves before it has the answer to the request that is being answered.
+
+        An ASGI application learns it from `receive`; to wait there takes a task for every stream.
+        """
+        self._leave = leave
+        if self._running is not None and self._running.disconnected:
+            leave()
+        else:
+            self.flow.resume_reading()  # or its end would not be read
 
     def resume_writing(self) -> None:
         self._unsent = 0
@@ -119,12 +149,14 @@ class LimitedHttp(HttpToolsProtocol):
         return self._running is None or self._running.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
+        self._running, self._leave = cycle, None
+        cast(dict[str, object], cycle.scope)[CONNECTION] = self
         if not self.clients.admit(self):
             app = _status_alone(app)
         super()._start_asgi_task(cycle, _until_stopped(cycle, app))
 
     def on_response_complete(self) -> None:
+        self._leave = None
         super().on_response_complete()
         if self._idle:
             self.clients.waits(self)
@@ -222,6 +254,8 @@ def _until_stopped(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3A
             elif not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.transport.close()
+        finally:
+            scope.pop(CONNECTION, None)  # or the two would wait for the garbage collector
 
     return run  # type: ignore[return-value]
 

@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.config import Log
+from headway.serve.streaming import TENANT
 
 ACCESS = "headway.access"
 # What the gateway tells clients in headers, and the access log tells operators.
@@ -83,7 +84,7 @@ class AccessLog:
                 "client": client[0] if client else "", "method": scope["method"],
                 "path": scope["path"][:_LONGEST], "status": status, "bytes": size,
                 "ms": round(1000 * (time.perf_counter() - began), 1),
-                "tenant": scope.get("headway.tenant", ""), **told,
+                "tenant": scope.get(TENANT, ""), **told,
             })  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from headway import clock
 from headway.broker.port import Broker
 from headway.config import Key, Server
 from headway.core.shares import Group
-from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
+from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
 from headway.errors import EngineError, HeadwayError, RequestError
@@ -217,19 +217,12 @@ class RequestPath:
         return response
 
     async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
-        forecast = self._lengths.lengths.forecast(in_flight.request)
-        in_flight.forecast = forecast.mean
-        upstream = in_flight.upstream or await self._stored_body(in_flight.id)
-        there = replace(in_flight.request, arrival=in_flight.request.arrival + engine.ahead)
-        metadata = write_metadata(there, forecast, in_flight.rank)
-        pooled = in_flight.kind in POOLING
+        streams, pooled = in_flight.streams, in_flight.kind in POOLING
+        request = engine.open(PATHS[in_flight.kind], *await self._upstream(engine, in_flight))
         try:
             response = await EngineResponse.open(
-                engine, PATHS[in_flight.kind], [upstream.content] if pooled else upstream.parts(metadata),
-                self._answers, stream=in_flight.streams, pooled=pooled,
-                headers={"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
-                | (as_header(metadata) if pooled else {}),
-            )  # fmt: skip
+                engine.id, request, self._answers, stream=streams, pooled=pooled
+            )
         except MalformedAnswer as error:
             log.error("request %s: %s", in_flight.id, error)
             if not await engine.lives():
@@ -241,6 +234,20 @@ class RequestPath:
             await response.close()
             raise EngineGone(engine.id, response.head[:300])
         return response
+
+    async def _upstream(
+        self, engine: EngineView, in_flight: InFlightRequest
+    ) -> tuple[Sequence[Part], Mapping[str, str]]:
+        """Return body, in parts, and headers for an engine."""
+        forecast = self._lengths.lengths.forecast(in_flight.request)
+        in_flight.forecast = forecast.mean
+        upstream = in_flight.upstream or await self._stored_body(in_flight.id)
+        there = replace(in_flight.request, arrival=in_flight.request.arrival + engine.ahead)
+        metadata = write_metadata(there, forecast, in_flight.rank)
+        headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
+        if in_flight.kind in POOLING:
+            return [upstream.content], headers | as_header(metadata)
+        return upstream.parts(metadata), headers
 
     async def _stored_body(self, id: str) -> EngineBody:
         job = await self._patiently(lambda: self._broker.get(id))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
@@ -24,7 +22,7 @@ from headway.engines.vllm.process.connection import (
     EngineGone,
     EngineTimeout,
     MalformedAnswer,
-    Part,
+    OpenRequest,
     engine_error,
 )
 from headway.engines.vllm.process.models import ModelUnavailable
@@ -197,33 +195,31 @@ class EngineResponse:
     engine: str
     memory: AnswerMemory
     _response: aiohttp.ClientResponse = field(repr=False)
-    _stack: AsyncExitStack = field(repr=False)
+    _opened: OpenRequest = field(repr=False)
     head: bytes = b""
     output_tokens: int = 0
     pooled: bool = False
     _reading: bool = False
+    _end: asyncio.Future[None] | None = field(default=None, repr=False)  # of the connection
 
     @classmethod
     async def open(
-        cls, engine: EngineView, path: str, body: Sequence[Part], budget: AnswerBudget, *, stream: bool,
-        headers: Mapping[str, str], pooled: bool = False,
-    ) -> EngineResponse:  # fmt: skip
+        cls, engine: str, request: OpenRequest, budget: AnswerBudget, *, stream: bool, pooled: bool = False
+    ) -> EngineResponse:
         """Post a request and return the response with its head.
 
-        body: in parts. stream: it asks for a stream. headers: of the request, besides those of its body.
+        engine: its id. stream: the request asks for a stream.
         EngineGone when the engine breaks off, EngineTimeout when it takes too long, MalformedAnswer when it
         answers something else than was asked for.
         """
-        stack, memory = AsyncExitStack(), budget.of(engine.id)
-        stack.callback(memory.close)
+        http = await request.__aenter__()
+        streams, memory = stream and http.status == 200, budget.of(engine)
+        response = cls(http.status, streams, engine, memory, http, request, pooled=pooled)
         try:
-            http = await stack.enter_async_context(engine.open(path, body, headers))
-            streams = stream and http.status == 200
-            response = cls(http.status, streams, engine.id, memory, http, stack, pooled=pooled)
             response._watch_end()
             await response._begin()
         except BaseException:
-            await stack.aclose()
+            await response.close()
             raise
         return response
 
@@ -235,7 +231,7 @@ class EngineResponse:
         if not self.streams:
             self.head = await self._read_all()
             await self._check()
-        elif self._response.content_type == "text/event-stream":
+        elif _is_stream(self._response):
             self.head = await self.read()
         else:
             raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
@@ -266,10 +262,9 @@ class EngineResponse:
         """End `read` when the connection ends in bytes that are not HTTP; aiohttp would wait for ever."""
         connection = self._response.connection  # None when all has come
         protocol = None if connection is None else connection.protocol
-        closed = None if protocol is None else protocol.closed
-        if closed is not None:
-            closed.add_done_callback(self._closed)
-            self._stack.callback(closed.remove_done_callback, self._closed)
+        self._end = None if protocol is None else protocol.closed
+        if self._end is not None:
+            self._end.add_done_callback(self._closed)
 
     def _closed(self, closed: asyncio.Future[None]) -> None:
         if not closed.cancelled():
@@ -290,4 +285,15 @@ class EngineResponse:
 
     async def close(self) -> None:
         """Close the connection unless it was read to its end, which makes vLLM abort the request."""
-        await self._stack.aclose()
+        if self._end is not None:
+            self._end.remove_done_callback(self._closed)
+        try:
+            await self._opened.__aexit__(None, None, None)
+        finally:
+            self.memory.close()
+
+
+def _is_stream(response: aiohttp.ClientResponse) -> bool:
+    """Tell whether its type is that of events; aiohttp's own answer keeps a kilobyte."""
+    kind, _, _ = response.headers.get("content-type", "").partition(";")
+    return kind.strip().lower() == "text/event-stream"

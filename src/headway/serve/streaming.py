@@ -10,61 +10,100 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from abc import abstractmethod
 from contextlib import suppress
 from functools import partial
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
-from headway.serve import tasks
+from headway.serve.connections import CONNECTION
 from headway.serve.offload import INLINE, offload
 from headway.serve.request_path import RequestPath
 from headway.serve.requests import CHUNK, EngineResponse, InFlightRequest, reason_of
 
 log = logging.getLogger("headway.serve")
+TENANT, _LATE = "headway.tenant", "headway.late"  # in the scope of a request
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
 _LONGEST_EVENT = 4 * 2**20  # bytes; the first one may tell the log probabilities of a whole prompt
 _DRAINED, _DRAIN_S = 2**16, 1.0  # bytes and seconds of what may follow [DONE]
 
 
-class ResponseStream(Response):
+class LateResponse(Response):
+    """A response that `Unwound` serves once routing is over, without its memory and its calls per chunk."""
+
+    def __init__(self) -> None:
+        """Leave out what Starlette prepares: status and headers are not known yet."""
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Leave it to `Unwound`."""
+        scope[_LATE] = self
+
+    @abstractmethod
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve until the response is complete or the client has disconnected."""
+
+
+class Unwound:
+    """ASGI middleware around all others: serves a `LateResponse` after they have returned."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        routed = {**scope}  # with what routing adds, which is not kept
+        await self._app(routed, receive, send)
+        if TENANT in routed:
+            scope[TENANT] = routed[TENANT]
+        late: LateResponse | None = routed.get(_LATE)
+        del routed
+        if late is not None:
+            await late.serve(scope, receive, send)
+
+
+class ResponseStream(LateResponse):
     """The response to one accepted request."""
 
     def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
         self._path, self._in_flight, self._wants_usage = path, in_flight, wants_usage
         self._started = self._complete = False
+        self._left = False  # the client has disconnected before the end
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected, whichever is first.
 
         The end of the gateway cancels it: then the client is told.
         """
-        work = asyncio.create_task(self._serve(scope, receive, send))
-        disconnected = asyncio.create_task(_disconnected(receive))
+        this = asyncio.current_task()
+        assert this is not None, "it is served by a task"
+        if (connection := scope.get(CONNECTION)) is not None:
+            connection.watch(partial(self._leave, this))
         try:
-            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done() or self._in_flight.closed:  # the client has the whole response already
-                await work
-            else:
-                await tasks.cancel(work)
-                await self._path.fail(self._in_flight, "client_gone: disconnected", "cancelled")
+            await self._serve(scope, receive, send)
         except asyncio.CancelledError:
-            await tasks.cancel(work)
-            await self._path.fail(self._in_flight, "gateway_stopped")
-            await self._send_error(stopped(), scope, receive, send)
-        finally:
-            await tasks.cancel(disconnected)
+            if self._left and this.uncancel() == 0:
+                await self._path.fail(self._in_flight, "client_gone: disconnected", "cancelled")
+            else:
+                await self._path.fail(self._in_flight, "gateway_stopped")
+                await self._send_error(stopped(), scope, receive, send)
+
+    def _leave(self, task: asyncio.Task[None]) -> None:
+        """End the work on a request whose client has disconnected, unless it has the whole response."""
+        if not (self._complete or self._in_flight.closed):
+            self._left = task.cancel()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = await self._path.open(self._in_flight)
             try:
-                await self._pass_on(response, send)
+                await (self._stream if response.streams else self._whole)(response, send)
             finally:
                 await response.close()
         except HeadwayError as error:
@@ -87,9 +126,6 @@ class ResponseStream(Response):
             await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
-
-    async def _pass_on(self, response: EngineResponse, send: Send) -> None:
-        await (self._stream(response, send) if response.streams else self._whole(response, send))
 
     async def _start(self, response: EngineResponse, send: Send) -> None:
         """Send status and headers; nothing in them is the engine's but the status."""
@@ -157,6 +193,8 @@ class ResponseStream(Response):
 
 class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
+
+    __slots__ = ("_counted", "_events", "_unfinished", "_wants_usage", "broken", "closed", "fault")
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
@@ -252,9 +290,3 @@ async def _drain(response: EngineResponse) -> None:
         async with asyncio.timeout(_DRAIN_S):
             while left > 0 and (chunk := await response.read()):
                 left -= len(chunk)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

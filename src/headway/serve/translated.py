@@ -7,12 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headway.errors import EngineError
 from headway.serve.offload import offload
-from headway.serve.streaming import ResponseStream
+from headway.serve.streaming import LateResponse, ResponseStream
 
 Whole = Callable[[int, bytes], bytes]
 log = logging.getLogger("headway.serve")
@@ -25,7 +24,7 @@ class Events(Protocol):
         """Return the events for some bytes of the stream."""
 
 
-class TranslatedResponse(Response):
+class TranslatedResponse(LateResponse):
     """An ASGI response that translates what a chat's response sends.
 
     An answer or an error is held until it is whole (`whole`: status, body -> body), a stream goes on as it
@@ -45,7 +44,7 @@ class TranslatedResponse(Response):
         self._streams = False
         self._whole = bytearray()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected."""
 
         async def sending(message: Message) -> None:
@@ -58,7 +57,7 @@ class TranslatedResponse(Response):
                 if not message.get("more_body"):
                     await self._end(send)
 
-        await self._inner(scope, receive, sending)
+        await self._inner.serve(scope, receive, sending)
 
     async def _begin(self, start: Message, send: Send) -> None:
         headers = [*start["headers"], *self._more]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.compiled import compiled
+from headway.compiled import compiled, compiled_within
 from headway.types import Batch, Floats, Ints, Jobs
 
 # Typical magnitudes: features are divided by these so that one step size suits all of them.
@@ -79,14 +79,14 @@ def shape(jobs: NDArray[np.void], rows: Ints, tokens: Ints) -> tuple[int, int, i
     return decodes, context, prefill, pairs
 
 
-@compiled
+@compiled_within
 def seconds_of(theta: Floats, decodes: float, context: float, prefill: float, pairs: float) -> float:
     """Return the forecast seconds of one iteration, given scaled coefficients."""
     total = theta[0] + theta[1] * (decodes / _SCALE[1]) + theta[2] * (context / _SCALE[2])
     return float(max(total + theta[3] * (prefill / _SCALE[3]) + theta[4] * (pairs / _SCALE[4]), _SHORTEST))
 
 
-@compiled
+@compiled_within
 def prefill_of(theta: Floats, tokens: float) -> float:
     """Return the forecast seconds to compute one prompt alone."""
     return seconds_of(theta, 0.0, 0.0, tokens, tokens * tokens / 2)

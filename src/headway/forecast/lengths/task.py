@@ -48,7 +48,9 @@ class TaskLengths:
 
     def add(self, task: str, output_tokens: int) -> None:
         """Add the length of one of a task's answers, at least 1 token."""
-        seen, count = self._seen.setdefault(task, np.zeros(self.window)), self._count.get(task, 0)
+        if task not in self._seen:
+            self._seen[task] = np.zeros(self.window)
+        seen, count = self._seen[task], self._count.get(task, 0)
         seen[count % self.window] = output_tokens
         self._count[task] = count + 1
         self._sorted.pop(task, None)

@@ -20,7 +20,7 @@ _PIECE = 2**16  # bytes that are looked at in one go; another thread may have it
 # JSON objects in an answer: so many, and one more for this many bytes. Log probabilities have one in 30.
 _OBJECTS, _BYTES_PER_OBJECT = 2**16, 24
 # What a number beyond a double must have, if it is one: an exponent of three digits, or very many digits.
-_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9.]{64}")
+_LARGE = re.compile(rb"[0-9](?:[eE]\+?[0-9]{3}|[0-9.]{63})")
 _LARGE_WIDTH = 64  # bytes of its longest match
 _LITERAL = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+-]*+')  # of valid JSON: text, or number
 _LONGEST_NUMBER = 1000  # bytes
@@ -38,6 +38,9 @@ class Answer:
     output_tokens: int | None = None
     failed: bool = False
     usage_only: bool = False
+
+
+_PLAIN = Answer()  # nearly all events of streams
 
 
 class _Object(Struct, gc=False):
@@ -80,7 +83,7 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     if found.choices is None:
         raise ValueError("it has no list of choices")
     if found.usage is None:
-        return Answer()
+        return _PLAIN
     return Answer(found.usage.completion_tokens, usage_only=not found.choices)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -172,31 +174,31 @@ class EngineConnection:
             return None if isinstance(error, EngineGone) and error.silent else False
         return status == 200
 
-    @asynccontextmanager
-    async def open(
-        self, path: str, body: Sequence[Part], more: Mapping[str, str] | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Post a request and yield the response; leaving the block closes it, which makes vLLM abort it.
+    def open(self, path: str, body: Sequence[Part], more: Mapping[str, str] | None = None) -> OpenRequest:
+        """Return a context that posts a request; leaving it closes the response, so that vLLM aborts it.
 
         body: in parts. more: headers besides those of the body.
-        Raises EngineGone when the engine does not answer or the connection breaks, EngineTimeout when it
-        takes too long, MalformedAnswer when it does not speak HTTP.
+        Entering it raises EngineGone when the engine does not answer or the connection breaks, EngineTimeout
+        when it takes too long, MalformedAnswer when it does not speak HTTP.
         """
-        self._open += 1
-        self.idle.clear()
-        try:
-            size = sum(map(len, body))
-            headers = {"content-type": "application/json", "content-length": str(size), **(more or {})}
-            data = b"".join(body) if size <= _COPIED else _one_by_one(body)
-            url = f"{self.url}{path}"
-            async with self._http.post(url, data=data, headers=headers, allow_redirects=False) as response:
-                yield response
-        except BROKEN as error:
-            raise engine_error(self.id, error) from error
-        finally:
-            self._open -= 1
-            if not self._open:
-                self.idle.set()
+        return OpenRequest(self, path, body, more or {})
+
+    def post(
+        self, path: str, body: Sequence[Part], more: Mapping[str, str]
+    ) -> Awaitable[aiohttp.ClientResponse]:
+        """Return the response, to be awaited, as aiohttp has it; parameters as `open`."""
+        size = sum(map(len, body))
+        headers = {"content-type": "application/json", "content-length": str(size), **more}
+        data = b"".join(body) if size <= _COPIED else _one_by_one(body)
+        return self._http.post(f"{self.url}{path}", data=data, headers=headers, allow_redirects=False)
+
+    def count(self, change: int) -> None:
+        """Take note of requests that are opened, or closed (negative)."""
+        self._open += change
+        if self._open:
+            self.idle.clear()
+        else:
+            self.idle.set()
 
     async def control(self, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:
         """Send a message to the running scheduler and return its state.
@@ -313,6 +315,52 @@ class EngineConnection:
         except EngineError:
             return ""
         return _shown(page) if status == 200 else ""
+
+
+class OpenRequest:
+    """A request on a connection, open within the context that this is. `EngineConnection.open` makes it."""
+
+    __slots__ = ("_connection", "_posting", "_response")
+
+    def __init__(
+        self, connection: EngineConnection, path: str, body: Sequence[Part], more: Mapping[str, str]
+    ) -> None:
+        self._connection = connection
+        self._posting: Callable[[], Awaitable[aiohttp.ClientResponse]] | None = partial(
+            connection.post, path, body, more
+        )
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        self._connection.count(1)
+        try:
+            self._response = await self._post()
+        except BaseException as error:
+            self._connection.count(-1)
+            if isinstance(error, BROKEN):
+                raise engine_error(self._connection.id, error) from error
+            raise
+        return self._response
+
+    def _post(self) -> Awaitable[aiohttp.ClientResponse]:
+        """Begin to post, and let go of the body, so that it is not kept while the engine works."""
+        posting, self._posting = self._posting, None
+        assert posting is not None, "it is entered once"
+        return posting()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._response is not None, "it was entered"
+        try:
+            self._response.release()
+            await self._response.wait_for_close()
+        except BROKEN as broken:
+            error = broken
+        finally:
+            self._connection.count(-1)
+        if isinstance(error, BROKEN):
+            raise engine_error(self._connection.id, error) from error
 
 
 async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
