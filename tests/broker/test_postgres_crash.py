@@ -155,8 +155,8 @@ async def test_calls_fail_while_the_server_is_away_then_succeed(
     assert broker.problem()
     own.start()
     await succeeds(lambda: broker.put(job("after")))
-    assert broker.problem() is None
     assert await succeeds(lambda: broker.get("before")) == job("before", owner="A")
+    assert broker.problem() is None, "both connections are up again"
     assert await broker.get("b") is None
 
 
