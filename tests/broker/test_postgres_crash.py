@@ -38,10 +38,8 @@ from headway.errors import HeadwayError
 @pytest.fixture(scope="module")
 def own() -> Iterator[server.PrivateServer]:
     """A server that the tests of this module stop, kill and pause."""
-    one = server.new()
-    one.start()
-    yield one
-    one.remove()
+    with server.own() as one:
+        yield one
 
 
 @pytest.fixture

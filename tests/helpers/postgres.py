@@ -18,7 +18,7 @@ from tests.helpers.private import Private
 
 URL = "HEADWAY_POSTGRES_URL"
 _server = Private(PrivateServer, URL)
-new, private, the_url = _server.new, _server.private, _server.the_url
+new, own, private, the_url = _server.new, _server.own, _server.private, _server.the_url
 _used: list[str] = []  # schemas
 
 

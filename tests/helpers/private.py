@@ -7,7 +7,8 @@ nothing to start (`make postgres` and `make rabbitmq` install Debian's servers),
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import pytest
@@ -42,6 +43,14 @@ class Private(Generic[S]):
             return self._make()
         except ConfigError as error:
             pytest.skip(f"{error}")
+
+    @contextmanager
+    def own(self) -> Iterator[S]:
+        """Yield a server for tests that stop, kill or pause it."""
+        server = self.new()
+        server.start()
+        yield server
+        server.remove()
 
     def the_url(self) -> str:
         """Return the URL of the server to test with."""

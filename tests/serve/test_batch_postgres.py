@@ -28,10 +28,8 @@ LEASE_S = 1.0
 @pytest.fixture(scope="module")
 def own() -> Iterator[server.PrivateServer]:
     """A server that the tests of this module stop and pause."""
-    one = server.new()
-    one.start()
-    yield one
-    one.remove()
+    with server.own() as one:
+        yield one
 
 
 @pytest.fixture

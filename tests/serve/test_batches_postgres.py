@@ -35,10 +35,8 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own() -> Iterator[postgres.PrivateServer]:
     """A server that the test may stop."""
-    server = postgres.new()
-    server.start()
-    yield server
-    server.remove()
+    with postgres.own() as server:
+        yield server
 
 
 def shared(

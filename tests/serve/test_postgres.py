@@ -31,10 +31,8 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own() -> Iterator[postgres.PrivateServer]:
     """A server that the test may stop."""
-    server = postgres.new()
-    server.start()
-    yield server
-    server.remove()
+    with postgres.own() as server:
+        yield server
 
 
 def queue(folder: Path, url: str | None = None, lease_seconds: float = 6.0) -> Broker:

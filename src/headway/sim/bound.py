@@ -1,7 +1,7 @@
 """How many promised requests any schedule could keep on one engine: what an attainment is measured against.
 
 Any schedule: it knows arrivals and lengths, preempts, swaps KV at no cost, splits prompts as it likes. The
-bound follows in three steps, each of which only lets schedules do more.
+bound follows in four steps, each of which only lets schedules do more.
 
 1. The law of iteration time is replaced by one that is never longer: an iteration takes at least the base of
    each kind of row in it (prompt or answer) and marginal seconds c for each row. A token of an answer is
@@ -312,7 +312,7 @@ def _most_in_order(start: Floats, end: Floats, work: Floats) -> int:
     """Return how many tasks can be done on time, one after another; `start` and `end` both ascend.
 
     Whenever one would end late, the task is left out without which the last ends earliest (Kise, Ibaraki and
-    Mine 1978): so there is no set of as many of the tasks so far that ends earlier, and none of more.
+    Mine 1978). So no other set of as many of these tasks ends earlier, and no larger set is on time.
     """
     kept, done, size = np.empty(start.size, np.int64), np.empty(start.size), 0
     for i in range(start.size):

@@ -78,7 +78,7 @@ Attack = Callable[[Target], Awaitable[None]]
 
 
 async def exchange(port: int, data: bytes) -> tuple[int, bytes]:
-    """Send bytes on a connection of its own; return status and body, 0 = there is no whole answer."""
+    """Send bytes on a new connection; return status and body. Status 0 = no complete answer came."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
