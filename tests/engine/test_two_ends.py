@@ -149,12 +149,17 @@ def test_bros_changes_no_token(engine: Engine, alone: list[list[int]], packer: C
 def test_without_the_window_tokens_would_be_wrong(
     engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These tests can see it when best effort attends to somebody else's KV."""
+    """These tests can see it when best effort attends to another request's KV."""
     monkeypatch.setattr(right_aligned_attention, "_call", lambda *_: None)
-    engine.scheduler.packer = Chaos(5)
-    done = run_all(engine)
-    assert [done[f"r{i}"] for i in range(1, 12, 2)] == alone[1::2], "real-time ones lie as always"
-    assert [done[f"r{i}"] for i in range(0, 12, 2)] != alone[::2]
+    wrong = 0
+    for seed in range(5, 13):  # a single seed may change no answer: the strongest token often stays the same
+        engine.scheduler.packer = Chaos(seed)
+        done = run_all(engine)
+        assert [done[f"r{i}"] for i in range(1, 12, 2)] == alone[1::2], "real-time ones lie as always"
+        wrong += sum(done[f"r{i}"] != alone[i] for i in range(0, 12, 2))
+        if wrong:
+            break
+    assert wrong
 
 
 class Everybody(Packer):
