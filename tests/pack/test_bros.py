@@ -35,6 +35,7 @@ def spec(places: int, *, copy: float = 0.0, pool: bool = True) -> EngineSpec:
 
 def packer(places: int = 4, *, copy: float = 0.0, pool: bool = True, **options: Any) -> Bros:
     options.setdefault("parts_below", -1.0)  # whole prompts, unless a test is about parts
+    options.setdefault("crowded", 1.0)  # batches of two or three are soon half full
     made = Bros(spec(places, copy=copy, pool=pool), batch_size=BatchSize(base=places), **options)
     assert made.batch_size.size == places
     return made
@@ -163,11 +164,12 @@ def test_nobody_is_replaced_when_real_time_requests_hold_most_of_the_memory() ->
     jobs = Jobs()
     answering(jobs, "close", 0.15, prompt=300)
     answering(jobs, "can wait", 3.0, prompt=300)
-    batch_job(jobs, "be")
     held = int(jobs.blocks.sum())
-    for total, second in ((3 * held, "be"), (int(1.5 * held), "can wait")):
-        step = packer(2).pack(jobs, account(jobs, total=total), NOW)
-        assert order(jobs, step) == ["close", second]
+    for i in range(3):
+        batch_job(jobs, f"be{i}")
+    for total, second in ((3 * held, "be2"), (int(1.5 * held), "can wait")):
+        step = packer(4, crowded=0.5).pack(jobs, account(jobs, total=total), NOW)
+        assert order(jobs, step) == ["close", second, "be0", "be1"]
 
 
 def test_nobody_is_replaced_who_would_be_late_then() -> None:
@@ -247,31 +249,39 @@ def test_rows_that_control_holds_are_left_alone() -> None:
 # ---- the batch size
 
 
-def test_the_batch_doubles_while_it_is_full_and_nobody_is_near_a_limit() -> None:
+def test_the_batch_doubles_until_the_time_check_fires() -> None:
     size = BatchSize(base=128, most=400)
-    size.learn(full=False, near=False)
-    assert size.size == 128
-    size.learn(full=True, near=False)
+    size.learn(late=False)
     assert size.size == 256
-    size.learn(full=True, near=False)
+    size.learn(late=False)
     assert size.size == 400
-    size.learn(full=True, near=True)
+    size.learn(late=True)
     assert size.size == 128
     fixed = BatchSize(base=128, most=400, adapts=False)
-    fixed.learn(full=True, near=False)
+    fixed.learn(late=False)
     assert fixed.size == 128
 
 
-def test_a_request_near_its_limit_resets_the_batch() -> None:
+def test_a_request_that_is_kept_out_for_time_resets_the_batch() -> None:
     jobs = Jobs()
     for i in range(2):
         answering(jobs, f"r{i}", 1.0)
-    output_tokens = Bros(spec(8), batch_size=BatchSize(base=2))
-    output_tokens.pack(jobs, account(jobs), NOW)
-    assert output_tokens.batch_size.size == 4
+    made = Bros(spec(8), batch_size=BatchSize(base=2))
+    made.pack(jobs, account(jobs), NOW)
+    assert made.batch_size.size == 4
     answering(jobs, "close", 0.04)
-    output_tokens.pack(jobs, account(jobs), NOW)
-    assert output_tokens.batch_size.size == 2
+    asking(jobs, "long", 0.3, prompt=100)
+    made.pack(jobs, account(jobs), NOW)
+    assert made.batch_size.size == 2
+
+
+def test_no_replacing_where_real_time_requests_fill_half_of_the_batch() -> None:
+    jobs = Jobs()
+    for i in range(3):
+        answering(jobs, f"r{i}", 5.0)
+    batch_job(jobs, "be")
+    assert "be" in order(jobs, packer(3).pack(jobs, account(jobs), NOW))
+    assert order(jobs, packer(3, crowded=0.5).pack(jobs, account(jobs), NOW)) == ["r0", "r1", "r2"]
 
 
 @pytest.mark.parametrize(("name", "field", "value"), [
@@ -329,11 +339,3 @@ def test_by_the_text_the_first_that_is_not_in_time_ends_the_batch() -> None:
     batch_job(jobs, "be")
     assert order(jobs, packer(returns_early=True).pack(jobs, account(jobs), NOW)) == ["urgent"]
     assert order(jobs, packer().pack(jobs, account(jobs), NOW)) == ["urgent", "short", "be"]
-
-
-def test_by_the_text_the_batch_doubles_until_the_time_check_fires() -> None:
-    size = BatchSize(2, 8, by_check=True)
-    size.learn(full=False, near=True)
-    assert size.size == 4
-    size.learn(full=True, near=False, late=True)
-    assert size.size == 2

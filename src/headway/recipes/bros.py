@@ -18,8 +18,8 @@ def _without_batch_size(spec: EngineSpec) -> Bros:
 
 def _by_the_text(spec: EngineSpec) -> Bros:
     return Bros(
-        spec, spare=0.0, crowded=1.0, watermark=0.0, parts_below=-1.0, from_last=True, fixed_bound=True,
-        returns_early=True, replaces_long=True, most_empty=True, batch_size=BatchSize(by_check=True),
+        spec, spare=0.0, crowded=1.0, parts_below=-1.0, from_last=True, fixed_bound=True, returns_early=True,
+        replaces_long=True, most_empty=True,
     )  # fmt: skip
 
 

@@ -19,9 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fixed bound": ("fixed_bound",),
     "early return": ("returns_early",),
     "replaces at once": ("replaces_long", "spare", "crowded"),
-    "batch by the check": ("batch_size",),
     "most empty blocks": ("most_empty",),
-    "no watermark": ("watermark",),
     "whole prompts": ("parts_below",),
 }
 SYSTEMS = (

@@ -128,11 +128,12 @@ def _empty(t: StepLimits, jobs: Rows, rows: Ints, other: Ints) -> Batch:
     sums, room = all_sums[0], all_room[0]
     sums["bound"], sums["budget"] = np.inf, t.budget
     room["empty"], room["free_slots"] = t.free, t.slots - np.count_nonzero(jobs["running"] & jobs["live"])
-    held = 0
+    held, inside = 0, 0
     for row in range(jobs.size):  # those that control holds too
         if jobs["live"][row] and promised(jobs, row):
             held += exclusive_of(jobs, row)
-    room["crowded"] = held > t.crowded * t.total
+            inside += jobs["running"][row]
+    room["crowded"] = held > t.crowded * t.total or inside > t.crowded * t.batch_limit
     room["full"] = held > t.parts_below * t.total
     room["available"] = (
         t.total - held if t.shared else t.free + (jobs["blocks"] - jobs["shared"])[other].sum()
@@ -151,7 +152,7 @@ def _pack_real_time(
     t: StepLimits, jobs: Rows, batch: Batch, urgent: Ints, left: Floats, theta: Floats
 ) -> None:
     """Add real-time rows, least time left first, as far as slots, blocks, tokens and time go."""
-    room, spare, last = batch.room[0], int(t.watermark * t.total), urgent.size
+    room, last = batch.room[0], urgent.size
     for i in range(urgent.size):
         if room["chosen"] >= t.batch_limit or i >= last:
             break
@@ -161,8 +162,7 @@ def _pack_real_time(
         while inside and need > room["available"] and last - 1 > i:
             last -= 1  # its own kind is all there is: the least urgent makes room
             save(jobs, batch, urgent[last])
-        short = need > room["available"] - (0 if inside or room["chosen"] == 0 else spare)
-        if want <= 0 or short or (not inside and room["free_slots"] <= 0):
+        if want <= 0 or need > room["available"] or (not inside and room["free_slots"] <= 0):
             room["refused"] += not inside
             continue
         if not _in_time(t, jobs, batch, row, want, theta):
@@ -313,22 +313,3 @@ def _replace(
     batch.room[0]["empty"] -= need
     batch.room[0]["free_slots"] -= not jobs["running"][row]
     return victim - 1
-
-
-# ---- near its limit
-
-
-@compiled
-def near_limit(jobs: Rows, rows: Ints, now: float, end: float, share: float) -> bool:
-    """Tell whether at `end` some real-time row has less than `share` of its promise left.
-
-    A first token that is late already `now` is not near its limit any more: a smaller batch does not save it.
-    """
-    for row in rows:
-        due = due_of(jobs, row)
-        promise, lost = jobs["tpot"][row], False
-        if jobs["output_tokens"][row] == 0:
-            promise, lost = min(jobs["ttft"][row], jobs["e2e"][row]), due < now
-        if np.isfinite(due) and not lost and due - end < share * promise:
-            return True
-    return False

@@ -50,7 +50,6 @@ class StepLimits(NamedTuple):
     shared: bool
     replaces: bool
     spare: float
-    watermark: float
     lost_last: bool
     crowded: float
     parts_below: float

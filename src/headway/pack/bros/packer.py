@@ -11,8 +11,9 @@ Assumed where the paper is silent:
 - What an answer has gained lets it wait (be replaced), but does not make iterations longer: it bounds them by
   at most its tpot. A first token that is late already bounds nothing, since it cannot be kept any more.
 - A real-time request is replaced when its time left is `spare` iterations like this one or more, and only
-  while none is kept waiting and they all hold less than a `crowded` share of the KV: one that pauses stays
-  longer and keeps its KV, and without that bound answers at just the promised pace fill the memory.
+  while none is kept waiting and they all hold less than a `crowded` share of the KV and of the batch: one
+  that pauses stays longer and keeps its KV, and without that bound answers at just the promised pace fill
+  the memory and the batch.
 - The partial sort ranks twice the batch size. New best-effort prompts cost nothing to swap, so a crowd
   may fill the ranking and find no blocks: where no row was chosen, all best-effort rows with KV are ranked.
 - Real-time prompts are whole (no chunked prefill), unless one alone exceeds the token budget. A best-effort
@@ -34,8 +35,8 @@ import numpy as np
 from headway.core.engine_spec import EngineSpec, KvUse
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended.allocation import TwoEndedBudget
-from headway.pack.bros.algorithm_1 import algorithm_1, near_limit
-from headway.pack.bros.batch import StepLimits, forecast
+from headway.pack.bros.algorithm_1 import algorithm_1
+from headway.pack.bros.batch import StepLimits
 from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
@@ -48,39 +49,28 @@ class BatchSize:
     """The batch size B of Algorithm 1 (BROS 4.2).
 
     A larger batch does more at once and makes every token slower. As TCP finds its window: begin with a base,
-    double while every real-time request is well within its promise, fall back to the base when one is not.
-    We double after an iteration that filled the batch; the paper after every one whose time check
-    kept no real-time request out, and it falls back when it did (`by_check`).
+    double after every iteration whose time check kept no real-time request out, fall back to the base when
+    it did.
 
     base: B_base, 128 in the paper.
     most: rows that the engine lets run.
     adapts: False keeps it at the base.
-    by_check: as the paper has it.
     size: the current B, base <= size <= most.
     """
 
     base: int = 128
     most: int = 256
     adapts: bool = True
-    by_check: bool = False
     size: int = 0
 
     def __post_init__(self) -> None:
         self.base = min(self.base, self.most)
         self.size = self.base
 
-    def learn(self, *, full: bool, near: bool, late: bool = False) -> None:
-        """Take note of an iteration.
-
-        full: it filled the batch; near: a real-time request was near its limit; late: the time check kept
-        one out.
-        """
-        if not self.adapts:
-            return
-        if late if self.by_check else near:
-            self.size = self.base
-        elif full or self.by_check:
-            self.size = min(2 * self.size, self.most)
+    def learn(self, *, late: bool) -> None:
+        """Take note of an iteration. late: its time check kept a real-time request out."""
+        if self.adapts:
+            self.size = self.base if late else min(2 * self.size, self.most)
 
 
 @dataclass(slots=True)
@@ -111,8 +101,6 @@ class Bros(Packer):
     saves: False recomputes what finds no blocks (7.4.1's ablation), True copies it to the host.
     replaces: best-effort requests may take the place of real-time ones.
     spare, crowded: see above.
-    near: a request is near its limit when less than this share of its promise is left after the iteration.
-    watermark: share of blocks that newcomers leave free of real-time KV.
     lost_last: not in the paper; first tokens that are late already go behind those that can be in time.
     parts_below: best-effort prompts come in parts while real-time requests hold at most this share of the
         KV; below 0 = never.
@@ -131,8 +119,6 @@ class Bros(Packer):
     saves: bool = True
     replaces: bool = True
     spare: float = 2.0
-    near: float = 0.25
-    watermark: float = 0.01
     lost_last: bool = False
     crowded: float = 0.5
     parts_below: float = 0.5
@@ -147,7 +133,7 @@ class Bros(Packer):
 
     def __post_init__(self) -> None:
         size = self.batch_size
-        self.batch_size = BatchSize(size.base, self.spec.max_running, size.adapts, size.by_check)
+        self.batch_size = BatchSize(size.base, self.spec.max_running, size.adapts)
 
     @property
     def kv(self) -> KvUse:
@@ -167,9 +153,7 @@ class Bros(Packer):
         step = algorithm_1(limits, jobs.data, rows, moves, last, now, self.spec.latency.theta)
         taken = int(step.room["chosen"][0])
         order, save = step.rows[:taken], step.save[: int(step.room["saved"][0])]
-        seconds = forecast(step.sums, self.spec.latency.theta, limits.copy)
-        near = near_limit(jobs.data, rows, now, now + seconds, self.near)
-        self.batch_size.learn(full=taken >= limits.batch_limit, near=near, late=bool(step.room["late"][0]))
+        self.batch_size.learn(late=bool(step.room["late"][0]))
         tokens = step.tokens[:taken]
         evict, save = (_NONE, save) if self.kv.saves else (save, _NONE)
         return Step(
@@ -183,7 +167,7 @@ class Bros(Packer):
         batch_limit = min(self.batch_size.size, spec.max_running)
         limits = StepLimits(
             batch_limit, spec.token_budget, kv_budget.total, kv_budget.free, kv_budget.size, kv_budget.slots,
-            copy, use.two_ended, self.replaces, self.spare, self.watermark, self.lost_last, self.crowded,
+            copy, use.two_ended, self.replaces, self.spare, self.lost_last, self.crowded,
             self.parts_below, self.parts_fill, self.fixed_bound, self.returns_early, self.replaces_long,
         )  # fmt: skip
         return limits, moves
