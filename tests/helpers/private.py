@@ -49,8 +49,10 @@ class Private(Generic[S]):
         """Yield a server for tests that stop, kill or pause it."""
         server = self.new()
         server.start()
-        yield server
-        server.remove()
+        try:
+            yield server
+        finally:
+            server.remove()
 
     def the_url(self) -> str:
         """Return the URL of the server to test with."""

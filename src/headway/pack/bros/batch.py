@@ -20,8 +20,8 @@ SUMS = np.dtype(
     )]
 )  # fmt: skip
 # Blocks that can be had, blocks that are empty (below 0: to be emptied), slots for rows that come in, rows
-# chosen, rows to save, real-time rows kept out, whether real-time rows hold much of the KV or nearly all, and
-# whether the time check kept a real-time row out.
+# chosen, rows to save, real-time rows kept out, whether real-time rows crowd the KV or the batch (then none
+# is replaced), whether they hold too much KV for prompts in parts, whether the time check kept one out.
 ROOM = np.dtype(
     [(name, int) for name in (
         "available", "empty", "free_slots", "chosen", "saved", "refused", "crowded", "full", "late",
