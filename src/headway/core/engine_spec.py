@@ -86,17 +86,16 @@ class KeepOptions(NamedTuple):
         promised anything; inf = never.
     started: share of its size at which an answer in progress counts when the largest is given up; 0 = none of
         them is.
-    fill: share of the tightest tpot that the iterations of kept answers may take.
-    rest: the same with best effort and lost requests.
+    margin: share of each tpot that answers keep in reserve when prompts take of their time.
+    rest: share of the tightest tpot that an iteration with best effort and lost requests may take.
     wait: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
-    recover: where many answers are behind their tpot, each is to catch up within 1 / `recover` of what it
-        has left; 0 = at its tpot.
     late: lost requests that are served before easy ones, which can wait for them; the eldest.
     patience: seconds after which a request that waits is served before all others, one at a time; with a
         batch limit of n below 8, 8 / n times as many.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
-    paces: admits no more answers than keep the tightest tpot; False admits as KV and slots allow.
+    yields: prompts are computed only in time that the answers in progress have to spare; False computes
+        `min_chunk` of their tokens in each iteration.
     eager: leaves the less KV for their growth the fewer are lost; False always all of it.
     advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
         computes them by their latest start.
@@ -111,14 +110,13 @@ class KeepOptions(NamedTuple):
     long: float = 2.0
     easy: float = 30.0
     started: float = 0.5
-    fill: float = 0.95
+    margin: float = 0.03
     rest: float = 0.9
     wait: float = 0.4
-    recover: float = 3.0
     late: int = 4
     patience: float = 600.0
     selects: bool = True
-    paces: bool = True
+    yields: bool = True
     eager: bool = True
     advances: bool = True
 

@@ -46,7 +46,8 @@ def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
 
 ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without selection": _with(selects=False),
-    "headway without pace": _with(paces=False),
+    "headway without prompts that yield": _with(yields=False),
+    "headway without a margin of tpot": _with(margin=0.0),
     "headway without easy deadlines": _with(easy=math.inf),
     "headway without giving up answers": _with(started=0.0),
     "headway without short prompts first": _with(advances=False),
@@ -55,7 +56,6 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without time for long answers": _with(long=-2.0),
     "headway without time while nothing is lost": _with(calm_sure=1.5, calm_doubt=2.0),
     "headway without longer iterations for prompts": _with(wait=0.0),
-    "headway without catching up": _with(recover=0.0),
     "headway without late before easy": _with(late=0),
     "headway without swapping": partial(Promises, swaps=False),
 }

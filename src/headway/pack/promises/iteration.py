@@ -22,8 +22,6 @@ from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, 
 from headway.pack.promises.queue import Queue
 from headway.types import Floats, Ints
 
-_FEW = 0.125  # of the answers with a tpot
-
 
 class Seconds(NamedTuple):
     """What an iteration may take.
@@ -31,7 +29,7 @@ class Seconds(NamedTuple):
     first: where a first token is to come that was promised.
     plain: otherwise.
     spare: with best effort and lost requests.
-    tpot: the tightest of the kept answers, or what those that are behind need; inf = none.
+    tpot: the tightest of the kept answers, inf = none.
     """
 
     first: float
@@ -53,28 +51,36 @@ def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: flo
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
     # Where even a plain iteration takes that long (a slow or busy machine), another must fit beside it.
     usual = max(params.max_step, 2.0 * pace.token)
-    first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, np.inf
-    catch_up, behind, paced = np.inf, 0, 0
+    first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, _soonest(jobs, outlook, now)
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] != ANSWER:
             continue
         each = jobs["tpot"][row]
         if each < np.inf:
-            slack = jobs["first"][row] + jobs["output_tokens"][row] * each - now
+            kept = (1.0 - params.keep.margin) * each
+            slack = jobs["first"][row] + jobs["output_tokens"][row] * kept - now
             # One that is behind catches up at its tpot; to stop all prompts for it would not save it.
             first = min(first, slack if slack > pace.token else max(each, pace.token))
-            tpot, paced, behind = min(tpot, each), paced + 1, behind + (slack < 0.0)
-            more = params.keep.recover * min(slack, 0.0) / max(jobs["tokens_left"][row], 1.0)
-            catch_up = min(catch_up, each + max(more, -each / 2))
+            tpot = min(tpot, each)
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))
-    # A few answers are behind because they lost their KV; many, because iterations take longer than forecast.
-    if behind > _FEW * paced:
-        tpot = catch_up
-    plain = min(first, tpot)
-    return Seconds(first, plain, min(first, usual, deadline, params.keep.rest * tpot), tpot)
+    return Seconds(first, min(first, tpot), min(first, usual, deadline, params.keep.rest * tpot), tpot)
+
+
+@compiled
+def _soonest(jobs: Rows, outlook: Outlook, now: float) -> float:
+    """Return the seconds until the first of the promised first tokens is due; inf = none is to come.
+
+    What fills up an iteration must not make the first tokens late that come out of it.
+    """
+    left = np.inf
+    for i in range(outlook.rows.size):
+        row = outlook.rows[i]
+        if outlook.level[i] == PROMPT and jobs["output_tokens"][row] == 0:
+            left = min(left, jobs["arrival"][row] + jobs["ttft"][row] - now)
+    return float(left)
 
 
 @compiled
@@ -113,7 +119,7 @@ def compose(
     shape, fresh = _kept(params, jobs, kept, theta, may)
     order, count, shape = _chosen(params, jobs, queue, kv, theta, may, shape)
     chunk = max(shape.prompt, _fitting(params, theta, shape, may.spare))
-    if shape.decodes == 0 or fresh:
+    if shape.decodes == 0 or (fresh and not _yields(params, may)):
         chunk = max(chunk, params.min_chunk)
     # One runs however long it takes: an engine that computes nothing would never come out of it.
     most, budget, each = min(max(count, 1), params.max_running), params.budget, params.row_chunk
@@ -138,7 +144,21 @@ def _kept(
             want += missing_of(jobs, row)
             fresh |= jobs["output_tokens"][row] == 0
     limit = may.first if fresh else may.plain
-    return Shape(decodes, context, min(largest_chunk(params, theta, decodes, context, limit), want)), fresh
+    if _yields(params, may):
+        chunk = _fitting(params, theta, Shape(decodes, context, 0), limit)
+    else:
+        chunk = largest_chunk(params, theta, decodes, context, limit)
+    return Shape(decodes, context, min(chunk, want)), fresh
+
+
+@compiled
+def _yields(params: PackerParams, may: Seconds) -> bool:
+    """Tell whether prompts wait until the answers in progress have gained the time for them.
+
+    With even a small part of a prompt in each iteration, answers would fall behind a tight tpot together,
+    and all be lost.
+    """
+    return params.keep.yields and may.tpot < np.inf
 
 
 @compiled

@@ -106,8 +106,8 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
     sure = k.calm_sure + pressure * (k.sure - k.calm_sure)
     doubt = k.calm_doubt + pressure * (k.doubt - k.calm_doubt)
     keep = KeepOptions(
-        sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.fill, k.rest,
-        k.wait, k.recover, k.late, k.patience, k.selects, k.paces, k.eager, k.advances,
+        sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.margin, k.rest,
+        k.wait, k.late, k.patience, k.selects, k.yields, k.eager, k.advances,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,

@@ -46,14 +46,12 @@ class InProgress(NamedTuple):
     answers: how many.
     context: cached tokens halfway through what is left of their answers.
     rents: seconds of prompts per iteration.
-    tpot: the tightest, inf = none.
     """
 
     blocks: float
     answers: int
     context: float
     rents: float
-    tpot: float
 
 
 @compiled
@@ -71,7 +69,7 @@ def select(
     share = max(1.0 - beside / (tpot if tpot < np.inf else longest), _LEAST_SHARE)
     if params.keep.selects:
         _keep_most(params, jobs, outlook, kv, now, theta, pace, share, grow)
-    _admit(params, jobs, outlook, kv, now, theta, pace, tpot, grow)
+    _admit(params, jobs, outlook, kv, now, theta, pace, grow)
     if params.keep.advances:
         _advance_short(jobs, outlook, now, theta, pace, share)
 
@@ -182,14 +180,13 @@ def _advance_short(jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace
 @compiled
 def _admit(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    tpot: float, grow: float,
+    grow: float,
 ) -> None:  # fmt: skip
-    """Admit kept prompts as long as answers in progress keep their pace and KV; the doubtful after them.
+    """Admit kept prompts as long as they and the answers in progress have KV; the doubtful after them.
 
-    A prompt that finds no KV lets smaller ones pass; one that finds no time does not. It takes what requests
-    of a later rank from outside hold.
+    A prompt that finds none lets smaller ones pass. It takes what requests of a later rank from outside hold.
     """
-    inside, full, begin = InProgress(0.0, 0, 0.0, 0.0, tpot), False, 0
+    inside, begin = InProgress(0.0, 0, 0.0, 0.0), 0
     while begin < outlook.rows.size:
         end = _same_rank(jobs, outlook, begin)
         inside = _in_progress(jobs, outlook, kv, theta, pace, grow, inside, begin, end)
@@ -199,13 +196,10 @@ def _admit(
                 if outlook.level[i] != level or jobs["running"][row]:
                     continue
                 more = _with(inside, jobs, row, reserved_of(jobs, row, kv.size, grow), theta, pace)
-                seconds = more.rents + seconds_of(theta, more.answers, more.context, 0.0, 0.0)
-                paced = not params.keep.paces or seconds <= params.keep.fill * more.tpot
-                room = more.blocks <= kv.total and more.answers <= params.max_running
-                if level == HOPE and not (paced and _may(params.keep, jobs, row, now, theta, pace, seconds)):
+                if level == HOPE and not _may(params.keep, jobs, row, now, theta, pace, more):
                     outlook.level[i] = LOST
-                elif inside.answers and (full or not (paced and room)):
-                    outlook.level[i], full = WAITS, full or not paced
+                elif inside.answers and (more.blocks > kv.total or more.answers > params.max_running):
+                    outlook.level[i] = WAITS
                 else:
                     inside = more
         begin = end
@@ -224,10 +218,11 @@ def _same_rank(jobs: Rows, outlook: Outlook, begin: int) -> int:
 def _with(inside: InProgress, jobs: Rows, row: int, blocks: float, theta: Floats, pace: Pace) -> InProgress:
     """Return the requests in progress with one more."""
     return InProgress(
-        inside.blocks + blocks, inside.answers + 1,
+        inside.blocks + blocks,
+        inside.answers + 1,
         inside.context + jobs["prompt"][row] + jobs["output_tokens"][row] + jobs["tokens_left"][row] / 2,
-        inside.rents + rent(jobs, row, theta, pace), min(inside.tpot, jobs["tpot"][row]),
-    )  # fmt: skip
+        inside.rents + rent(jobs, row, theta, pace),
+    )
 
 
 @compiled
@@ -244,14 +239,15 @@ def _in_progress(
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2
             rents += rent(jobs, row, theta, pace)
-    return InProgress(blocks, answers, context, rents, inside.tpot)
+    return InProgress(blocks, answers, context, rents)
 
 
 @compiled
 def _may(
-    keep: KeepOptions, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace, seconds: float
+    keep: KeepOptions, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace, inside: InProgress
 ) -> bool:
-    """Tell whether a row can be on time at `seconds` per token if its answer is one deviation short."""
+    """Tell whether a row can be on time if its answer is one deviation short; inside: it and all others."""
+    seconds = inside.rents + seconds_of(theta, inside.answers, inside.context, 0.0, 0.0)
     left = jobs["arrival"][row] + jobs["e2e"][row] - now - prompt_seconds(jobs, row, theta, pace)
     short = max(1.0 - keep.doubt / 2 * jobs["spread"][row], 0.0)
     return bool(seconds * short * jobs["tokens_left"][row] <= left)
