@@ -187,12 +187,54 @@ def test_urgency_from_outside_goes_first() -> None:
     assert packer().pack(table, ROOM, 0.0).order.tolist() == [1, 0]
 
 
-def test_no_more_answers_are_admitted_than_keep_the_tightest_tpot() -> None:
-    """An iteration of n answers takes about 11 + 0.5 n ms by the first guess, and the prompts' share."""
-    crowd = [{"prompt": 10, "ttft": 5.0, "tpot": 0.02, "tokens_left": 99.0} for _ in range(40)]
-    paced = packer(running=64).pack(jobs(*crowd), ROOM, 0.0)
-    greedy = packer(KeepOptions(paces=False), running=64).pack(jobs(*crowd), ROOM, 0.0)
-    assert 2 <= ran(paced).size <= 14 < ran(greedy).size
+def test_prompts_wait_until_the_answers_have_the_time_for_them() -> None:
+    """An iteration of 30 answers takes about 26 ms by the first guess; a prompt of 600 tokens, 75 ms more."""
+    rows = [answer(ttft=1.0, tpot=0.03) for _ in range(30)]
+    table = jobs(*rows, {"prompt": 600, "ttft": 5.0, "tpot": 0.03})
+    many, always = packer(running=64), packer(KeepOptions(yields=False), running=64)
+    tight = KeepOptions(margin=0.0)
+
+    def prompt(at: float, by: Promises = many) -> int:
+        step = by.pack(table, ROOM, at)
+        assert step.tokens is not None
+        return int(step.tokens[step.order == 30].sum())
+
+    assert prompt(0.249) == 0 < prompt(0.249, always), "1 ms ahead"
+    assert 0 < prompt(0.19) < prompt(0.15), "as much as they can wait for"
+    assert prompt(0.19) < prompt(0.19, packer(tight, running=64)), "and have a margin then"
+
+
+def test_what_fills_an_iteration_does_not_make_its_first_tokens_late() -> None:
+    table = jobs({"prompt": 50, "ttft": 0.05}, {"prompt": 2000})
+    step, alone = packer().pack(table, ROOM, 0.0), packer().pack(jobs({"prompt": 2000}), ROOM, 0.0)
+    assert step.tokens is not None
+    assert alone.tokens is not None
+    assert step.tokens[0] == 50
+    assert 50 + step.tokens[1:].sum() < alone.tokens[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("ahead", "pool", "paused"), [(300, 1000, True), (100, 1000, False), (300, 0, False)]
+)
+def test_an_answer_far_ahead_pauses_for_a_prompt_that_finds_no_kv(
+    ahead: int, pool: int, paused: bool
+) -> None:
+    now = 0.1 + (300 - ahead) * 0.1
+    grown = answer(ttft=1.0, tpot=0.1, output_tokens=300, prompt=100, computed=399, blocks=26)
+    table = jobs(grown, {"prompt": 90, "ttft": 1.0, "tpot": 0.1, "arrival": now})
+    step = Promises(EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=pool)).pack(
+        table, KvBudget(28, 2, 16, 8), now
+    )
+    assert ran(step).tolist() == ([1] if paused else [0])
+    assert step.save.tolist() == ([0] if paused else [])
+
+
+def test_a_paused_answer_goes_on_before_it_is_behind() -> None:
+    away = {"ttft": 1.0, "tpot": 0.1, "first": 0.1, "output_tokens": 50, "computed": 149, "prompt": 100}
+    fresh = {"prompt": 100, "ttft": 1.0, "tpot": 0.1}
+    for now, first in ((1.0, 1), (5.0, 0)):
+        step = packer().pack(jobs(away, fresh | {"arrival": now}), KvBudget(12, 12, 16, 8), now)
+        assert ran(step).tolist() == [first]
 
 
 def test_kv_is_left_for_growth_only_once_a_request_is_lost() -> None:
@@ -233,18 +275,6 @@ def test_late_requests_come_in_before_easy_ones_and_after_best_effort() -> None:
     assert 4 in ran(two.pack(jobs(*batch, late), ROOM, 5.0))
     assert 4 not in ran(packer(KeepOptions(late=0), running=2).pack(jobs(*batch, late), ROOM, 5.0))
     assert 4 not in ran(two.pack(jobs(*(answer() for _ in range(4)), late), ROOM, 5.0))
-
-
-def test_answers_that_are_all_behind_let_no_more_in_until_they_have_caught_up() -> None:
-    """33 answers and their prompts take 70 ms per token by the forecast; they are behind a tpot of 80 ms."""
-    rows = [answer(ttft=1.0, tpot=0.08, tokens_left=20.0) for _ in range(32)]
-    fresh = {"ttft": 9.0, "tpot": 0.08, "tokens_left": 20.0}
-    many = packer(running=64)
-    assert 32 in ran(many.pack(jobs(*rows, fresh), ROOM, 0.45))
-    assert 32 not in ran(many.pack(jobs(*rows, fresh), ROOM, 0.9))
-    assert 32 in ran(packer(KeepOptions(recover=0.0), running=64).pack(jobs(*rows, fresh), ROOM, 0.9))
-    few = [answer(ttft=1.0, tpot=0.08, tokens_left=20.0, first=0.9) for _ in range(31)]
-    assert 32 in ran(many.pack(jobs(rows[0], *few, fresh), ROOM, 0.9)), "one lost its KV"
 
 
 @pytest.mark.parametrize(

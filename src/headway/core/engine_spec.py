@@ -90,6 +90,8 @@ class KeepOptions(NamedTuple):
     rest: share of the tightest tpot that an iteration with best effort and lost requests may take.
     wait: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
+    pause: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host, where there is
+        a pool, when a prompt finds no room; inf = never.
     late: lost requests that are served before easy ones, which can wait for them; the eldest.
     patience: seconds after which a request that waits is served before all others, one at a time; with a
         batch limit of n below 8, 8 / n times as many.
@@ -113,6 +115,7 @@ class KeepOptions(NamedTuple):
     margin: float = 0.03
     rest: float = 0.9
     wait: float = 0.4
+    pause: float = 200.0
     late: int = 4
     patience: float = 600.0
     selects: bool = True

@@ -56,6 +56,7 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without time for long answers": _with(long=-2.0),
     "headway without time while nothing is lost": _with(calm_sure=1.5, calm_doubt=2.0),
     "headway without longer iterations for prompts": _with(wait=0.0),
+    "headway without pausing answers": _with(pause=math.inf),
     "headway without late before easy": _with(late=0),
     "headway without swapping": partial(Promises, swaps=False),
 }

@@ -18,7 +18,7 @@ from headway.core.sorting import before, pop, sort
 from headway.forecast.latency.online import seconds_of
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import CompiledStep, Rows, allocate, largest_chunk, missing_of
-from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, reserved_of
+from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, lead_of, reserved_of
 from headway.pack.promises.queue import Queue
 from headway.types import Floats, Ints
 
@@ -58,10 +58,9 @@ def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: flo
             continue
         each = jobs["tpot"][row]
         if each < np.inf:
-            kept = (1.0 - params.keep.margin) * each
-            slack = jobs["first"][row] + jobs["output_tokens"][row] * kept - now
+            lead = lead_of(params.keep, jobs, row, now)
             # One that is behind catches up at its tpot; to stop all prompts for it would not save it.
-            first = min(first, slack if slack > pace.token else max(each, pace.token))
+            first = min(first, lead if lead > pace.token else max(each, pace.token))
             tpot = min(tpot, each)
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
@@ -192,7 +191,7 @@ def _chosen(
             continue
         row, level, at = rows[queue.sorted[at]], queue.level[queue.sorted[at]], at + 1
         runs = level <= HOPE
-        if level == WAITS:
+        if level == WAITS and not jobs["running"][row]:
             continue
         if level > WAITS:
             shape, runs = _with(jobs, row, theta, may.spare, shape)

@@ -107,7 +107,7 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
     doubt = k.calm_doubt + pressure * (k.doubt - k.calm_doubt)
     keep = KeepOptions(
         sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.margin, k.rest,
-        k.wait, k.late, k.patience, k.selects, k.yields, k.eager, k.advances,
+        k.wait, k.pause, k.late, k.patience, k.selects, k.yields, k.eager, k.advances,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
@@ -145,7 +145,10 @@ def outlook_of(
     if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
         due = jobs["first"][row] + made * jobs["tpot"][row] - prompt
         catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
-        lost, start = lost or catch_up < now, min(start, catch_up)
+        lost = lost or catch_up < now
+        if _is_paused(jobs, row) and not lost:
+            return PROMPT, due  # so that it goes on before it is behind
+        start = min(start, catch_up)
     if lost:
         return LOST, -np.inf
     if jobs["tpot"][row] == np.inf and start - now > keep.easy:
@@ -153,6 +156,19 @@ def outlook_of(
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
     return PROMPT if start >= now or jobs["running"][row] else HOPE, start
+
+
+@compiled
+def _is_paused(jobs: Rows, row: int) -> bool:
+    """Tell whether a row waits with its KV in the host pool."""
+    return bool(not jobs["running"][row] and jobs["computed"][row] > 0)
+
+
+@compiled
+def lead_of(keep: KeepOptions, jobs: Rows, row: int, now: float) -> float:
+    """Return the seconds by which an answer is ahead of its tpot; less the margin that it keeps of it."""
+    kept = (1.0 - keep.margin) * jobs["tpot"][row]
+    return float(jobs["first"][row] + jobs["output_tokens"][row] * kept - now)
 
 
 @compiled

@@ -28,6 +28,7 @@ from headway.pack.promises.outlook import (
     WAITS,
     Outlook,
     blocks_of,
+    lead_of,
     prompt_seconds,
     rent,
     reserved_of,
@@ -184,7 +185,8 @@ def _admit(
 ) -> None:  # fmt: skip
     """Admit kept prompts as long as they and the answers in progress have KV; the doubtful after them.
 
-    A prompt that finds none lets smaller ones pass. It takes what requests of a later rank from outside hold.
+    A prompt that finds none takes it from answers that are far ahead, or lets smaller ones pass. It takes
+    what requests of a later rank from outside hold.
     """
     inside, begin = InProgress(0.0, 0, 0.0, 0.0), 0
     while begin < outlook.rows.size:
@@ -198,11 +200,61 @@ def _admit(
                 more = _with(inside, jobs, row, reserved_of(jobs, row, kv.size, grow), theta, pace)
                 if level == HOPE and not _may(params.keep, jobs, row, now, theta, pace, more):
                     outlook.level[i] = LOST
-                elif inside.answers and (more.blocks > kv.total or more.answers > params.max_running):
+                    continue
+                if level == PROMPT and params.host and _is_full(params, kv, more):
+                    more = _paused(params, jobs, outlook, kv, now, theta, pace, grow, more, begin, end, i)
+                if inside.answers and _is_full(params, kv, more):
                     outlook.level[i] = WAITS
                 else:
                     inside = more
         begin = end
+
+
+@compiled
+def _is_full(params: PackerParams, kv: KvBudget, inside: InProgress) -> bool:
+    """Tell whether these requests are more than the KV or the batch holds."""
+    return bool(inside.blocks > kv.total or inside.answers > params.max_running)
+
+
+@compiled
+def _paused(
+    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
+    grow: float, inside: InProgress, begin: int, end: int, at: int,
+) -> InProgress:  # fmt: skip
+    """Pause the answers furthest ahead until the others are not too many, or none if that does not do.
+
+    inside: with the prompt at place `at`, for which they make room. What an answer is ahead it loses while it
+    waits, so it helps in a burst, and `keep.pause` says how much of it there must be (BROS 4.2 replaces
+    real-time requests by others for the same reason).
+    """
+    chosen, size, wait = np.empty(end - begin, np.int64), 0, max(outlook.start[at] - now, 0.0)
+    while _is_full(params, kv, inside):
+        best, most = -1, 0.0
+        for i in range(begin, end):
+            row = outlook.rows[i]
+            if outlook.level[i] == ANSWER and jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf:
+                lead = lead_of(params.keep, jobs, row, now) - wait - params.keep.pause * jobs["tpot"][row]
+                if lead > most:
+                    best, most = i, lead
+        if best < 0:
+            outlook.level[chosen[:size]] = ANSWER
+            return inside
+        outlook.level[best], chosen[size], size = WAITS, best, size + 1
+        inside = _without(inside, jobs, outlook.rows[best], kv, grow, theta, pace)
+    return inside
+
+
+@compiled
+def _without(
+    inside: InProgress, jobs: Rows, row: int, kv: KvBudget, grow: float, theta: Floats, pace: Pace
+) -> InProgress:
+    """Return the requests in progress without this answer."""
+    return InProgress(
+        inside.blocks - reserved_of(jobs, row, kv.size, grow),
+        inside.answers - 1,
+        inside.context - jobs["computed"][row] - jobs["tokens_left"][row] / 2,
+        inside.rents - rent(jobs, row, theta, pace),
+    )
 
 
 @compiled
