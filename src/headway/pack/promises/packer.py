@@ -7,8 +7,8 @@ No paper has this policy; it takes from several. In each iteration:
    on time any more. SLO-aware scheduling (4.2) forecasts so; it never gives up a request.
 2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when it and the answers in progress have
-   KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot pause,
-   their KV in the host pool.
+   KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot
+   pause, with their KV in the host pool.
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
    (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, easy
    requests, best effort and the lost, the shortest of those first.

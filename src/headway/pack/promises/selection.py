@@ -37,6 +37,7 @@ from headway.types import Floats
 
 _LEAST_SHARE = 0.1  # of the time that prompts get beside answers, at least
 _RESOURCES = 3  # time, KV, slots
+_TRIES = 8  # prompts for which no answers can pause, in an iteration; a thousand may wait
 _SORTED = 64  # prompts that are ordered anew; the next iterations compute no more than those
 
 
@@ -188,7 +189,7 @@ def _admit(
     A prompt that finds none takes it from answers that are far ahead, or lets smaller ones pass. It takes
     what requests of a later rank from outside hold.
     """
-    inside, begin = InProgress(0.0, 0, 0.0, 0.0), 0
+    inside, begin, tries = InProgress(0.0, 0, 0.0, 0.0), 0, _TRIES if params.host > 0 else 0
     while begin < outlook.rows.size:
         end = _same_rank(jobs, outlook, begin)
         inside = _in_progress(jobs, outlook, kv, theta, pace, grow, inside, begin, end)
@@ -201,8 +202,9 @@ def _admit(
                 if level == HOPE and not _may(params.keep, jobs, row, now, theta, pace, more):
                     outlook.level[i] = LOST
                     continue
-                if level == PROMPT and params.host and _is_full(params, kv, more):
+                if level == PROMPT and tries and _is_full(params, kv, more):
                     more = _paused(params, jobs, outlook, kv, now, theta, pace, grow, more, begin, end, i)
+                    tries -= _is_full(params, kv, more)
                 if inside.answers and _is_full(params, kv, more):
                     outlook.level[i] = WAITS
                 else:
