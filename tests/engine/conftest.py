@@ -12,6 +12,7 @@ import pytest
 
 from headway.engines.vllm.kv_transfer import host_pool
 from headway.models import resolve
+from headway.models.variants import vary
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -21,7 +22,8 @@ ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",  # two threads would wait for each other whenever another process has a core
 }
-HOST_GIB = 0.25  # room for about half of what the tests save, so that the pool runs out too
+LAYERS = 5  # of the model's 30: what happens to KV happens to that of each layer, and tokens depend on all
+HOST_GIB = 0.25 * LAYERS / 30  # room for about half of what the tests save, so that the pool runs out too
 BLOCKS = 96  # x 32 tokens: small, so that KV runs out
 
 
@@ -67,14 +69,21 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[Engine]:
+def few_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The default model's first layers: the same tokenizer and KV per layer in a sixth of the time."""
+    out = tmp_path_factory.mktemp("model") / "few-layers"
+    return str(vary(str(resolve.fetch()), out, scale=0.0, layers=LAYERS))
+
+
+@pytest.fixture(scope="session")
+def engine(few_layers: str) -> Iterator[Engine]:
     os.environ.update(ENV)
     from vllm import LLM
 
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     llm = LLM(
-        str(resolve.fetch()), dtype="float32", max_model_len=1024, max_num_seqs=16, enforce_eager=True,
+        few_layers, dtype="float32", max_model_len=1024, max_num_seqs=16, enforce_eager=True,
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=512, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "slack", "max_running": 8}},

@@ -15,7 +15,6 @@ from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.plugin import right_aligned_attention
 from headway.memory.budget import KvBudget
 from headway.memory.two_ended import allocation
-from headway.models import resolve
 from headway.pack.bros.packer import BatchSize, Bros
 from headway.ports import Packer
 from headway.recipes.bros import BROS
@@ -31,7 +30,7 @@ TOKENS = [30, 40, 24, 35, 17, 23, 28, 39, 20, 45, 18, 32]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def engine(few_layers: str) -> Iterator[Engine]:
     os.environ.update(ENV)
     from vllm import LLM
     from vllm.distributed.kv_transfer import kv_transfer_state as one_per_process
@@ -41,7 +40,7 @@ def engine() -> Iterator[Engine]:
     # Another file's engine may still be there, and vLLM would take its connector for this one's.
     other, one_per_process._KV_CONNECTOR_AGENT = one_per_process._KV_CONNECTOR_AGENT, None
     llm = LLM(
-        str(resolve.fetch()), dtype="float32", max_model_len=320, max_num_seqs=24, enforce_eager=True,
+        few_layers, dtype="float32", max_model_len=320, max_num_seqs=24, enforce_eager=True,
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=320, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "bros", "max_running": 8}},
