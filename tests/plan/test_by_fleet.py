@@ -10,8 +10,10 @@ from headway.plan.by_fleet import ByFleet
 from headway.plan.group_placement import QlmOptions
 from headway.plan.ordered import Ordered
 from headway.plan.qlm import Qlm
+from headway.plan.run_order import RunOrder
 from headway.recipes.registry import find
 from headway.sim.run import Simulation
+from headway.stages import Stage
 from headway.types import Command, Instance, Send, Slo, Swap
 from tests.plan.place import Place, ask, instance
 from tests.plan.test_qlm import Planned, loads, of
@@ -68,6 +70,28 @@ def test_requests_of_the_planner_before_are_taken_over() -> None:
     assert place.inside == {"n0": "e1"}
     place.end("n0", 21.0)
     assert place.core.requests == {}
+
+
+def test_a_computation_goes_to_the_planner_that_asked_for_it() -> None:
+    """An instance that swaps comes up while what ranks of runs need is compiled."""
+    runs = RunOrder(ranks.ATTAINABLE)
+    mine = ByFleet(runs, lambda: Qlm(QlmOptions(ranks=False)))
+    mine.prepare()
+    place = Place(mine, instance("e0", 1, lead=0))
+    place.come(ask("r0", stage=Stage("app", "run", "unit")))
+    work = place.core.deliberate(1.0)
+    assert work is not None
+    place.tell(InstanceUp(able("e1")), 1.5)
+    place.note(place.core.conclude(work(), 2.0))
+    assert len(runs.runs) == 1
+    assert mine.thinks, "the planner that swaps is not ready yet"
+    work = place.core.deliberate(2.5)
+    assert work is not None
+    place.note(place.core.conclude(work(), 3.0))
+    place.come(ask("n0", 4.0, model="n"))
+    work = place.core.deliberate(4.0)
+    assert work is not None
+    assert of(place.note(place.core.conclude(work(), 4.5)), Swap) == [Swap("e1", "n")]
 
 
 def test_headway_serves_more_models_than_instances() -> None:

@@ -56,6 +56,31 @@ def test_a_short_run_overtakes_a_long_one_that_began_before() -> None:
     assert drain(place, 3.0) == ["first", "short", "long"]
 
 
+def test_runs_are_ranked_once_what_that_needs_is_compiled() -> None:
+    """Until then their requests stand where they came; afterwards the planner knows what happened to them."""
+    planner = knowing(long=9.0, short=3.0)
+    planner.prepare()
+    place = Place(planner, instance("e0", 1, lead=0))
+    place.come(ask("first"))
+    assert not planner.thinks
+    assert place.core.deliberate(0.5) is None, "no run has come"
+    place.come(ask("long", 1.0, stage=stage("long")))
+    place.come(ask("short", 2.0, stage=stage("short")))
+    assert planner.thinks
+    place.end("first", 2.5)
+    assert place.order == ["first", "long"]
+    work = place.core.deliberate(3.0)
+    assert work is not None
+    place.end("long", 3.5)
+    place.tell(RunEnded("default", "app", "long"), 3.6)
+    place.note(place.core.conclude(work(), 4.0))
+    assert not planner.thinks
+    assert len(planner.runs) == 1, "the other one has ended"
+    place.come(ask("long again", 5.0, stage=stage("long")))
+    place.come(ask("short again", 6.0, stage=stage("short")))
+    assert drain(place, 7.0) == ["first", "long", "short", "short again", "long again"]
+
+
 def test_none_is_overtaken_by_what_begins_much_later() -> None:
     place = Place(knowing(long=9.0, short=3.0), instance("e0", 1, lead=0))
     place.come(ask("first"))

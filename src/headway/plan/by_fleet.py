@@ -34,6 +34,7 @@ class ByFleet(Planner):
         self._make = swapping
         self._planner: Planner = still
         self._next: Qlm | None = None  # not ready yet
+        self._thinker: Planner = still  # whose computation is under way
 
     @property
     def pull(self) -> bool:
@@ -91,14 +92,13 @@ class ByFleet(Planner):
 
     def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
         """Return what makes the planner that swaps ready, or what this one computes."""
-        if self._next is not None:
-            return self._next.prepare
-        return self._planner.deliberate(cluster, now)
+        self._thinker = self._next or self._planner
+        return self._thinker.prepare if self._next is not None else self._planner.deliberate(cluster, now)
 
     def conclude(self, result: object, cluster: Cluster, now: float) -> None:
         """Let the planner that swaps take over, or hand it its result."""
-        if self._next is not None:
+        if self._next is not None and self._thinker is self._next:
             self._next.take_over(cluster, now)
             self._planner, self._next = self._next, None
         else:
-            self._planner.conclude(result, cluster, now)
+            self._thinker.conclude(result, cluster, now)

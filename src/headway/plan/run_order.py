@@ -4,13 +4,17 @@ Requests with a promise are ordered by it, whatever they belong to. Among best e
 to no run stands where it came; one of a run stands where its run began, and the further behind the more
 service the run still needs (Hermes 3.3): a short run overtakes a long one, but none waits for ever. Where
 there are several tenants, each one's turn takes the place of the instant (`tenant_turns.py`).
+
+Ranks of runs are compiled, which takes seconds and 130 MB. A host that must not stand still for that has it
+done in a thread when the first run comes (`prepare`); until then requests of runs stand like those without.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from headway.apps.knowledge import Knowledge
 from headway.apps.prepare import prepare
@@ -18,7 +22,7 @@ from headway.apps.prewarming import Prewarming
 from headway.apps.runs import Futures, RankOptions, Runs
 from headway.core.cluster import Cluster
 from headway.core.ranks import BEST_EFFORT, BEYOND, LATE
-from headway.events import Arrived, Event, Failed, Finished, Started
+from headway.events import Arrived, Event, Failed, Finished, RunEnded, Started, UnitBegan, UnitEnded
 from headway.plan.baselines.vtc import ANSWER_WEIGHT
 from headway.plan.ordered import Ordered
 from headway.plan.service_costs import ServiceCosts
@@ -58,6 +62,7 @@ class RunOrder(Ordered):
         self._turns: TenantTurns | None = None
         self._parts: TenantParts | None = None
         self._beyond: set[str] = set()  # promises beyond their tenants' parts, by id
+        self._early: list[Callable[[], None]] | None = None  # what the runs are told once they are compiled
 
     @property
     def wake_at(self) -> float:
@@ -82,15 +87,32 @@ class RunOrder(Ordered):
         """Serve best effort in turns of its tenants, and give up promises beyond their parts first."""
         self._turns, self._origin, self._parts = TenantTurns(), 0.0, TenantParts()
 
+    @property
+    def thinks(self) -> bool:
+        """Tell whether runs wait to be compiled."""
+        return bool(self._early)
+
     def prepare(self) -> None:
-        """Compile what ranks of runs need."""
-        prepare()
+        """Let what ranks of runs need be compiled in a thread, when the first one comes (`deliberate`)."""
+        self._early = []
+
+    def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
+        """Return what compiles ranks of runs, if the first run has come."""
+        return prepare if self._early else None
+
+    def conclude(self, result: object, cluster: Cluster, now: float) -> None:
+        """Tell the runs what has happened in the meantime."""
+        early, self._early = self._early or [], None
+        for tell in early:
+            tell()
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Tell the live runs what has happened, and queue what has come."""
         self._costs.note(event)
         if isinstance(event, Arrived):
             self._arrived(event.request, cluster, now)
+        elif self._early or (self._early is not None and isinstance(event, UnitBegan | UnitEnded | RunEnded)):
+            self._early.append(partial(self.runs.note, event, now))
         else:
             self.runs.note(event, now)
         super().on(event, cluster, now)
@@ -136,7 +158,9 @@ class RunOrder(Ordered):
             asked = request.id, request.tenant, request.prompt_tokens, expected
             if self._parts.beyond(*asked, due, now):
                 self._beyond.add(request.id)
-        if request.stage is None:
+        if request.stage is not None and self._early is not None:
+            self._early.append(partial(runs.arrived, request, expected, now))
+        if request.stage is None or self._early is not None:
             if not promised:
                 needs = request.prompt_tokens * runs.costs.delay + expected * runs.costs.output
                 self._plain += _NEWEST * (needs - self._plain) if self._plain else needs
