@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -79,6 +82,44 @@ async def test_the_first_end_counts() -> None:
     job = await broker.get("a")
     assert job is not None
     assert (job.state, job.result) == ("done", b"answer")
+
+
+async def test_an_end_whose_writer_is_stopped_is_stored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker, closings = await lone()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryBroker, "done", lambda *_: asyncio.Event().wait())
+        writer = asyncio.create_task(closings.done("a", b"answer", 1.0))
+        await asyncio.sleep(0)
+        await tasks.cancel(writer)
+    assert writer.cancelled()
+    assert await closings.retry()
+    job = await broker.get("a")
+    assert job is not None
+    assert (job.state, job.result) == ("done", b"answer")
+
+
+def test_cancelling_what_is_being_stored_waits_for_it(
+    serve: Serve, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, storing, go_on = SqliteBroker.done, threading.Event(), threading.Event()
+
+    async def slow(self: SqliteBroker, *answer: Any) -> bool:
+        storing.set()
+        await asyncio.to_thread(go_on.wait, 20.0)
+        return await done(self, *answer)
+
+    with serve() as gateway, ThreadPoolExecutor(1) as client:
+        monkeypatch.setattr(SqliteBroker, "done", slow)
+        held = begin(gateway, **fakes(hold="held"))
+        until(lambda: fake.last()["open"] == 1)
+        fake.release("held")
+        assert storing.wait(20.0)
+        answer = client.submit(gateway.post, None, f"/v1/responses/{held}/cancel")
+        time.sleep(0.2)
+        assert not answer.done()
+        go_on.set()
+        assert answer.result(20.0).status_code == 409
+        assert finished(gateway, held)["status"] == "completed"
 
 
 async def test_an_answer_that_can_never_be_stored_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,13 +46,19 @@ class Closings:
     async def _close(self, id: str, end: _End) -> bool:
         try:
             return await end()
+        except asyncio.CancelledError:  # it may be stored or not
+            self._retry_later(id, end)
+            raise
         except HeadwayError as error:
             if error.status < 500:
                 raise
             log.error("the end of %s is not stored yet: %s", id, error)
-            self._waiting[id] = end
-            self._some.set()
+            self._retry_later(id, end)
             return True
+
+    def _retry_later(self, id: str, end: _End) -> None:
+        self._waiting[id] = end
+        self._some.set()
 
     async def run(self) -> None:
         """Try again what could not be stored, until cancelled."""
