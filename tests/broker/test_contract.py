@@ -104,6 +104,38 @@ async def test_of_many_answers_at_once_one_counts(broker: Broker) -> None:
     assert got.result == b"%d" % won.index(True)
 
 
+async def test_any_gateway_cancels_an_open_job(two: list[Broker]) -> None:
+    first, second = two
+    for id in ("a", "b", "c"):
+        await first.put(job(id))
+    await first.give_back("b")
+    assert await first.ended(["a", "b", "c", "z"]) == []
+    assert await second.cancel("a", 3.0)
+    assert await second.cancel("b", 4.0)
+    assert not await second.cancel("a", 5.0)
+    assert not await second.cancel("z", 5.0)
+    ended = job("a", owner="A", state="failed", reason="cancelled", finished=3.0)
+    assert await first.get("a") == replace(ended, body=b"")
+    assert sorted(await first.ended(["a", "b", "c", "z"])) == ["a", "b"]
+    assert not await first.done("a", b"late", 6.0), "a job ends once"
+    assert await take_ids(second, 10.0) == ["c"], "what was cancelled is not taken"
+    assert await first.ended([]) == []
+
+
+async def test_of_an_answer_and_a_cancel_at_once_one_counts(two: list[Broker]) -> None:
+    first, second = two
+    for i in range(30):
+        await first.put(job(f"j{i}"))
+    ends = [end for i in range(30) for end in (first.done(f"j{i}", b"r", 2.0), second.cancel(f"j{i}", 2.0))]
+    won = await asyncio.gather(*ends)
+    for i in range(30):
+        done, cancelled = won[2 * i : 2 * i + 2]
+        got = await first.get(f"j{i}")
+        assert got
+        assert done != cancelled
+        assert got.state == ("done" if done else "failed")
+
+
 async def test_an_unknown_job_does_not_end_and_is_not_tried(broker: Broker) -> None:
     assert not await broker.done("a", None, 1.0)
     assert not await broker.fail("a", "why", 1.0)

@@ -148,6 +148,26 @@ def test_another_gateway_takes_over_what_a_stopping_one_gives_back(fake: Fake, t
     assert fake.last()["asked"] == asked + 1
 
 
+def test_any_gateway_cancels_what_another_runs(fake: Fake, tmp_path: Path) -> None:
+    """The end counts at once; the one that runs it stops with its next renewal, and its engine is let go."""
+    broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
+    with (
+        serving(configuration(tmp_path, fake.url, broker=broker)) as runs,
+        serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as other,
+    ):
+        held, waits = begin(runs, **fakes(hold="elsewhere")), begin(other)
+        until(lambda: fake.last()["open"] == 1)
+        for id, gateway in ((held, other), (waits, runs)):
+            answer = gateway.post(None, f"/v1/responses/{id}/cancel")
+            assert answer.status_code == 200
+            assert answer.json()["status"] == "cancelled"
+            assert {look(one, id)["status"] for one in (runs, other)} == {"cancelled"}
+            assert gateway.post(None, f"/v1/responses/{id}/cancel").status_code == 409
+        until(lambda: fake.last()["open"] == 0)
+        until(lambda: not runs.controller.requests and not other.controller.requests)
+        assert set(runs.jobs().values()) == {("failed", "cancelled")}
+
+
 def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None:
     broker = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as gateway:

@@ -90,6 +90,18 @@ def test_a_gateway_answers_for_another_and_takes_over_from_a_killed_one(fake: Fa
     assert fake.last()["asked"] == before + 8, "what was done or another's is not run again"
 
 
+def test_a_response_is_cancelled_at_another_gateway(fake: Fake, tmp_path: Path) -> None:
+    broker = queue(tmp_path, lease_seconds=3.0)
+    with ExitStack() as stack:
+        first, second = (start(stack, tmp_path / name, fake, broker) for name in ("first", "second"))
+        held = begin(first.port, **fakes(hold="cancelled"))
+        until(lambda: fake.last()["open"] == 1, 20)
+        answer = WEB.post(f"http://127.0.0.1:{second.port}/v1/responses/{held}/cancel")
+        assert answer.status_code == 200, answer.text
+        assert look(first.port, held)["status"] == look(second.port, held)["status"] == "cancelled"
+        until(lambda: fake.last()["open"] == 0, 20)
+
+
 def test_a_server_that_is_restarted_loses_nothing(
     fake: Fake, own: postgres.PrivateServer, tmp_path: Path
 ) -> None:

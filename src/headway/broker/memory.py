@@ -5,9 +5,10 @@ Calls never wait. A crash or a restart loses every job.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.broker.port import Job, known_id, no_lease, unknown_id
+from headway.broker.port import CANCELLED, Job, known_id, no_lease, unknown_id
 
 
 @dataclass(slots=True)
@@ -81,6 +82,18 @@ class MemoryBroker:
     async def fail(self, id: str, reason: str, now: float) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return self._end(id, state="failed", reason=reason, finished=now)
+
+    async def cancel(self, id: str, now: float) -> bool:
+        """End an open job as cancelled, whichever gateway holds it."""
+        job = self._jobs.get(id)
+        if job is None or job.state != "open":
+            return False
+        self._jobs[id] = replace(job, body=b"", state="failed", reason=CANCELLED, finished=now)
+        return True
+
+    async def ended(self, ids: Sequence[str]) -> list[str]:
+        """Return which of these jobs have ended."""
+        return [id for id in ids if id in self._jobs and self._jobs[id].state != "open"]
 
     async def attempt(self, id: str) -> int:
         """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""

@@ -6,7 +6,7 @@ many jobs are open. When a gateway dies its lease runs out, and the others take 
 
 Guarantees, for any number of gateways:
   - A job whose `put` has returned is kept until it is done or failed, and afterwards until it is forgotten.
-  - A job ends once. Only the gateway that holds it can end it.
+  - A job ends once. Only the gateway that holds it can end it, but for `cancel`.
   - A job is held by at most one gateway.
 
 Instants are arguments: a broker reads no clock. The gateways' clocks must agree to within a fraction of the
@@ -15,6 +15,7 @@ lease's length. If they do not, a job may run twice, but still ends once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +55,9 @@ class Job:
     reason: str | None = None
     finished: float | None = None
     owner: str | None = None
+
+
+CANCELLED = "cancelled"  # why a job failed that its client does not want any more
 
 
 class Broker(Protocol):
@@ -100,6 +104,15 @@ class Broker(Protocol):
 
     async def fail(self, id: str, reason: str, now: float) -> bool:
         """Acknowledge a job as failed. False when it has ended, or when this gateway does not hold it."""
+
+    async def cancel(self, id: str, now: float) -> bool:
+        """End an open job as failed ("cancelled"), whichever gateway holds it. False when it is not open.
+
+        A gateway that holds it learns of that by `ended`.
+        """
+
+    async def ended(self, ids: Sequence[str]) -> list[str]:
+        """Return which of these jobs have ended, in any order; one that was forgotten is not among them."""
 
     async def attempt(self, id: str) -> int:
         """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""

@@ -24,7 +24,7 @@ from typing import Any, cast
 import asyncpg
 from asyncpg import Connection
 
-from headway.broker.port import Job, known_id, no_lease, unknown_id
+from headway.broker.port import CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.broker.postgres_calls import Call, Lane, check, down, loaded, stored, unfit
 from headway.broker.postgres_link import Address, Link, Lost, Out
 from headway.broker.postgres_schema import lock_of
@@ -38,6 +38,9 @@ FIELDS = tuple(field.name for field in fields(Job))
 GET = f"SELECT {', '.join(FIELDS)} FROM {{s}}.jobs WHERE id = ANY ($1)"
 TAKEN = f"""SELECT seq, {", ".join(FIELDS)} FROM {{s}}.jobs
     WHERE seq = ANY ($1) AND state = 'open' AND owner = $2"""
+CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, body = ''
+    WHERE id = $3 AND state = 'open' RETURNING true"""
+ENDED = "SELECT id FROM {s}.jobs WHERE state <> 'open' AND id = ANY ($1)"
 # Calls whose outcome the end of a connection has hidden: puts are taken back, taken jobs are given back.
 UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
@@ -118,6 +121,15 @@ class PostgresBroker:
     async def fail(self, id: str, reason: str, now: float) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return bool(await self._write("failed", id=id, instant=now, text=reason))
+
+    async def cancel(self, id: str, now: float) -> bool:
+        """End an open job as cancelled, whichever gateway holds it."""
+        return bool(await self._write("cancel", id=id, instant=now))
+
+    async def ended(self, ids: Sequence[str]) -> list[str]:
+        """Return which of these jobs have ended."""
+        found: list[str] = await self._ask(self._reads, "ended", ids=ids)
+        return found
 
     async def attempt(self, id: str) -> int:
         """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
@@ -211,14 +223,18 @@ class PostgresBroker:
         await self._commit([Call("leave", 0, self._loop.create_future())])  # else the lease runs out
 
     async def _look(self, group: list[Call]) -> Sequence[Any]:
-        """Return the jobs that calls of `get` ask for, or what each failed with."""
-        ids = list({stored(call.id) for call in group})
+        """Return the jobs that calls of `get` ask for, what one of `ended` does, or what each failed with."""
+        first = group[0]
+        ids = list({stored(id) for id in (*first.ids, *(call.id for call in group if call.id is not None))})
+        asked = self._sql(ENDED if first.verb == "ended" else GET)
         try:
-            rows = await self._reader.ask(lambda connection: connection.fetch(self._sql(GET), ids))
+            rows = await self._reader.ask(lambda connection: connection.fetch(asked, ids))
         except (Out, Lost) as error:
             return [down(str(error))] * len(group)
         except asyncpg.PostgresError as error:
             return await self._refused(self._reader, self._look, group, error)
+        if first.verb == "ended":
+            return [[loaded(row["id"]) for row in rows]]
         found = {row["id"]: row for row in rows}
         return [_job(found.get(stored(call.id))) for call in group]
 
@@ -227,6 +243,8 @@ class PostgresBroker:
         alone = any(call.verb in ALONE for call in group)
         while True:
             try:
+                if group[0].verb == "cancel":
+                    return [await self._writer.ask(partial(self._cancel, group[0]))]
                 return cast(list[Any], await self._writer.ask(partial(self._apply, group, alone)))
             except Out as error:
                 return [down(str(error))] * len(group)
@@ -272,6 +290,9 @@ class PostgresBroker:
             elif call.verb == "renew":
                 outcomes[i], self._unsure = outcomes[i] and not self._unsure, False
         return outcomes
+
+    async def _cancel(self, call: Call, connection: Connection) -> bool:
+        return bool(await connection.fetchval(self._sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
 
     async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
         """Return jobs that were taken, in a statement of its own: large answers hold up no commit."""

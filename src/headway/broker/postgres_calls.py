@@ -16,6 +16,7 @@ from headway.errors import HeadwayError
 
 GROUP_BYTES = 8 * 2**20  # of the bodies of a group's calls; one call may have more
 LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which messages have, too
+SINGLE = ("cancel", "ended")  # calls that are statements of their own
 log = logging.getLogger("headway.broker")
 
 # PostgreSQL's text holds every character but this one. A noncharacter, which Unicode leaves to programs' own
@@ -36,6 +37,7 @@ class Call:
     job: Job | None = None
     text: str | None = None
     body: bytes | None = None
+    ids: Sequence[str] = ()
 
     def row(self) -> tuple[Any, ...]:
         """Return the elements of the function's arrays."""
@@ -91,6 +93,8 @@ class Lane:
         group: list[Call] = []
         size = 0
         while self._calls and len(group) < self._limit and size < GROUP_BYTES:
+            if group and (group[0].verb in SINGLE or self._calls[0].verb in SINGLE):
+                break
             group.append(self._calls.popleft())
             size += len(group[-1].body or b"")
             if group[-1].verb == "take":  # its jobs are read after the commit, as no later call has left them

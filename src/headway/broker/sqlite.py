@@ -7,9 +7,10 @@ Each gateway has one thread that writes. Calls that arrive while a commit is und
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
@@ -18,7 +19,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
-from headway.broker.port import Job, known_id, no_lease, unknown_id
+from headway.broker.port import CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.broker.settling import deliver
 from headway.broker.sqlite_file import Identity, Turns, leave_open, open_file
 from headway.errors import HeadwayError
@@ -51,6 +52,9 @@ DELETE = "DELETE FROM jobs WHERE id = ? AND state <> 'open'"
 GIVE_BACK = "UPDATE jobs SET owner = NULL WHERE id = ? AND state = 'open' AND owner = ?"
 END = """UPDATE jobs SET state = ?, result = ?, reason = ?, finished = ?, body = x''
     WHERE id = ? AND state = 'open' AND owner = ?"""
+CANCEL = """UPDATE jobs SET state = 'failed', reason = ?, finished = ?, body = x''
+    WHERE id = ? AND state = 'open'"""
+ENDED = "SELECT id FROM jobs WHERE state <> 'open' AND id IN (SELECT value FROM json_each(?))"
 ATTEMPT = "UPDATE jobs SET attempts = attempts + 1 WHERE id = ? RETURNING attempts"
 FORGET = """DELETE FROM jobs WHERE seq IN
     (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
@@ -132,6 +136,14 @@ class SqliteBroker:
     async def fail(self, id: str, reason: str, now: float) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return await self._write(partial(_changes, END, ["failed", None, reason, now, id, self.owner])) == 1
+
+    async def cancel(self, id: str, now: float) -> bool:
+        """End an open job as cancelled, whichever gateway holds it."""
+        return await self._write(partial(_changes, CANCEL, [CANCELLED, now, id])) == 1
+
+    async def ended(self, ids: Sequence[str]) -> list[str]:
+        """Return which of these jobs have ended."""
+        return [id for (id,) in await self._read(partial(_rows, ENDED, [json.dumps(ids)]))]
 
     async def attempt(self, id: str) -> int:
         """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""

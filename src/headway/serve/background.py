@@ -7,6 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from headway import clock
+from headway.broker.port import CANCELLED
 from headway.errors import HeadwayError
 from headway.serve import tasks
 from headway.serve.budget import Held
@@ -76,19 +78,20 @@ class BackgroundWork:
             await asyncio.wait([self._running[id][1]])
 
     async def cancel(self, id: str) -> bool:
-        """Cancel a request that has not ended; return whether there was one.
+        """Cancel a request that has not ended, whichever gateway runs it; return whether there was one.
 
-        HeadwayError (503) as long as its end cannot be stored.
+        Another gateway stops working on it with the next renewal of its lease. HeadwayError (503) as long as
+        its end cannot be stored.
         """
         in_flight = await self._stop(id)
         if in_flight is not None:
-            await self._path.fail(in_flight, "cancelled", "cancelled")
+            await self._path.fail(in_flight, CANCELLED, "cancelled")
         if id in self._path.closings:
             raise HeadwayError(
                 f"{id} has ended, but the queue cannot be written at the moment.",
                 "Ask again: its end is stored as soon as the disk allows.", status=503, kind="server_error",
             )  # fmt: skip
-        return in_flight is not None
+        return in_flight is not None or await self._path.closings.cancel(id, clock.now())
 
     async def drop(self, id: str) -> None:
         """Stop a request that another gateway runs now; its job in the broker is not touched."""

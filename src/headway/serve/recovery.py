@@ -53,6 +53,7 @@ class Recovery:
         if self._lapsed:
             await self._drop_lost()
             self._lapsed = False  # unless the broker was out meanwhile
+        await self._stop_cancelled()
         while jobs := await self._broker.take(clock.now(), _PAGE):
             for job in jobs:
                 await self._recover_or_give_back(job)
@@ -64,6 +65,12 @@ class Recovery:
             if job is not None and job.owner != self._broker.owner:
                 log.warning("background request %s was taken by the gateway %s", id, job.owner)
                 await self._background.drop(id)
+
+    async def _stop_cancelled(self) -> None:
+        """Stop background jobs that another gateway has cancelled in the broker."""
+        for id in await self._broker.ended(self._background.ids()):
+            if id not in self._closings:
+                await self._background.cancel(id)
 
     async def _recover_or_give_back(self, job: Job) -> None:
         """Recover a job; whatever it is that fails, the job does not stay with a gateway that forgets it."""

@@ -109,7 +109,7 @@ def _kept(app: FastAPI, state: AppState) -> None:
 
     @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
     async def cancel(id: str, request: Request) -> Response:
-        """Cancel a background response that is not complete yet."""
+        """Cancel a background response that is not complete yet, whichever gateway runs it."""
         job = await _find(state, request, id)
         if not await state.gateway.background.cancel(job.id):
             job = await _find(state, request, id)  # it may have ended in between
