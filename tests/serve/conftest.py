@@ -12,6 +12,7 @@ import pytest
 
 from headway.serve import tokens
 from tests.conftest import MARK
+from tests.helpers import postgres
 from tests.serve.gateway import Fake, Gateway, configuration, serving
 
 Serve = Callable[..., AbstractContextManager[Gateway]]
@@ -41,6 +42,19 @@ def mortal(tmp_path: Path) -> Iterator[Fake]:
     engine = Fake(tmp_path).start()
     yield engine
     engine.stop()
+
+
+@pytest.fixture
+def own() -> Iterator[postgres.PrivateServer]:
+    """A PostgreSQL server that the test may stop."""
+    with postgres.own() as server:
+        yield server
+
+
+@pytest.fixture
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals and the like are in the user's state directory where there is no queue's file to be beside."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -25,18 +25,7 @@ from tests.serve.batches import begin, content, ended, held, line, lines, look, 
 from tests.serve.gateway import CHAT, WEB, Fake, Gateway, configuration, serving, until
 from tests.serve.roles.parts import parts
 
-
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Journals and the like are in the user's state directory, as there is no queue to be beside."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-
-
-@pytest.fixture
-def own() -> Iterator[postgres.PrivateServer]:
-    """A server that the test may stop."""
-    with postgres.own() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def shared(

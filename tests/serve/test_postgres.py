@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +21,7 @@ from tests.helpers import postgres
 from tests.serve.gateway import CHAT, SAY, WEB, Fake, configuration, serving, until
 from tests.serve.test_request_ends import fakes
 
-
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Journals and the like are in the user's state directory, as there is no queue to be beside."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-
-
-@pytest.fixture
-def own() -> Iterator[postgres.PrivateServer]:
-    """A server that the test may stop."""
-    with postgres.own() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def queue(folder: Path, url: str | None = None, lease_seconds: float = 6.0) -> Broker:
@@ -51,9 +40,10 @@ def start(stack: ExitStack, folder: Path, fake: Fake, broker: Broker) -> Any:
     return stack.enter_context(process("gateway", gateway_argv(folder), config.server.port, "/ready", folder))
 
 
-def begin(port: int, **fields: Any) -> str:
+def begin(port: int, key: str | None = None, **fields: Any) -> str:
     body = {"model": "smollm2", "messages": SAY, "max_tokens": 8, "background": True, **fields}
-    answer = WEB.post(f"http://127.0.0.1:{port}{CHAT}", json=body)
+    headers = {} if key is None else {"idempotency-key": key}
+    answer = WEB.post(f"http://127.0.0.1:{port}{CHAT}", json=body, headers=headers)
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])
 
@@ -88,6 +78,17 @@ def test_a_gateway_answers_for_another_and_takes_over_from_a_killed_one(fake: Fa
             until(lambda id=id: completed(second.port, id), 30)
         assert look(second.port, done)["status"] == "completed", "what had ended stays as it was"
     assert fake.last()["asked"] == before + 8, "what was done or another's is not run again"
+
+
+def test_a_request_that_is_sent_to_two_gateways_is_accepted_once(fake: Fake, tmp_path: Path) -> None:
+    broker, before = queue(tmp_path), fake.last()["asked"]
+    with ExitStack() as stack, ThreadPoolExecutor(8) as clients:
+        ports = [start(stack, tmp_path / name, fake, broker).port for name in ("first", "second")]
+        ids = set(clients.map(lambda i: begin(ports[i % 2], "once"), range(16)))
+        assert len(ids) == 1
+        for port in ports:
+            until(lambda port=port: completed(port, min(ids)), 20)
+    assert fake.last()["asked"] == before + 1
 
 
 def test_a_response_is_cancelled_at_another_gateway(fake: Fake, tmp_path: Path) -> None:

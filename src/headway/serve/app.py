@@ -33,7 +33,12 @@ from headway.serve.request_parsing import (
     PoolingBody,
     read_json,
 )
-from headway.serve.responses.endpoints import add_response_endpoints, background_response, waiting_for
+from headway.serve.responses.endpoints import (
+    add_response_endpoints,
+    background_response,
+    response_to,
+    waiting_for,
+)
 from headway.serve.run_endpoints import add_run_endpoints
 from headway.serve.streaming import ResponseStream, error_response
 from headway.serve.token_endpoints import add_token_endpoints
@@ -142,14 +147,15 @@ def _generation(app: FastAPI, state: AppState) -> None:
                     in_flight = await gateway.path.accept(parsed, held)
                     return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
                 obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
-                await gateway.background.accept(parsed, held)
+                if (earlier := await gateway.background.accept(parsed, held)) is not None:
+                    return JSONResponse(response_to(earlier), 202)
                 body = background_response(parsed.request.id, "queued", parsed.request.arrival)
                 return JSONResponse(body | waiting_for(obstacle), 202)
 
         handle.__name__ = kind
         return handle
 
-    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 429, 502, 503, 504)}
+    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 422, 429, 502, 503, 504)}
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),

@@ -23,6 +23,7 @@ from headway.serve.adapters import base_models
 from headway.serve.budget import Held
 from headway.serve.claims import check_claims
 from headway.serve.gateway import Gateway
+from headway.serve.idempotency import keyed
 from headway.serve.offload import INLINE, offload
 from headway.serve.pooling import PATHS as POOLING
 from headway.serve.request_parsing import (
@@ -228,7 +229,9 @@ class AppState:
             tenant="default" if key is None else key.tenant, size=len(data),
         )  # fmt: skip
         parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
-        self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
+        parsed = await self.gateway.path.with_earlier(keyed(parsed, request.headers, request.url.path, data))
+        if parsed.earlier is None:
+            self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
         self._learn_prefix(parsed.request, prompt)
         return parsed
 

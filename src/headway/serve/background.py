@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headway import clock
-from headway.broker.port import CANCELLED
+from headway.broker.port import CANCELLED, Job
 from headway.errors import HeadwayError
 from headway.serve import tasks
 from headway.serve.budget import Held
@@ -35,12 +35,23 @@ class BackgroundWork:
         finally:
             await tasks.cancel(*(task for _, task in self._running.values()))
 
-    async def accept(self, parsed: ParsedRequest, held: Held) -> None:
-        """Store a request durably and run it. Its body is the broker's alone, if that keeps it on disk."""
-        in_flight = await self._path.store(parsed, held)
+    async def accept(self, parsed: ParsedRequest, held: Held) -> Job | None:
+        """Store a request durably and run it. Its body is the broker's alone, if that keeps it on disk.
+
+        Returns the job that was accepted before under its idempotency key, None = there is none.
+        """
+        if parsed.earlier is not None:
+            return parsed.earlier
+        try:
+            in_flight = await self._path.store(parsed, held)
+        except HeadwayError as error:
+            if error.status != 409 or (parsed := await self._path.with_earlier(parsed)).earlier is None:
+                raise
+            return parsed.earlier  # it came at the same time
         if self._path.on_disk:
             in_flight.drop_body()
         self.run(in_flight)
+        return None
 
     def run(self, in_flight: InFlightRequest) -> None:
         """Run a stored request."""

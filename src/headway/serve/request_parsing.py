@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway.broker.port import Job
 from headway.config import Config, Tier
 from headway.engines.vllm.request_metadata import foreign
 from headway.errors import RequestError
@@ -45,7 +46,7 @@ _SLO_NAMES: dict[str, tuple[str, ...]] = {
 HEADERS: dict[str, str] = {
     **{name: "number" for names in _SLO_NAMES.values() for name in names[:-1]},
     "x-vllm-priority": "integer",
-    **dict.fromkeys(("x-llm-d-inference-objective", "x-headway-task"), "string"),
+    **dict.fromkeys(("x-llm-d-inference-objective", "x-headway-task", "idempotency-key"), "string"),
     **run_identity.HEADERS,
 }
 _OPENAI_TIERS = {"priority": "chat", "flex": "batch"}  # OpenAI's names, unless a class has them
@@ -163,6 +164,8 @@ class ParsedRequest:
     stream, background: how the client wants the response.
     wants_usage: the client asked for the usage event of a stream.
     trace_parent: its W3C `traceparent`, None = it sent none.
+    digest: of path and body, where its id is that of an idempotency key (`idempotency.py`).
+    earlier: the job that was accepted under that key.
     """
 
     request: Request
@@ -173,6 +176,8 @@ class ParsedRequest:
     background: bool
     wants_usage: bool
     trace_parent: str | None = None
+    digest: str | None = None
+    earlier: Job | None = None
 
 
 def _refuse_constant(name: str) -> None:

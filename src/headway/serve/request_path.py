@@ -27,6 +27,7 @@ from headway.serve.budget import AnswerBudget, Held
 from headway.serve.closing import Closings
 from headway.serve.dashboard.late import LateRequests
 from headway.serve.dispatcher import Dispatcher
+from headway.serve.idempotency import check_same
 from headway.serve.journal import JournalKeeper
 from headway.serve.lengths.service import LengthService
 from headway.serve.metrics import Metrics
@@ -121,6 +122,15 @@ class RequestPath:
     def on_disk(self) -> bool:
         """Tell whether the broker keeps bodies on disk."""
         return self._broker.on_disk
+
+    async def with_earlier(self, parsed: ParsedRequest) -> ParsedRequest:
+        """Return a request with the job accepted under its idempotency key; 422 if that is another's."""
+        if parsed.digest is None:
+            return parsed
+        job = await self._broker.get(parsed.request.id)
+        if job is not None:
+            check_same(job, parsed.digest)
+        return replace(parsed, earlier=job)
 
     async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably and queue it. From here on it is owed an end."""

@@ -29,6 +29,7 @@ from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError, RequestError
 from headway.serve.budget import AnswerBudget, AnswerMemory, ByteBudget, Held
+from headway.serve.idempotency import with_digest
 from headway.serve.offload import offload
 from headway.serve.request_parsing import PATHS, EngineBody, Kind, ParsedRequest
 from headway.types import Request
@@ -84,6 +85,7 @@ class InFlightRequest:
     sends: (instant, engine) of each time that it was sent to one.
     forecast: output tokens that were expected when it was sent last.
     closed: it has its end.
+    digest: as in `ParsedRequest`; stored with its job.
     """
 
     request: Request
@@ -105,6 +107,7 @@ class InFlightRequest:
     sends: tuple[tuple[float, str], ...] = ()
     forecast: float | None = None
     closed: bool = False
+    digest: str | None = None
 
     @property
     def id(self) -> str:
@@ -113,7 +116,10 @@ class InFlightRequest:
     @classmethod
     def of(cls, parsed: ParsedRequest) -> InFlightRequest:
         """Return a parsed request as one in flight."""
-        return cls(parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background)
+        return cls(
+            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background,
+            digest=parsed.digest,
+        )  # fmt: skip
 
     @classmethod
     def from_job(cls, job: Job) -> InFlightRequest:
@@ -125,7 +131,7 @@ class InFlightRequest:
         """Return the job that the broker stores."""
         assert self.upstream is not None, "it is stored once, before its body is dropped"
         request, body = self.request, self.upstream.joined({})
-        stored = _REQUEST.dump_json(request).decode()
+        stored = with_digest(_REQUEST.dump_json(request).decode(), self.digest)
         return Job(
             request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background
         )

@@ -22,6 +22,7 @@ from headway.serve.streaming import ResponseStream
 from headway.serve.translated import TranslatedResponse
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
+_KEPT = ("id", "created_at", "status", "error")  # of a response that was accepted before
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
     "type": "object", "required": ["model", "input"],
@@ -38,7 +39,7 @@ _SCHEMA: dict[str, Any] = {
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response; with `stream`, its events.", "content": {"text/event-stream": {}}},
-    **error_docs(400, 401, 403, 404, 413, 429, 502, 503, 504),
+    **error_docs(400, 401, 403, 404, 413, 422, 429, 502, 503, 504),
 }
 
 
@@ -67,7 +68,9 @@ def _create(app: FastAPI, state: AppState) -> None:
             }  # fmt: skip
             if parsed.background:
                 obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
-                await gateway.background.accept(parsed, held)
+                if (earlier := await gateway.background.accept(parsed, held)) is not None:
+                    kept = response_to(earlier)
+                    return JSONResponse(base | {name: kept[name] for name in _KEPT})
                 return JSONResponse(base | {"status": "queued"} | waiting_for(obstacle))
             in_flight = await gateway.path.accept(parsed, held)
             inner = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
@@ -101,7 +104,7 @@ def _kept(app: FastAPI, state: AppState) -> None:
     async def retrieve(id: str, request: Request) -> Response:
         """Return a background response: its status, and the answer once it is complete."""
         job = await _find(state, request, id)
-        body = background_response(job.id, _STATUS[job.state], job.arrival, job.reason)
+        body = response_to(job)
         if job.state == "open":
             body |= waiting_for(state.gateway.dispatcher.state(job.id))
         result = job.result
@@ -135,6 +138,11 @@ def background_response(id: str, status: str, arrival: float, reason: str | None
     error = {"code": code, "message": reason} if reason else None
     given = {"background": True, "model": None}
     return base_of(given, id, int(clock.shown(arrival))) | {"status": status, "error": error}
+
+
+def response_to(job: Job) -> dict[str, Any]:
+    """Return what a job's response is, without its answer."""
+    return background_response(job.id, _STATUS[job.state], job.arrival, job.reason)
 
 
 def _with_result(body: dict[str, Any], path: str, result: bytes | None) -> Response:

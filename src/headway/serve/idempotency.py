@@ -1,0 +1,55 @@
+"""`Idempotency-Key`: a background request that is sent again is the one that was accepted first.
+
+Its id is made of its tenant and its key. The queue takes an id once, so it decides between two that come at
+the same time, at whichever gateways. A digest of path and body is stored with the job, so that a key that
+comes with another request is refused. It is free again once the job is deleted or forgotten
+(`broker.keep_hours`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+
+from headway.broker.port import Job
+from headway.errors import RequestError
+from headway.serve.request_parsing import ParsedRequest
+
+HEADER = "idempotency-key"
+_LONGEST = 255  # characters of a key
+_FIELD = "body_digest"  # in the job's request, beside the core's view
+
+
+def keyed(parsed: ParsedRequest, headers: Mapping[str, str], path: str, data: bytes) -> ParsedRequest:
+    """Return a background request under the id of its key; others, and one without a key, as they are.
+
+    path, data: as the client sent them. RequestError (400) for a key that is empty or too long.
+    """
+    key = headers.get(HEADER)
+    if key is None or not parsed.background:
+        return parsed
+    if not 0 < len(key) <= _LONGEST:
+        raise RequestError(
+            f"The idempotency key has {len(key)} characters.", f"Send 1 to {_LONGEST}, such as a UUID.",
+            param=HEADER,
+        )  # fmt: skip
+    id = "hw-" + sha256(f"{parsed.request.tenant}\0{key}".encode()).hexdigest()[:20]
+    digest = sha256(path.encode() + b"\0" + data).hexdigest()[:32]
+    return replace(parsed, request=replace(parsed.request, id=id), digest=digest)
+
+
+def with_digest(request: str, digest: str | None) -> str:
+    """Return the JSON object of a job's request with the digest of what it was sent as."""
+    return request if digest is None else f'{request[:-1]},"{_FIELD}":"{digest}"}}'
+
+
+def check_same(job: Job, digest: str | None) -> None:
+    """Refuse a key that has come with another request (422)."""
+    if json.loads(job.request).get(_FIELD) != digest:
+        raise RequestError(
+            "This idempotency key was used for another request.",
+            "Send each request under a key of its own, and again only as it was.",
+            status=422, param=HEADER, code="idempotency_key_reused",
+        )  # fmt: skip
