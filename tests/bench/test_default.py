@@ -94,7 +94,7 @@ def test_with_true_lengths_it_has_a_share_of_the_bound_of_its_own_and_is_not_ano
 
 
 def test_ablations_are_told_by_what_changes_and_are_not_another_recipe() -> None:
-    name = "headway without pace"
+    name = "headway without swapping"
     rows = rows_of(cells((BOUND, 95, 0), (DEFAULT, 70, 9.0), (name, 90, 9.0), ("slack", 60, 1.0)))
     seen = {(row.id, row.system): (row.setting, row.ours) for row in rows}
     assert seen["ablation.mean", name] == ("all", 20)

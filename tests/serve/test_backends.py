@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,15 @@ async def eventually(true: Callable[[], Any]) -> None:
     while not true():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sandboxes of tests that run in other processes are elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        monkeypatch.undo()
 
 
 def folders() -> set[Path]:
