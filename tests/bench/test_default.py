@@ -14,6 +14,7 @@ from headway.bench.simulate.default import (
     ABLATIONS,
     BOUND,
     DEFAULT,
+    HINDSIGHT,
     OTHERS,
     TRUE,
     Cell,
@@ -91,6 +92,26 @@ def test_with_true_lengths_it_has_a_share_of_the_bound_of_its_own_and_is_not_ano
     learned, true = (compute(Cell(SMALL, 2.0, 0, system)) for system in (DEFAULT, TRUE))
     assert learned != true
     assert true == compute(Cell(SMALL, 2.0, 0, DEFAULT, length_error=1.0))
+
+
+def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the_bound() -> None:
+    few = {
+        cell: compute(cell)
+        for cell in (Cell(SMALL, 2.0, 0, system) for system in (BOUND, DEFAULT, TRUE, "slack"))
+    }
+    promised = replace(few[Cell(SMALL, 2.0, 0, DEFAULT)], kept=1)
+    low = few | {Cell(SMALL, 2.0, 0, DEFAULT): promised}
+    assert default.hindsight_cells(low, 5) == [Cell(SMALL, 2.0, 0, HINDSIGHT, trials=5)]
+    enough = few | {Cell(SMALL, 2.0, 0, DEFAULT): few[Cell(SMALL, 2.0, 0, BOUND)]}
+    assert default.hindsight_cells(enough, 5) == []
+    found = [compute(Cell(SMALL, 2.0, 0, HINDSIGHT, trials=trials)).kept for trials in (0, 20, 60)]
+    assert found[0] <= found[1] <= found[2] <= few[Cell(SMALL, 2.0, 0, BOUND)].kept
+    assert found[2] > max(found[0], few[Cell(SMALL, 2.0, 0, TRUE)].kept)
+    rows = rows_of(low | {Cell(SMALL, 2.0, 0, HINDSIGHT): replace(promised, kept=90)})
+    assert [row.id for row in rows if row.system == HINDSIGHT and row.setting != "all"] == [
+        "attainment.promised", "share_of_bound",
+    ]  # fmt: skip
+    assert {row.ours for row in rows if row.id == "cells.behind"} == {1}, "hindsight is not another recipe"
 
 
 def test_ablations_are_told_by_what_changes_and_are_not_another_recipe() -> None:

@@ -227,6 +227,20 @@ async def test_lists_of_batches(store: BatchStore) -> None:
     assert await store.batch("beta", "batch_1") is None
 
 
+async def test_an_id_is_taken_once(store: BatchStore) -> None:
+    """Also when the batch has ended, its file is gone or no more may be open."""
+    await add(store)
+    both = await asyncio.gather(*(store.add_batch(BATCH, 1, keyed=True) for _ in range(2)))
+    assert sorted(both) == [False, True]
+    assert not await store.add_batch(replace(BATCH, window="1h", input_file="file-none"), 1, keyed=True)
+    assert await store.open_batches() == [BATCH]
+    assert await store.hold()
+    assert await store.cancel("alpha", BATCH.id, 5.0)
+    await store.refuse(BATCH.id, [], 6.0)
+    assert not await store.add_batch(BATCH, 1)
+    assert await store.open_batches() == []
+
+
 async def test_limits_that_the_store_itself_keeps(store: BatchStore) -> None:
     await store.begin_file(FILE)
     await store.append(FILE.id, 0, b"x" * 10)

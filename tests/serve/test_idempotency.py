@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a background request that is sent again is the one that was accepted first."""
+"""`Idempotency-Key`: a background request or batch that is sent again is the one that was accepted first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from headway.config import Broker, Key, Sqlite
+from tests.serve.batches import ended, lines, text, upload
+from tests.serve.batches import look as batch_of
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, Fake, Gateway, configuration, serving, until
 from tests.serve.test_background import DEAD, finished, look
@@ -106,3 +108,26 @@ def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
         assert send(gateway).json()["id"] == id
         assert finished(gateway, id)["status"] == "completed"
         assert send(gateway, max_tokens=9).status_code == 422
+
+
+def send_batch(gateway: Gateway, file: str, key: str = "batch", **fields: Any) -> httpx.Response:
+    body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h", **fields}
+    return gateway.post(body, "/v1/batches", headers={"idempotency-key": key})
+
+
+def test_a_batch_that_is_sent_again_is_the_same(gateway: Gateway, fake: Fake) -> None:
+    asked = fake.last()["asked"]
+    file = upload(gateway, text(lines(3))).json()["id"]
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: send_batch(gateway, file, metadata={"a": "b"}), range(8)))
+    assert {answer.status_code for answer in answers} == {200}
+    (id,) = {answer.json()["id"] for answer in answers}
+    assert ended(gateway, id)["request_counts"]["completed"] == 3
+    assert send_batch(gateway, file, metadata={"a": "b"}).json() == batch_of(gateway, id)
+    assert fake.last()["asked"] == asked + 3, "no line was run twice"
+    other = send_batch(gateway, file, completion_window="1h", metadata={"a": "b"})
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    assert send_batch(gateway, file, "k" * 256).status_code == 400
+    two = send_batch(gateway, file, "two").json()["id"]
+    assert two != id
+    ended(gateway, two)

@@ -202,6 +202,14 @@ def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: 
 @bench_app.command()
 def default(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell, from --seed on.")] = 3,
+    hindsight: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Simulations of a search that knows all requests beforehand, in each cell below 80 % of "
+            "the bound.",
+        ),
+    ] = 0,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
@@ -210,7 +218,7 @@ def default(
     """Compare the default recipe with all others on 15 grounds (SIMULATED), and with an upper bound."""
     from headway.bench.simulate.default import main
 
-    main(seeds=seeds, quick=quick, as_json=as_json, seed=seed, out=out)
+    main(seeds=seeds, hindsight=hindsight, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
 @bench_app.command()

@@ -99,6 +99,8 @@ class KeepOptions(NamedTuple):
     yields: prompts are computed only in time that the answers in progress have to spare; False computes
         `min_chunk` of their tokens in each iteration.
     eager: leaves the less KV for their growth the fewer are lost; False always all of it.
+    turns: where the batch is too small, answers ahead of their tpot wait for others, with their KV; so many
+        times the batch may be needed by the forecast, which is a cautious one; 0 = none waits.
     advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
         computes them by their latest start.
     """
@@ -122,6 +124,7 @@ class KeepOptions(NamedTuple):
     yields: bool = True
     eager: bool = True
     advances: bool = True
+    turns: float = 1.3
 
 
 class PackerParams(NamedTuple):

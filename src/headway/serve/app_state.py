@@ -307,11 +307,11 @@ def _check_tools(engine: Engine, model: str, choice: Any) -> None:
         )  # fmt: skip
 
 
-def header_docs() -> list[dict[str, Any]]:
-    """Return the documentation of the headers that scheduled requests may have, for OpenAPI."""
+def header_docs(*names: str) -> list[dict[str, Any]]:
+    """Return the documentation of these headers for OpenAPI; of all that scheduled requests may have."""
     return [
-        {"name": name, "in": "header", "required": False, "schema": {"type": kind}}
-        for name, kind in HEADERS.items()
+        {"name": name, "in": "header", "required": False, "schema": {"type": HEADERS[name]}}
+        for name in names or HEADERS
     ]
 
 

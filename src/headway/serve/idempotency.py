@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a background request that is sent again is the one that was accepted first.
+"""`Idempotency-Key`: a background request or a batch that is sent again is the one that was accepted first.
 
 Its id is made of its tenant and its key. The queue takes an id once, so it decides between two that come at
 the same time, at whichever gateways. A digest of path and body is stored with the job, so that a key that
@@ -27,17 +27,17 @@ def keyed(parsed: ParsedRequest, headers: Mapping[str, str], path: str, data: by
 
     path, data: as the client sent them. RequestError (400) for a key that is empty or too long.
     """
-    key = headers.get(HEADER)
-    if key is None or not parsed.background:
+    if not parsed.background or (key := _key(parsed.request.tenant, headers)) is None:
         return parsed
-    if not 0 < len(key) <= _LONGEST:
-        raise RequestError(
-            f"The idempotency key has {len(key)} characters.", f"Send 1 to {_LONGEST}, such as a UUID.",
-            param=HEADER,
-        )  # fmt: skip
-    id = "hw-" + sha256(f"{parsed.request.tenant}\0{key}".encode()).hexdigest()[:20]
+    id = f"hw-{key[:20]}"
     digest = sha256(path.encode() + b"\0" + data).hexdigest()[:32]
     return replace(parsed, request=replace(parsed.request, id=id), digest=digest)
+
+
+def batch_id(tenant: str, headers: Mapping[str, str]) -> str | None:
+    """Return the id of a batch that comes with a key, None without one; raises as `keyed` does."""
+    key = _key(tenant, headers)
+    return None if key is None else f"batch_{key[:24]}"
 
 
 def with_digest(request: str, digest: str | None) -> str:
@@ -48,8 +48,26 @@ def with_digest(request: str, digest: str | None) -> str:
 def check_same(job: Job, digest: str | None) -> None:
     """Refuse a key that has come with another request (422)."""
     if json.loads(job.request).get(_FIELD) != digest:
+        raise reused()
+
+
+def reused() -> RequestError:
+    """Return the error (422) of a key that has come with another request."""
+    return RequestError(
+        "This idempotency key was used for another request.",
+        "Send each request under a key of its own, and again only as it was.",
+        status=422, param=HEADER, code="idempotency_key_reused",
+    )  # fmt: skip
+
+
+def _key(tenant: str, headers: Mapping[str, str]) -> str | None:
+    """Return the digest of a tenant's key, None without one; 400 when it is empty or too long."""
+    key = headers.get(HEADER)
+    if key is None:
+        return None
+    if not 0 < len(key) <= _LONGEST:
         raise RequestError(
-            "This idempotency key was used for another request.",
-            "Send each request under a key of its own, and again only as it was.",
-            status=422, param=HEADER, code="idempotency_key_reused",
+            f"The idempotency key has {len(key)} characters.", f"Send 1 to {_LONGEST}, such as a UUID.",
+            param=HEADER,
         )  # fmt: skip
+    return sha256(f"{tenant}\0{key}".encode()).hexdigest()

@@ -25,6 +25,7 @@ from rich.progress import Progress
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.bench.simulate import slo_violations
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground
+from headway.bench.simulate.hindsight import search
 from headway.core.engine_spec import EngineSpec, KeepOptions
 from headway.pack.promises.packer import Promises
 from headway.ports import Lengths, Packer
@@ -37,6 +38,7 @@ from headway.sim.workload.traffic import Workload
 
 DEFAULT, BOUND = "headway", "bound"
 TRUE = "headway with true lengths"  # as the bound, which knows them, too
+HINDSIGHT = "headway with hindsight"  # and arrivals, too: how close a search comes to the bound
 
 
 def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
@@ -56,6 +58,7 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without time for long answers": _with(long=-2.0),
     "headway without time while nothing is lost": _with(calm_sure=1.5, calm_doubt=2.0),
     "headway without longer iterations for prompts": _with(wait=0.0),
+    "headway without answers that take turns": _with(turns=0.0),
     "headway without pausing answers": _with(pause=math.inf),
     "headway without late before easy": _with(late=0),
     "headway without swapping": partial(Promises, swaps=False),
@@ -64,12 +67,13 @@ OTHERS = (
     "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",
     "vllm-v0",
 )  # fmt: skip
+_NOT_OTHERS = (DEFAULT, TRUE, HINDSIGHT, BOUND)
 LENGTH_ERRORS = (1.0, 1.5, 2.0, 3.0)  # factors by which a forecast is off, one standard deviation
 LATENCY_ERRORS = (0.8, 1.0, 1.2)  # learned seconds of an iteration, as a share of the true ones
 _WRONG = ("bursty", "sharegpt-idle", "anneal-chat-code", "tight-tpot")  # grounds of both curves
 _WRONG_LOAD, _WRONG_RECIPES = 1.3, (DEFAULT, "slack")
 _CLOSE, _SAME_BE = 1.0, 0.95  # points below the best other, share of its best-effort tokens
-_HIGH = 50.0  # %: cells whose bound is below it say little of a share
+_HIGH, _LOW = 50.0, 80.0  # %: a share of a bound below the first says little; one below the second is little
 _QUICK_OTHERS, _QUICK_REQUESTS = ("slack", "bros", "srtf"), 600
 
 
@@ -77,9 +81,10 @@ _QUICK_OTHERS, _QUICK_REQUESTS = ("slack", "bros", "srtf"), 600
 class Cell:
     """One simulation.
 
-    system: a recipe, one of `ABLATIONS`, `TRUE` or "bound".
+    system: a recipe, one of `ABLATIONS`, `TRUE`, `HINDSIGHT` or "bound".
     length_error: forecasts are off by this factor (one standard deviation, and say so); 0 = the ground's.
     latency_error: `InstanceSpec.latency_error`.
+    trials: simulations of the search, for `HINDSIGHT`.
     """
 
     ground: Ground
@@ -88,6 +93,7 @@ class Cell:
     system: str
     length_error: float = 0.0
     latency_error: float = 1.0
+    trials: int = 0
 
     @property
     def setting(self) -> str:
@@ -117,11 +123,18 @@ class Figures:
         return 100 * self.kept / self.promised
 
 
-def main(*, seeds: int = 3, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Run all cells with that many seeds; `quick`: 1.3x only, one seed, four recipes, fewer requests."""
+def main(
+    *, seeds: int = 3, hindsight: int = 0, quick: bool, as_json: bool, seed: int, out: Path | None
+) -> None:
+    """Run all cells with that many seeds; `quick`: 1.3x only, one seed, four recipes, fewer requests.
+
+    hindsight: simulations of a search in each cell of the default recipe far below the bound; 0 = none.
+    """
     began = time.perf_counter()
     cells = quick_cells(seed) if quick else all_cells(range(seed, seed + seeds))
     found = run(cells, bar=not as_json)
+    if hindsight:
+        found |= run(hindsight_cells(found, hindsight), bar=not as_json)
     rows = rows_of(found)
     count, grounds = len({cell.seed for cell in cells}), len({cell.ground.name for cell in cells})
     workload = (
@@ -154,6 +167,18 @@ def quick_cells(seed: int) -> list[Cell]:
     return [Cell(g, 1.3, seed, system) for g in grounds for system in (BOUND, DEFAULT, *_QUICK_OTHERS)]
 
 
+def hindsight_cells(found: dict[Cell, Figures], trials: int) -> list[Cell]:
+    """Return cells of `HINDSIGHT` where the default recipe is far below a bound that says something."""
+    rows = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows_of(found)}
+    return [
+        replace(cell, system=HINDSIGHT, trials=trials)
+        for cell in found
+        if cell.system == DEFAULT
+        and rows.get(("share_of_bound", DEFAULT, cell.setting), 100.0) < _LOW
+        and rows["attainment.promised", BOUND, cell.setting] > _HIGH
+    ]
+
+
 def run(cells: Sequence[Cell], *, bar: bool) -> dict[Cell, Figures]:
     """Compute the cells on all cores."""
     with (
@@ -162,10 +187,15 @@ def run(cells: Sequence[Cell], *, bar: bool) -> dict[Cell, Figures]:
     ):
         task = progress.add_task("simulating", total=len(cells))
         found = {}
-        for cell, figures in zip(cells, pool.map(compute, cells, chunksize=4), strict=True):
+        for cell, figures in zip(cells, pool.map(compute, cells, chunksize=_chunk(cells)), strict=True):
             found[cell] = figures
             progress.advance(task)
     return found
+
+
+def _chunk(cells: Sequence[Cell]) -> int:
+    """Return how many cells a process takes at once: a search takes minutes, so it is one."""
+    return 1 if any(cell.trials for cell in cells) else 4
 
 
 def compute(cell: Cell) -> Figures:
@@ -177,6 +207,9 @@ def compute(cell: Cell) -> Figures:
     spec = replace(cell.ground.instance(), latency_error=cell.latency_error)
     seconds = cell.ground.seconds(cell.load)
     until = max(seconds, last_due(workload))
+    if cell.system == HINDSIGHT:
+        kept = search(find(DEFAULT), spec, workload, until, cell.trials, cell.seed)
+        return Figures(kept, promised, 0.0)
     lengths, recipe = _lengths(cell, workload), _recipe(cell.system)
     outcome = Simulation(recipe, [spec], workload, lengths, until=until).run()
     kept = int(np.count_nonzero(slo_violations.met(workload, outcome) & workload.promised))
@@ -250,6 +283,8 @@ def _rows(system: str, setting: str, seen: Figures, most: Figures | None) -> lis
         return rows
     if most is not None:
         rows.append(Row("share_of_bound", system, setting, 100 * seen.kept / max(most.kept, 1.0), "%"))
+    if system == HINDSIGHT:  # it drops best effort
+        return rows
     return [*rows, Row("be.tokens_per_s", system, setting, seen.be_tokens, "tokens/s")]
 
 
@@ -269,7 +304,7 @@ def _summary(rows: Sequence[Row]) -> list[Row]:
         ("margin.mean", float(np.mean(margins)), "points"),
     )  # fmt: skip
     sums = [Row(id, DEFAULT, "all", value, unit) for id, value, unit in figures]
-    return sums + _shares(at, settings, DEFAULT) + _shares(at, settings, TRUE)
+    return sums + [row for system in (DEFAULT, TRUE, HINDSIGHT) for row in _shares(at, settings, system)]
 
 
 def _shares(at: dict[tuple[str, str, str], float], settings: Sequence[str], system: str) -> list[Row]:
@@ -293,7 +328,7 @@ def _best_other(at: dict[tuple[str, str, str], float], setting: str) -> tuple[fl
     others = [
         (kept, at["be.tokens_per_s", system, setting])
         for (id, system, name), kept in at.items()
-        if id == "attainment.promised" and name == setting and system not in (DEFAULT, TRUE, BOUND)
+        if id == "attainment.promised" and name == setting and system not in _NOT_OTHERS
     ]
     return max(others)
 
@@ -311,7 +346,8 @@ def _grid(rows: Sequence[Row]) -> Grid:
         for name in dict.fromkeys(r.setting for r in kept)
     ]
     sums = [[row.id, show(row.ours), row.unit] for row in _summed(rows, DEFAULT)]
-    sums += [[f"{row.id}, {row.system}", show(row.ours), row.unit] for row in _summed(rows, TRUE)]
+    for system in (TRUE, HINDSIGHT):
+        sums += [[f"{row.id}, {row.system}", show(row.ours), row.unit] for row in _summed(rows, system)]
     removed = [row for row in rows if row.system in ABLATIONS]
     parts = [[f"{row.system}, {row.setting}", show(row.ours), row.unit] for row in removed]
     padded = [[[*line, *[""] * (len(systems) - 2)] for line in block] for block in (sums, parts)]

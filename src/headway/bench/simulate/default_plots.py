@@ -15,7 +15,10 @@ _WRONG = re.compile(r"^(.*), (lengths off by|latency learned x) ?([\d.]+)x?$")
 
 def matrix(rows: Sequence[Row]) -> bytes:
     """Return a PNG: a line per ground and load, a column per recipe, coloured by the share of the bound."""
-    shares = [row for row in rows if row.id == "share_of_bound"]
+    everywhere = {
+        row.system for row in rows if row.id == "be.tokens_per_s"
+    }  # a search is for some cells only
+    shares = [row for row in rows if row.id == "share_of_bound" and row.system in everywhere]
     kept = {(row.setting, row.system): row.ours for row in rows if row.id == "attainment.promised"}
     settings = list(dict.fromkeys(row.setting for row in shares))
     systems = list(dict.fromkeys(row.system for row in shares))

@@ -18,7 +18,7 @@ from headway.core.sorting import before, pop, sort
 from headway.forecast.latency.online import seconds_of
 from headway.memory.budget import KvBudget
 from headway.pack.kernels import CompiledStep, Rows, allocate, largest_chunk, missing_of
-from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, lead_of, reserved_of
+from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, can_wait, lead_of, reserved_of
 from headway.pack.promises.queue import Queue
 from headway.types import Floats, Ints
 
@@ -107,6 +107,35 @@ def _each_until(keep: KeepOptions, jobs: Rows, row: int, left: float, pace: Pace
     if each <= pace.token:
         each = left / max(max(1.0 - keep.doubt * spread, 0.0) * tokens, 1.0)
     return float(each)
+
+
+@compiled
+def take_turns(
+    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, may: Seconds, now: float, pace: Pace
+) -> None:
+    """Let the answers furthest ahead of their tpot wait (WAITS, in place) where the batch is too small.
+
+    They keep their KV, so that costs nothing. Of the prompts those count that this iteration computes.
+    """
+    if kept.rows.size <= params.max_running:
+        return
+    chunk, count = _kept(params, jobs, kept, theta, may)[0].prompt, 0
+    for i in range(kept.rows.size):
+        if kept.level[i] == ANSWER:
+            count += 1
+        elif kept.level[i] in (PROMPT, HOPE) and chunk > 0:
+            count, chunk = count + 1, chunk - missing_of(jobs, kept.rows[i])
+    while count > params.max_running:
+        best, most = -1, 2.0 * pace.token
+        for i in range(kept.rows.size):
+            if kept.level[i] == ANSWER and can_wait(jobs, kept.rows[i]):
+                lead = lead_of(params.keep, jobs, kept.rows[i], now)
+                if lead > most:
+                    best, most = i, lead
+        if best < 0:
+            return
+        kept.level[best] = WAITS
+        count -= 1
 
 
 @compiled

@@ -38,8 +38,8 @@ class Outlook(NamedTuple):
 
 
 @compiled
-def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
-    """Return the pace of the answers in progress among `rows`."""
+def pace_of(params: PackerParams, jobs: Rows, rows: Ints, theta: Floats) -> Pace:
+    """Return the pace of the answers in progress among `rows`, as many as the batch holds."""
     decodes, context = 0, 0.0
     for row in rows:
         if jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row):
@@ -107,7 +107,7 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
     doubt = k.calm_doubt + pressure * (k.doubt - k.calm_doubt)
     keep = KeepOptions(
         sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.margin, k.rest,
-        k.wait, k.pause, k.late, k.patience, k.selects, k.yields, k.eager, k.advances,
+        k.wait, k.pause, k.late, k.patience, k.selects, k.yields, k.eager, k.advances, k.turns,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
@@ -121,8 +121,13 @@ def reserved_of(jobs: Rows, row: int, block: int, grow: float) -> float:
 
     An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it.
     """
-    catches_up = jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf
-    return blocks_of(jobs, row, block, 0.0 if catches_up else grow)
+    return blocks_of(jobs, row, block, 0.0 if can_wait(jobs, row) else grow)
+
+
+@compiled
+def can_wait(jobs: Rows, row: int) -> bool:
+    """Tell whether a row's answer may stand still when it is ahead: it has a tpot and no deadline."""
+    return bool(jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf)
 
 
 @compiled

@@ -8,7 +8,7 @@ No paper has this policy; it takes from several. In each iteration:
 2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when it and the answers in progress have
    KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot
-   pause, with their KV in the host pool.
+   pause, with their KV in the host pool; where it finds no slot they take turns.
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
    (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, easy
    requests, best effort and the lost, the shortest of those first.
@@ -35,7 +35,7 @@ from headway.memory.budget import KvBudget
 from headway.memory.preemption_cost import are_swapped
 from headway.pack import kernels
 from headway.pack.kernels import CompiledStep, Rows, missing_of
-from headway.pack.promises.iteration import compose, seconds_allowed
+from headway.pack.promises.iteration import compose, seconds_allowed, take_turns
 from headway.pack.promises.outlook import (
     ANSWER,
     EASY,
@@ -113,7 +113,7 @@ def pack(
 ) -> CompiledStep:
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
-    pace = pace_of(jobs, rows, theta)
+    pace = pace_of(params, jobs, rows, theta)
     calm = eased(params, 0.0)
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace)
     pressure = pressure_of(params.keep, outlook)
@@ -125,6 +125,8 @@ def pack(
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, pace)
     select(params, jobs, kept, kv, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
+    if params.keep.turns > 0.0:
+        take_turns(params, jobs, kept, theta, may, now, pace)
     return compose(params, jobs, kept, queue_of(jobs, kept, outlook, theta, pace), others, kv, theta, may)
 
 

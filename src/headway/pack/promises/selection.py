@@ -28,6 +28,7 @@ from headway.pack.promises.outlook import (
     WAITS,
     Outlook,
     blocks_of,
+    can_wait,
     lead_of,
     prompt_seconds,
     rent,
@@ -48,12 +49,16 @@ class InProgress(NamedTuple):
     answers: how many.
     context: cached tokens halfway through what is left of their answers.
     rents: seconds of prompts per iteration.
+    steady: how many need a slot in each iteration.
+    rate: tokens/s of the others, which may take turns.
     """
 
     blocks: float
     answers: int
     context: float
     rents: float
+    steady: int
+    rate: float
 
 
 @compiled
@@ -126,6 +131,8 @@ def _demand(
         need[1, 1] = reserved_of(jobs, row, kv.size, grow) / kv.total
     need[1, 2] = 1.0 / params.max_running
     need[0, 1:] = (need[0, 0] + jobs["tokens_left"][row] * pace.token) * need[1, 1:]
+    if params.keep.turns > 0.0 and can_wait(jobs, row):
+        need[1, 2] *= min(_rate(params.keep, jobs, row) * pace.token, 1.0)
 
 
 @compiled
@@ -189,33 +196,64 @@ def _admit(
     A prompt that finds none takes it from answers that are far ahead, or lets smaller ones pass. It takes
     what requests of a later rank from outside hold.
     """
-    inside, begin, tries = InProgress(0.0, 0, 0.0, 0.0), 0, _TRIES if params.host > 0 else 0
+    inside, begin, tries = InProgress(0.0, 0, 0.0, 0.0, 0, 0.0), 0, _TRIES if params.host > 0 else 0
     while begin < outlook.rows.size:
         end = _same_rank(jobs, outlook, begin)
-        inside = _in_progress(jobs, outlook, kv, theta, pace, grow, inside, begin, end)
+        inside = _in_progress(params.keep, jobs, outlook, kv, theta, pace, grow, inside, begin, end)
         for level in (PROMPT, HOPE):
             for i in range(begin, end):
                 row = outlook.rows[i]
                 if outlook.level[i] != level or jobs["running"][row]:
                     continue
-                more = _with(inside, jobs, row, reserved_of(jobs, row, kv.size, grow), theta, pace)
-                if level == HOPE and not _may(params.keep, jobs, row, now, theta, pace, more):
+                blocks = reserved_of(jobs, row, kv.size, grow)
+                more = _with(params.keep, inside, jobs, row, blocks, theta, pace)
+                if level == HOPE and not _may(params, jobs, row, now, theta, pace, more):
                     outlook.level[i] = LOST
                     continue
-                if level == PROMPT and tries and _is_full(params, kv, more):
+                if level == PROMPT and tries and _is_full(params, kv, pace, more):
                     more = _paused(params, jobs, outlook, kv, now, theta, pace, grow, more, begin, end, i)
-                    tries -= _is_full(params, kv, more)
-                if inside.answers and _is_full(params, kv, more):
+                    tries -= _is_full(params, kv, pace, more)
+                if inside.answers and _must_wait(params, jobs, kv, pace, more, row, outlook.start[i] - now):
                     outlook.level[i] = WAITS
+                    if more.blocks <= kv.total:  # smaller ones may pass it for KV, none for a slot
+                        inside = InProgress(
+                            inside.blocks, more.answers, more.context, more.rents, more.steady, more.rate
+                        )
                 else:
                     inside = more
         begin = end
 
 
 @compiled
-def _is_full(params: PackerParams, kv: KvBudget, inside: InProgress) -> bool:
-    """Tell whether these requests are more than the KV or the batch holds."""
-    return bool(inside.blocks > kv.total or inside.answers > params.max_running)
+def _must_wait(
+    params: PackerParams, jobs: Rows, kv: KvBudget, pace: Pace, inside: InProgress, row: int, left: float
+) -> bool:
+    """Tell whether a prompt waits for room; inside: with it, left: seconds until it must start.
+
+    Answers take turns for one that must start now. Else it waits until one of them ends: the fewer are in
+    progress, the freer is the choice among prompts to come.
+    """
+    early = can_wait(jobs, row) and left > params.max_step
+    many = inside.answers > params.max_running
+    return _is_full(params, kv, pace, inside) or bool(early and many)
+
+
+@compiled
+def _is_full(params: PackerParams, kv: KvBudget, pace: Pace, inside: InProgress) -> bool:
+    """Tell whether these requests are more than the KV or the batch holds.
+
+    Answers that take turns need t / tpot of a slot each, with iterations of t seconds.
+    """
+    turns = params.keep.turns
+    if inside.blocks > kv.total or inside.answers <= params.max_running or turns == 0.0:
+        return bool(inside.blocks > kv.total or inside.answers > params.max_running)
+    return bool(inside.steady + inside.rate * (pace.token + inside.rents) > turns * params.max_running)
+
+
+@compiled
+def _rate(keep: KeepOptions, jobs: Rows, row: int) -> float:
+    """Return the tokens/s of a row's answer at its tpot, 0 for one that cannot wait for others."""
+    return float(1.0 / ((1.0 - keep.margin) * jobs["tpot"][row])) if can_wait(jobs, row) else 0.0
 
 
 @compiled
@@ -230,11 +268,11 @@ def _paused(
     real-time requests by others for the same reason).
     """
     chosen, size, wait = np.empty(end - begin, np.int64), 0, max(outlook.start[at] - now, 0.0)
-    while _is_full(params, kv, inside):
+    while _is_full(params, kv, pace, inside):
         best, most = -1, 0.0
         for i in range(begin, end):
             row = outlook.rows[i]
-            if outlook.level[i] == ANSWER and jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf:
+            if outlook.level[i] == ANSWER and can_wait(jobs, row):
                 lead = lead_of(params.keep, jobs, row, now) - wait - params.keep.pause * jobs["tpot"][row]
                 if lead > most:
                     best, most = i, lead
@@ -242,20 +280,23 @@ def _paused(
             outlook.level[chosen[:size]] = ANSWER
             return inside
         outlook.level[best], chosen[size], size = WAITS, best, size + 1
-        inside = _without(inside, jobs, outlook.rows[best], kv, grow, theta, pace)
+        inside = _without(params.keep, inside, jobs, outlook.rows[best], kv, grow, theta, pace)
     return inside
 
 
 @compiled
 def _without(
-    inside: InProgress, jobs: Rows, row: int, kv: KvBudget, grow: float, theta: Floats, pace: Pace
-) -> InProgress:
-    """Return the requests in progress without this answer."""
+    keep: KeepOptions, inside: InProgress, jobs: Rows, row: int, kv: KvBudget, grow: float, theta: Floats,
+    pace: Pace,
+) -> InProgress:  # fmt: skip
+    """Return the requests in progress without this answer, which can wait."""
     return InProgress(
         inside.blocks - reserved_of(jobs, row, kv.size, grow),
         inside.answers - 1,
         inside.context - jobs["computed"][row] - jobs["tokens_left"][row] / 2,
         inside.rents - rent(jobs, row, theta, pace),
+        inside.steady,
+        inside.rate - _rate(keep, jobs, row),
     )
 
 
@@ -269,23 +310,28 @@ def _same_rank(jobs: Rows, outlook: Outlook, begin: int) -> int:
 
 
 @compiled
-def _with(inside: InProgress, jobs: Rows, row: int, blocks: float, theta: Floats, pace: Pace) -> InProgress:
+def _with(
+    keep: KeepOptions, inside: InProgress, jobs: Rows, row: int, blocks: float, theta: Floats, pace: Pace
+) -> InProgress:
     """Return the requests in progress with one more."""
     return InProgress(
         inside.blocks + blocks,
         inside.answers + 1,
         inside.context + jobs["prompt"][row] + jobs["output_tokens"][row] + jobs["tokens_left"][row] / 2,
         inside.rents + rent(jobs, row, theta, pace),
+        inside.steady + (not can_wait(jobs, row)),
+        inside.rate + _rate(keep, jobs, row),
     )
 
 
 @compiled
 def _in_progress(
-    jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace, grow: float,
+    keep: KeepOptions, jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace, grow: float,
     inside: InProgress, begin: int, end: int,
 ) -> InProgress:  # fmt: skip
     """Return the requests in progress with those of these rows that are kept and hold a slot."""
     blocks, answers, context, rents = inside.blocks, inside.answers, inside.context, inside.rents
+    steady, rate = inside.steady, inside.rate
     for i in range(begin, end):
         row = outlook.rows[i]
         if outlook.level[i] == ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
@@ -293,15 +339,19 @@ def _in_progress(
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2
             rents += rent(jobs, row, theta, pace)
-    return InProgress(blocks, answers, context, rents)
+            steady += not can_wait(jobs, row)
+            rate += _rate(keep, jobs, row)
+    return InProgress(blocks, answers, context, rents, steady, rate)
 
 
 @compiled
 def _may(
-    keep: KeepOptions, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace, inside: InProgress
+    params: PackerParams, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace, inside: InProgress
 ) -> bool:
     """Tell whether a row can be on time if its answer is one deviation short; inside: it and all others."""
-    seconds = inside.rents + seconds_of(theta, inside.answers, inside.context, 0.0, 0.0)
+    decodes = min(inside.answers, params.max_running)
+    context = inside.context * decodes / max(inside.answers, 1)
+    seconds = inside.rents + seconds_of(theta, decodes, context, 0.0, 0.0)
     left = jobs["arrival"][row] + jobs["e2e"][row] - now - prompt_seconds(jobs, row, theta, pace)
-    short = max(1.0 - keep.doubt / 2 * jobs["spread"][row], 0.0)
+    short = max(1.0 - params.keep.doubt / 2 * jobs["spread"][row], 0.0)
     return bool(seconds * short * jobs["tokens_left"][row] <= left)

@@ -155,9 +155,14 @@ class DirectoryStore(SqliteFile):
     # ---- batches
 
     @in_thread
-    def add_batch(self, batch: Batch, most: int) -> None:
-        """Add a batch. RequestError: 404 when its file is gone, 429 when `most` of its tenant are open."""
+    def add_batch(self, batch: Batch, most: int, *, keyed: bool = False) -> bool:
+        """Add a batch; False when there is one of its id. The outcome is known here, so `keyed` is nothing.
+
+        RequestError: 404 when its file is gone, 429 when `most` of its tenant are open.
+        """
         with self.transaction() as db:
+            if db.execute("SELECT 1 FROM batches WHERE id = ?", [batch.id]).fetchone():
+                return False
             of = [batch.tenant, batch.input_file]
             if not db.execute("SELECT 1 FROM files WHERE tenant = ? AND id = ?", of).fetchone():
                 raise no_file(batch.input_file)
@@ -167,6 +172,7 @@ class DirectoryStore(SqliteFile):
                 raise too_many_open(count, most)
             row = [getattr(batch, field.name) for field in fields(Batch)]
             db.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({_marks(_BATCH)})", row)
+            return True
 
     @in_thread
     def batch(self, tenant: str, id: str) -> Batch | None:

@@ -15,11 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway import clock
 from headway.errors import RequestError
-from headway.serve.app_state import AppState, error_docs
+from headway.serve.app_state import AppState, error_docs, header_docs
 from headway.serve.batches.files import ROOM, Quota, Upload, new_id, too_large
 from headway.serve.batches.port import PIECE, BatchStore, pieces
 from headway.serve.batches.records import Batch, StoredFile, no_file
 from headway.serve.fields import checked
+from headway.serve.idempotency import HEADER, batch_id, reused
 from headway.serve.request_parsing import read_json
 from headway.serve.run_endpoints import body_docs
 
@@ -214,19 +215,24 @@ async def _found_batch(state: AppState, request: Request, id: str) -> tuple[Batc
 
 def _batches(app: FastAPI, state: AppState) -> None:
     @app.post(
-        "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 429, 503),
-        openapi_extra=body_docs(BatchBody),
+        "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 422, 429, 503),
+        openapi_extra=body_docs(BatchBody) | {"parameters": header_docs(HEADER)},
     )  # fmt: skip
     async def create(request: Request) -> Response:
         """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""
         key, store = state.key(request), _store(state)
         tenant = "default" if key is None else key.tenant
         body = checked(BatchBody, read_json(await state.body(request)))
-        batch = await _new(body, store, tenant)
+        id = batch_id(tenant, request.headers)
+        if id is not None and (known := await store.batch(tenant, id)) is not None:
+            return _again(known, body)
+        batch = await _new(body, store, tenant, id)
         if key is not None:
             claims = {name: value for name, value in asdict(key).items() if name != "key"}
             batch = replace(batch, claims=json.dumps(claims))
-        await store.add_batch(batch, state.config.batches.max_open)
+        if not await store.add_batch(batch, state.config.batches.max_open, keyed=id is not None):
+            _, known = await _found_batch(state, request, batch.id)
+            return _again(known, body)
         store.changed.set()
         return JSONResponse(_batch(batch))
 
@@ -261,8 +267,17 @@ def _one_batch(app: FastAPI, state: AppState) -> None:
         return JSONResponse(_batch(found))
 
 
-async def _new(body: BatchBody, store: BatchStore, tenant: str) -> Batch:
-    """Return a new batch; RequestError when its window or its file is none."""
+def _again(known: Batch, body: BatchBody) -> Response:
+    """Answer a batch that was sent again under its idempotency key; 422 if that is another one's."""
+    metadata = None if known.metadata is None else json.loads(known.metadata)
+    asked = body.endpoint, body.input_file_id, body.completion_window, body.metadata
+    if asked != (known.endpoint, known.input_file, known.window, metadata):
+        raise reused()
+    return JSONResponse(_batch(known))
+
+
+async def _new(body: BatchBody, store: BatchStore, tenant: str, id: str | None) -> Batch:
+    """Return a new batch, by that id if it has one; RequestError when its window or its file is none."""
     seconds = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
     if not _SHORTEST <= seconds <= _LONGEST:
         raise RequestError(
@@ -280,8 +295,9 @@ async def _new(body: BatchBody, store: BatchStore, tenant: str) -> Batch:
     now = clock.now()
     metadata = None if body.metadata is None else json.dumps(body.metadata)
     return Batch(
-        new_id("batch"), tenant, body.endpoint, file.id, body.completion_window, now, now + seconds, metadata
-    )
+        id or new_id("batch"), tenant, body.endpoint, file.id, body.completion_window, now, now + seconds,
+        metadata,
+    )  # fmt: skip
 
 
 def _batch(batch: Batch) -> dict[str, Any]:

@@ -79,8 +79,12 @@ class BatchStore(Protocol):
 
     # ---- batches
 
-    async def add_batch(self, batch: Batch, most: int) -> None:
-        """Add a batch. RequestError: 404 when its file is gone, 429 when `most` of its tenant are open."""
+    async def add_batch(self, batch: Batch, most: int, *, keyed: bool = False) -> bool:
+        """Add a batch; False when there is one of its id, which stays as it is.
+
+        keyed: its client can send it again under the same id, so it stays if the outcome is not known.
+        RequestError: 404 when its file is gone, 429 when `most` of its tenant are open.
+        """
 
     async def batch(self, tenant: str, id: str) -> Batch | None:
         """Return a batch of a tenant."""

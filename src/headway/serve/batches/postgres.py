@@ -113,13 +113,15 @@ class PostgresStore(PostgresFiles):
 
     # ---- batches
 
-    async def add_batch(self, batch: Batch, most: int) -> None:
-        """Add a batch. If its outcome is not known, and it was added, it is cancelled."""
+    async def add_batch(self, batch: Batch, most: int, *, keyed: bool = False) -> bool:
+        """Add a batch. If its outcome is not known, and it was added, it is cancelled unless it has a key."""
         cancel = self.statement(_CANCEL, stored(batch.tenant), batch.id, batch.created)
-        await self.change(partial(self._add, batch, most), undo=cancel)
+        return await self.change(partial(self._add, batch, most), undo=None if keyed else cancel)
 
-    async def _add(self, batch: Batch, most: int, connection: Connection) -> None:
+    async def _add(self, batch: Batch, most: int, connection: Connection) -> bool:
         await self.lock_tenant(connection, batch.tenant)
+        if await connection.fetchrow(self.sql(_GET), batch.id, stored(batch.tenant)) is not None:
+            return False
         await self.lock_input(connection, batch.tenant, batch.input_file)
         count = await connection.fetchval(self.sql(_COUNT), stored(batch.tenant))
         if count >= most:
@@ -127,6 +129,7 @@ class PostgresStore(PostgresFiles):
         values = [getattr(batch, field.name) for field in fields(Batch)]
         row = [stored(value) if isinstance(value, str) else value for value in values]
         await connection.execute(self.sql(_ADD), *row)
+        return True
 
     async def batch(self, tenant: str, id: str) -> Batch | None:
         """Return a batch of a tenant."""
