@@ -20,6 +20,7 @@ from headway.pack.promises.outlook import (
     LOST,
     OTHER,
     PROMPT,
+    WAITS,
     eased,
     outlook_of,
     pace_of,
@@ -380,3 +381,51 @@ def test_nothing_waits_for_ever() -> None:
     assert ends[0] < 30.0 < 60.0 < ends[1]
     few = [Simulation(patient(s), [instance(running=2)], load).run().end[one] for s in (10.0, 1e9)]
     assert ends[0] + 20.0 < few[0] < few[1], "one slot of two is a larger share"
+
+
+# ---- turns in a batch that is too small
+
+
+def turns(*more: dict[str, float], ahead: int = 50, slots: int = 64, keep: KeepOptions | None = None) -> Step:
+    """Pack four answers, the second of them ahead by that many tokens, in a batch of four, and `more`."""
+    usual = answer(ttft=1.0, tpot=0.1)
+    far = answer(ttft=1.0, tpot=0.1, output_tokens=5 + ahead, computed=104 + ahead, blocks=11)
+    table = jobs(usual, far, usual, usual, *more)
+    return packer(keep, running=4).pack(table, KvBudget(1000, 900, 16, slots), 0.1)
+
+
+def test_answers_far_ahead_take_turns_for_a_prompt_that_must_start_now() -> None:
+    urgent, early = {"ttft": 0.2, "tpot": 0.1}, {"ttft": 3.0, "tpot": 0.1}
+    step = turns(urgent)
+    assert sorted(ran(step)) == [0, 2, 3, 4], "the second waits"
+    assert not step.evict.size, "with its KV"
+    assert not step.save.size
+    assert sorted(ran(turns(early))) == [0, 1, 2, 3], "a prompt that has the time waits for a slot"
+    assert sorted(ran(turns(urgent, keep=KeepOptions(turns=0.0)))) == [0, 1, 2, 3]
+    assert sorted(ran(turns(urgent, slots=4))) == [0, 1, 2, 3], "to wait with its KV takes a slot of its own"
+
+
+def test_no_more_answers_take_turns_than_the_batch_can_keep_on_time() -> None:
+    """An iteration takes about 13 ms by the first guess: with a tpot of 15 ms nearly every one is needed."""
+    assert [_with_tight(*["urgent"] * n).count(PROMPT) for n in range(5)] == [0, 1, 1, 1, 1]
+
+
+def test_prompts_that_wait_for_a_slot_are_not_passed() -> None:
+    """By KV smaller ones may pass; here one that needs a slot less often would."""
+    assert _with_tight("patient") == [PROMPT]
+    assert _with_tight("urgent", "urgent", "patient") == [PROMPT, WAITS, WAITS]
+
+
+def _with_tight(*names: str) -> list[int]:
+    """Return the levels of prompts beside four answers with a tight tpot in a batch of four."""
+    tight = answer(ttft=1.0, tpot=0.015, output_tokens=50, computed=149, blocks=10, tokens_left=100.0)
+    prompts = {
+        "urgent": {"ttft": 0.2, "tpot": 0.015, "tokens_left": 100.0},
+        "patient": {"ttft": 0.25, "tpot": 1.0, "tokens_left": 100.0},
+    }
+    table, theta, now = jobs(*[tight] * 4, *(prompts[name] for name in names)), OnlineLatency().theta, 0.1
+    keep = packer(KeepOptions(selects=False), running=4).params
+    pace = pace_of(table.data, table.rows(), theta)
+    outlook = kept_of(table.data, outlooks_of(keep, table.data, table.rows(), now, theta, pace), theta, pace)
+    select(keep, table.data, outlook, ROOM, now, theta, pace, 0.015, 0.2, 0.0)
+    return [int(outlook.level[outlook.rows == 4 + i][0]) for i in range(len(names))]

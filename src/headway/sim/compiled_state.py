@@ -158,8 +158,9 @@ def initial_state(
 def outcome(state: RunState) -> Outcome:
     """Return what became of the requests of a run that has ended."""
     progress = state.progress[0]
+    evictions = np.where(np.isnan(state.end), 0, state.jobs["evictions"])
     return Outcome(
-        state.first, state.end, np.where(state.jobs["serial"] > 0, 0, -1), state.jobs["evictions"].copy(),
+        state.first, state.end, np.where(state.jobs["serial"] > 0, 0, -1), evictions,
         int(progress["iterations"]), float(progress["busy"]), int(progress["preempted"]),
         int(progress["paused"]),
     )  # fmt: skip

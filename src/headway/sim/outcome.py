@@ -30,7 +30,7 @@ class Outcome:
     Columns, by row of the workload:
     first, end: instants of the first token and of the end, NaN = never.
     instance: the index of its (last) instance in the fleet, -1 = it was never sent.
-    evictions: how often it lost its KV.
+    evictions: how often it lost its KV, of those that have ended.
 
     Sums over all instances:
     iterations, busy: how many, and their seconds.

@@ -1,7 +1,8 @@
 """The grounds on which `headway bench default` compares recipes: an engine, traffic, and its promises.
 
 Each paper's own set-up on one instance, and what operators meet besides: bursts, days and nights, long
-prompts, long answers, little KV, tight pace, weighted classes. Lengths are the built-in published statistics.
+prompts, long answers, little KV, few slots, tight pace, weighted classes. Lengths are the built-in published
+statistics.
 """
 
 from __future__ import annotations
@@ -183,5 +184,10 @@ GROUNDS = (
         "three-classes", _LLAMA,
         (_of("gold", 1, "sharegpt", 0, ttft=0.5, tpot=0.05), _of("silver", 2, "lmsys", 1, ttft=2.0, tpot=0.1),
          _of("bronze", 2, "alpaca", 2, e2e=20.0)),
+    ),
+    Ground(
+        "few-slots", _OPT,
+        (_of("chat", 3, "sharegpt", ttft=1.5, tpot=0.15), _of("be", 2, "bros-best-effort", 10)),
+        max_running=16, burstiness=0.2,
     ),
 )  # fmt: skip

@@ -38,8 +38,8 @@ class Outlook(NamedTuple):
 
 
 @compiled
-def pace_of(params: PackerParams, jobs: Rows, rows: Ints, theta: Floats) -> Pace:
-    """Return the pace of the answers in progress among `rows`, as many as the batch holds."""
+def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
+    """Return the pace of the answers in progress among `rows`."""
     decodes, context = 0, 0.0
     for row in rows:
         if jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row):

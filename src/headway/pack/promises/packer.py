@@ -113,7 +113,7 @@ def pack(
 ) -> CompiledStep:
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
-    pace = pace_of(params, jobs, rows, theta)
+    pace = pace_of(jobs, rows, theta)
     calm = eased(params, 0.0)
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace)
     pressure = pressure_of(params.keep, outlook)
@@ -124,7 +124,8 @@ def pack(
         params = calm
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, pace)
-    select(params, jobs, kept, kv, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
+    room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
+    select(params, jobs, kept, room, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
     if params.keep.turns > 0.0:
         take_turns(params, jobs, kept, theta, may, now, pace)
     return compose(params, jobs, kept, queue_of(jobs, kept, outlook, theta, pace), others, kv, theta, may)

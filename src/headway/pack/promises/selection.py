@@ -68,8 +68,8 @@ def select(
 ) -> None:  # fmt: skip
     """Change the level of prompts that are given up (LOST) or have no room yet (WAITS), and order the others.
 
-    tpot: the tightest of the kept answers, inf = none. longest: seconds of an iteration with prompts.
-    grow: as of `growth_of`. All changes are in place.
+    kv: its slots are those that held rows leave. tpot: the tightest of the kept answers, inf = none. longest:
+    seconds of an iteration with prompts. grow: as of `growth_of`. All changes are in place.
     """
     # Without a tpot a prompt still pays the base of each of its iterations, and the answers beside it.
     beside = pace.token if pace.decodes else pace.base
@@ -242,11 +242,15 @@ def _must_wait(
 def _is_full(params: PackerParams, kv: KvBudget, pace: Pace, inside: InProgress) -> bool:
     """Tell whether these requests are more than the KV or the batch holds.
 
-    Answers that take turns need t / tpot of a slot each, with iterations of t seconds.
+    Answers that take turns need t / tpot of a slot of the batch each, with iterations of t seconds; each of
+    them holds a slot of the engine meanwhile.
     """
     turns = params.keep.turns
-    if inside.blocks > kv.total or inside.answers <= params.max_running or turns == 0.0:
-        return bool(inside.blocks > kv.total or inside.answers > params.max_running)
+    most = kv.slots if turns > 0.0 else min(params.max_running, kv.slots)
+    if inside.blocks > kv.total or inside.answers > most:
+        return True
+    if inside.answers <= params.max_running:
+        return False
     return bool(inside.steady + inside.rate * (pace.token + inside.rents) > turns * params.max_running)
 
 
