@@ -61,6 +61,13 @@ class Limits:
         )  # fmt: skip
 
 
+class Watcher(Protocol):
+    """What serves a request and must know whether its client is there."""
+
+    def client_left(self) -> None:
+        """Learn that the client has disconnected before it had the whole answer."""
+
+
 class Connection(Protocol):
     """A connection as its limits see it."""
 
@@ -80,11 +87,13 @@ class Connections:
     loop has read what had come already, however busy it is.
 
     ended: told of each connection that a limit ended.
+    address: of the gateway, as the latest connection has it.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.ended: Callable[[Limit], None] = lambda limit: None
+        self.address: tuple[str, int | None] | None = None
         self._open: set[Connection] = set()
         self._serving: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from starlette.types import Receive, Scope, Send
@@ -19,7 +19,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from headway.errors import HeadwayError, RequestError
-from headway.serve.connections import CONNECTION, Connections, Limit, Limits
+from headway.serve.connections import CONNECTION, Connections, Limit, Limits, Watcher
+from headway.serve.empty_queues import Event, Flow, Pipeline
 from headway.serve.streaming import error_response, stopped
 
 _STATUS = ("/health", "/ready", "/metrics")
@@ -41,7 +42,7 @@ class LimitedHttp(HttpToolsProtocol):
     limits: ClassVar[Limits]
     # In slots: Python keeps up to 30 attributes of an object without a dictionary, and uvicorn has 29.
     __slots__ = (
-        "_due", "_error", "_head", "_in_body", "_last", "_leave", "_open", "_running", "_size", "_unsent",
+        "_due", "_error", "_head", "_in_body", "_last", "_open", "_running", "_size", "_unsent", "_watcher",
         "_write_due",
     )  # fmt: skip
 
@@ -50,6 +51,7 @@ class LimitedHttp(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, server_state, app_state, _loop)
+        self.pipeline = Pipeline()  # type: ignore[assignment]
         self._head = 0  # bytes read since an unfinished head began
         self._size = 0  # bytes of its complete lines
         self._open = False  # a head has begun and is not complete
@@ -59,13 +61,17 @@ class LimitedHttp(HttpToolsProtocol):
         self._write_due = math.inf  # when the client has to have taken some of them
         self._error: RequestError | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
-        self._leave: Callable[[], None] | None = None  # what is called when its client leaves before its end
+        self._watcher: Watcher | None = None  # is told when the client leaves before the end of that
         self._last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
 
     # ---- bytes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = Flow(transport)
+        if self.server != self.clients.address:
+            self.clients.address = self.server
+        self.server = self.clients.address  # one for all
         self._due = self.loop.time() + self.limits.head_s
         self.clients.add(self)
 
@@ -90,18 +96,21 @@ class LimitedHttp(HttpToolsProtocol):
             running.disconnected = True  # uvicorn tells the latest request alone
             running.message_event.set()
         super().connection_lost(exc)
-        if self._leave is not None and running is not None and not running.response_complete:
-            self._leave()
-        self._leave = None
+        if self._watcher is not None and running is not None and not running.response_complete:
+            self._watcher.client_left()
+        self._watcher = None
 
-    def watch(self, leave: Callable[[], None]) -> None:
-        """Call back when the client leaves before it has the answer to the request that is being answered.
+    def watch(self, watcher: Watcher) -> None:
+        """Tell it when the client leaves before it has the answer to the request that is being answered.
 
-        An ASGI application learns it from `receive`; to wait there takes a task for every stream.
+        An ASGI application learns it from `receive`; to wait there takes a task for every stream. The headers
+        of the request have been read by now, and are not kept for as long as the answer takes.
         """
-        self._leave = leave
+        self._watcher = watcher
+        if self._running is not None:
+            self._running.scope["headers"].clear()  # type: ignore[attr-defined]
         if self._running is not None and self._running.disconnected:
-            leave()
+            watcher.client_left()
         else:
             self.flow.resume_reading()  # or its end would not be read
 
@@ -149,14 +158,15 @@ class LimitedHttp(HttpToolsProtocol):
         return self._running is None or self._running.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running, self._leave = cycle, None
+        self._running, self._watcher = cycle, None
+        cycle.message_event = Event(is_set=cycle.message_event.is_set())
         cast(dict[str, object], cycle.scope)[CONNECTION] = self
         if not self.clients.admit(self):
             app = _status_alone(app)
-        super()._start_asgi_task(cycle, _until_stopped(cycle, app))
+        super()._start_asgi_task(cycle, partial(_until_stopped, cycle, app))
 
     def on_response_complete(self) -> None:
-        self._leave = None
+        self._watcher = None
         super().on_response_complete()
         if self._idle:
             self.clients.waits(self)
@@ -242,22 +252,20 @@ def _status_alone(app: ASGI3Application) -> ASGI3Application:
     return answer  # type: ignore[return-value]
 
 
-def _until_stopped(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """Return what ends without an error when it is cancelled, which the end of the gateway alone does."""
-
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)  # type: ignore[arg-type]
-        except asyncio.CancelledError:
-            if not cycle.response_started:
-                await error_response(stopped())(scope, receive, send)
-            elif not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.transport.close()
-        finally:
-            scope.pop(CONNECTION, None)  # or the two would wait for the garbage collector
-
-    return run  # type: ignore[return-value]
+async def _until_stopped(
+    cycle: RequestResponseCycle, app: ASGI3Application, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Run the application; the end of the gateway, which alone cancels it, is not an error."""
+    try:
+        await app(scope, receive, send)  # type: ignore[arg-type]
+    except asyncio.CancelledError:
+        if not cycle.response_started:
+            await error_response(stopped())(scope, receive, send)
+        elif not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.transport.close()
+    finally:
+        scope.pop(CONNECTION, None)  # or the two would wait for the garbage collector
 
 
 def _too_large(max_head: int) -> RequestError:

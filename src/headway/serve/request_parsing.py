@@ -346,7 +346,8 @@ def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
         field: _target(field, names, body, headers, getattr(defaults, field))
         for field, names in _SLO_NAMES.items()
     }
-    return Slo(**values)
+    slo = Slo(**values)
+    return defaults if slo == defaults else slo  # one for all that have no targets of their own
 
 
 def _target(

@@ -232,8 +232,6 @@ class EngineResponse:
     async def _begin(self) -> None:
         if self.status != 200 and not 400 <= self.status <= 599:
             raise MalformedAnswer(self.engine, f"its status is {self.status}")
-        if not all(value.isascii() for header in self._response.raw_headers for value in header):
-            raise MalformedAnswer(self.engine, "its headers are not ASCII")
         if not self.streams:
             self.head = await self._read_all()
             await self._check()

@@ -75,16 +75,17 @@ class ResponseStream(LateResponse):
         self._path, self._in_flight, self._wants_usage = path, in_flight, wants_usage
         self._started = self._complete = False
         self._left = False  # the client has disconnected before the end
+        self._task: asyncio.Task[object] | None = None
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected, whichever is first.
 
         The end of the gateway cancels it: then the client is told.
         """
-        this = asyncio.current_task()
+        self._task = this = asyncio.current_task()
         assert this is not None, "it is served by a task"
         if (connection := scope.get(CONNECTION)) is not None:
-            connection.watch(partial(self._leave, this))
+            connection.watch(self)
         try:
             await self._serve(scope, receive, send)
         except asyncio.CancelledError:
@@ -94,10 +95,10 @@ class ResponseStream(LateResponse):
                 await self._path.fail(self._in_flight, "gateway_stopped")
                 await self._send_error(stopped(), scope, receive, send)
 
-    def _leave(self, task: asyncio.Task[None]) -> None:
+    def client_left(self) -> None:
         """End the work on a request whose client has disconnected, unless it has the whole response."""
-        if not (self._complete or self._in_flight.closed):
-            self._left = task.cancel()
+        if self._task is not None and not (self._complete or self._in_flight.closed):
+            self._left = self._task.cancel()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import aiohttp
@@ -20,6 +20,9 @@ from headway.errors import EngineError
 from headway.events import Learned
 from headway.forecast.latency.online import THETA_SIZE
 from headway.types import Progress
+
+if TYPE_CHECKING:
+    from aiohttp.connector import Connection
 
 # vLLM closes idle connections after 5 s; closing them earlier avoids writing into one that is being closed.
 _KEEPALIVE = 2.0
@@ -103,7 +106,7 @@ class EngineConnection:
         self._session = aiohttp.ClientSession(
             timeout=self._request_timeout, connector=connector, read_bufsize=2**18,
             cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity"}, response_class=_Response,
         )  # fmt: skip
         self.use_key(self.key)
 
@@ -361,6 +364,18 @@ class OpenRequest:
             self._connection.count(-1)
         if isinstance(error, BROKEN):
             raise engine_error(self._connection.id, error) from error
+
+
+class _Response(aiohttp.ClientResponse):
+    """A response that does not keep its headers as bytes until its end."""
+
+    async def start(self, connection: Connection) -> Self:
+        """Read status and headers; ClientError when these are not ASCII."""
+        await super().start(connection)
+        if not all(value.isascii() for header in self.raw_headers for value in header):
+            raise aiohttp.ClientError("headers that are not ASCII")
+        self._raw_headers = ()
+        return self
 
 
 async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
