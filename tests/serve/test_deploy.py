@@ -46,7 +46,7 @@ def labels(gateway: Gateway) -> dict[str, set[str]]:
     """Sample name -> its labels, of a gateway that has served and refused something."""
     gateway.post(gateway.chat(service_tier="chat", stream=True))
     gateway.get("/v1/none")
-    until(lambda: not gateway.controller.requests)
+    until(lambda: gateway.metric("headway_slo_owed_total{"))  # counted once the client has its answer
     found = dict(UNSEEN)
     for family in text_string_to_metric_families(gateway.get("/metrics").text):
         for sample in family.samples:

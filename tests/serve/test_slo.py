@@ -12,7 +12,7 @@ from headway.config import Key, Tier
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.lengths.task import TELLING
 from tests.serve.conftest import Serve
-from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway
+from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway, until
 
 SLOW = 1e6  # milliseconds
 
@@ -115,8 +115,9 @@ def test_a_class_of_one_s_own_and_the_default_class(serve: Serve, fake: Fake) ->
         assert fake.last()["body"]["priority"] == -5
         gateway.post(gateway.chat())
         assert slo_targets(fake.last()["body"]) == {"e2e": SLOW}
-        assert gateway.metric('headway_slo_attainment{class="default",model="smollm2"}') == 1.0
-        assert gateway.metric('headway_slo_owed_total{class="gold",model="smollm2"}') == 1.0
+        # They are counted once the client has its answer.
+        until(lambda: gateway.metric('headway_slo_attainment{class="default",model="smollm2"}') == 1.0)
+        until(lambda: gateway.metric('headway_slo_owed_total{class="gold",model="smollm2"}') == 1.0)
 
 
 @pytest.mark.parametrize(
