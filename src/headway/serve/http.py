@@ -24,6 +24,7 @@ from headway.serve.empty_queues import Event, Flow, Pipeline
 from headway.serve.streaming import error_response, stopped
 
 _STATUS = ("/health", "/ready", "/metrics")
+_ROUTING = ("asgi", "state")  # of a request's scope, besides its headers
 
 
 def limited(connections: Connections) -> type[HttpToolsProtocol]:
@@ -103,12 +104,15 @@ class LimitedHttp(HttpToolsProtocol):
     def watch(self, watcher: Watcher) -> None:
         """Tell it when the client leaves before it has the answer to the request that is being answered.
 
-        An ASGI application learns it from `receive`; to wait there takes a task for every stream. The headers
-        of the request have been read by now, and are not kept for as long as the answer takes.
+        An ASGI application learns it from `receive`; to wait there takes a task for every stream. What
+        routing alone reads is not kept for as long as the answer takes.
         """
         self._watcher = watcher
         if self._running is not None:
-            self._running.scope["headers"].clear()  # type: ignore[attr-defined]
+            scope = cast(dict[str, Any], self._running.scope)
+            scope["headers"].clear()  # the parser has this list, too
+            for name in _ROUTING:
+                scope.pop(name, None)
         if self._running is not None and self._running.disconnected:
             watcher.client_left()
         else:
