@@ -107,13 +107,13 @@ class LimitedHttp(HttpToolsProtocol):
         An ASGI application learns it from `receive`; to wait there takes a task for every stream. What
         routing alone reads is not kept for as long as the answer takes.
         """
-        self._watcher = watcher
-        if self._running is not None:
-            scope = cast(dict[str, Any], self._running.scope)
+        self._watcher, running = watcher, self._running
+        if running is not None:
+            scope = cast(dict[str, Any], running.scope)
             scope["headers"].clear()  # the parser has this list, too
             for name in _ROUTING:
                 scope.pop(name, None)
-        if self._running is not None and self._running.disconnected:
+        if running is not None and running.disconnected:
             watcher.client_left()
         else:
             self.flow.resume_reading()  # or its end would not be read
