@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.config import Broker
 from headway.serve.budget import ByteBudget
-from headway.serve.request_parsing import EngineBody
+from headway.serve.engine_body import EngineBody
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, Fake, Gateway, until
 from tests.serve.test_background import DEAD, begin, finished

@@ -100,6 +100,7 @@ class SqliteBroker:
             self._turns = held.enter_context(closing(Turns(self.path)))
             self._held = held.pop_all()
         self._file = Identity(self.path)
+        self._coming: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._closed = False
         self._readers = ThreadPoolExecutor(1, "broker-read")
@@ -178,6 +179,8 @@ class SqliteBroker:
     async def close(self) -> None:
         """Carry out the calls made so far, end the lease, then release the threads and the file."""
         self._closed = True
+        for loop in [*self._coming]:
+            self._hand_over(loop)
         self._calls.put(None)
         await asyncio.to_thread(self._writer.join)
 
@@ -185,9 +188,18 @@ class SqliteBroker:
 
     async def _write(self, apply: Callable[[sqlite3.Connection], T]) -> T:
         self._check()
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._calls.put(_Call(apply, future))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if loop not in self._coming:
+            self._coming[loop] = []
+            loop.call_soon(self._hand_over, loop)
+        self._coming[loop].append(_Call(apply, future))
         return await future
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give the writer at once what one iteration of the event loop has brought: it shares a commit."""
+        for call in self._coming.pop(loop, ()):
+            self._calls.put(call)
 
     async def _read(self, look: Callable[[sqlite3.Connection], T]) -> T:
         self._check()

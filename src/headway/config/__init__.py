@@ -10,6 +10,7 @@ import json
 import os
 import tomllib
 from dataclasses import asdict, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -170,7 +171,7 @@ class Tier:
     drop: bool = False
     prewarm: Positive = 0.5
 
-    @property
+    @cached_property
     def slo(self) -> Slo:
         """Return the SLO in seconds."""
         ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms)

@@ -223,13 +223,15 @@ class AppState:
         self, kind: Kind, request: Request, data: bytes, key: Key | None, arrival: float,
         translate: Translate | None,
     ) -> ParsedRequest:  # fmt: skip
+        headers, path = _headers(request), request.scope["path"]
         raw, body = await offload(len(data), partial(self._validated, kind, data, translate))
         parsed, prompt = await self.interpreted(
-            kind, raw, body, request.headers, key, arrival,
+            kind, raw, body, headers, key, arrival,
             tenant="default" if key is None else key.tenant, size=len(data),
         )  # fmt: skip
-        parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
-        parsed = await self.gateway.path.with_earlier(keyed(parsed, request.headers, request.url.path, data))
+        if parsed.request.stage is not None:
+            parsed = replace(parsed, request=self.gateway.dispatcher.promised(parsed.request))
+        parsed = await self.gateway.path.with_earlier(keyed(parsed, headers, path, data))
         if parsed.earlier is None:
             self.gateway.path.check_capacity(parsed.request, None if key is None else key.max_queued)
         self._learn_prefix(parsed.request, prompt)
@@ -251,13 +253,13 @@ class AppState:
             _check_tools(engine, body.model, raw.get("tool_choice"))
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
         parsed = await offload(size, partial(
-            interpret, kind, raw, body, headers, self.config, tenant=tenant, arrival=arrival,
-            prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
+            interpret, kind, raw, body, headers, self.config, model=model, adapter=adapter, tenant=tenant,
+            arrival=arrival, prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
         ))  # fmt: skip
         if key is not None:
             own = body.priority is not None or "x-vllm-priority" in headers
             check_claims(key, parsed.request, parsed.request.priority if own else None)
-        return replace(parsed, request=replace(parsed.request, model=model, adapter=adapter)), prompt
+        return parsed, prompt
 
     def _validated(
         self, kind: Kind, data: bytes, translate: Translate | None
@@ -281,6 +283,14 @@ class AppState:
             return  # it completes no prompt
         if (ids := prompt.ids) is not None:
             prefixes.learn(request, ids)
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Return the headers of a request; where there are several of a name the first one counts.
+
+    Some thirty names are looked up, for each of which Starlette would go through them all.
+    """
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(request.headers.raw)}
 
 
 def _check_runner(engine: Engine, kind: Kind, model: str) -> None:

@@ -118,6 +118,13 @@ class LimitedHttp(HttpToolsProtocol):
         else:
             self.flow.resume_reading()  # or its end would not be read
 
+    def join_head(self) -> HeadWithBody:
+        """Let the answer that begins now write its head with its body; the end of it is owed a `flush`."""
+        assert self._running is not None, "a request is being answered"
+        joined = HeadWithBody(self.transport)
+        self._running.transport = cast(asyncio.Transport, joined)
+        return joined
+
     def resume_writing(self) -> None:
         self._unsent = 0
         super().resume_writing()
@@ -242,6 +249,38 @@ class LimitedHttp(HttpToolsProtocol):
         else:
             self._error = _too_slow(limit, self.limits)
             self.send_400_response("")
+
+
+class HeadWithBody:
+    """A transport that keeps the head of an answer until its body comes: both go out in one system call."""
+
+    __slots__ = ("_head", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        """Keep the head, or write it with what comes after it."""
+        if self._head is None:
+            self._head = data
+        else:
+            head, self._head = self._head, b""
+            self._transport.writelines([head, data])
+
+    def flush(self) -> None:
+        """Write a head that has no body."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        """Close the transport once all has gone out."""
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Tell whether the transport closes, or has closed."""
+        return self._transport.is_closing()
 
 
 def _status_alone(app: ASGI3Application) -> ASGI3Application:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,6 +34,17 @@ class Totals:
     requests: int
     tokens: int
     by_class: dict[str, tuple[int, int]]
+
+
+class _Answers(NamedTuple):
+    """What counts the complete answers of a model and a class; to look these up costs more than to count."""
+
+    ended: Counter
+    ttft: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    prompt: Counter
+    output: Counter
 
 
 class Metrics:
@@ -71,6 +83,7 @@ class Metrics:
         self._add_swaps(r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
+        self._answers: dict[tuple[str, str], _Answers] = {}
         self._served = [0, 0]  # requests and their tokens
         self._counted = _Counted()
         r.register(self._counted)
@@ -162,15 +175,28 @@ class Metrics:
         """Count a complete response: seconds from arrival, and its tokens."""
         by = (request.model, request.tier)
         tpot = (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else 0.0
-        self._ends.labels(*by, "finished").inc()
-        self._ttft.labels(*by).observe(ttft)
-        self._tpot.labels(*by).observe(tpot)
-        self._e2e.labels(*by).observe(e2e)
-        self._tokens.labels(request.model, "prompt").inc(request.prompt_tokens)
-        self._tokens.labels(request.model, "output").inc(output_tokens)
+        answers = self._answers.get(by) or self._answers_of(by)
+        answers.ended.inc()
+        answers.ttft.observe(ttft)
+        answers.tpot.observe(tpot)
+        answers.e2e.observe(e2e)
+        answers.prompt.inc(request.prompt_tokens)
+        answers.output.inc(output_tokens)
         self._served[0] += 1
         self._served[1] += request.prompt_tokens + output_tokens
         self._judge(request, request.slo.met(ttft, tpot, e2e))
+
+    def _answers_of(self, by: tuple[str, str]) -> _Answers:
+        model, _ = by
+        made = self._answers[by] = _Answers(
+            self._ends.labels(*by, "finished"),
+            self._ttft.labels(*by),
+            self._tpot.labels(*by),
+            self._e2e.labels(*by),
+            self._tokens.labels(model, "prompt"),
+            self._tokens.labels(model, "output"),
+        )
+        return made
 
     def totals(self) -> Totals:
         """Return what has been served and kept so far."""

@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.broker.port import Job
 from headway.config import Config, Tier
-from headway.engines.vllm.request_metadata import foreign
 from headway.errors import RequestError
 from headway.serve import run_identity
+from headway.serve.engine_body import EngineBody
 from headway.serve.fields import Ms, checked, milliseconds
 from headway.serve.lengths.text import text_of
 from headway.serve.pooling import PATHS as POOLING
@@ -102,55 +102,6 @@ class PoolingBody(CompletionBody):
     """The body of a request for a pooling model, as a completion of its texts."""
 
     prompt_field: ClassVar[str] = "input"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineBody:
-    """The body of a request for the engine, as bytes: objects would take many times their memory.
-
-    content: a JSON object without `vllm_xargs`. xargs: the client's own `vllm_xargs`, a JSON object.
-    """
-
-    content: bytes
-    xargs: bytes
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> EngineBody:
-        """Return the bytes of a body with its `vllm_xargs`, those of Headway's names left out.
-
-        RequestError for numbers beyond all floats (1e400), which JSON can write and the engine cannot read.
-        """
-        rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
-        return cls(_json(rest), _json(foreign(fields.get("vllm_xargs") or {})))
-
-    def parts(self, metadata: Mapping[str, str | float]) -> tuple[memoryview | bytes, ...]:
-        """Return the whole body in parts, with metadata for the scheduler beside the client's `vllm_xargs`.
-
-        The content is not copied: it may be large, and is held as long as its engine has not answered.
-        """
-        extra = _joined(self.xargs, json.dumps(metadata).encode())
-        comma = b"" if self.content == b"{}" else b", "
-        return memoryview(self.content)[:-1], comma, b'"vllm_xargs": ', extra, b"}"
-
-    def joined(self, metadata: Mapping[str, str | float]) -> bytes:
-        """Return `parts` as one."""
-        return b"".join(self.parts(metadata))
-
-
-def _json(fields: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(fields, allow_nan=False).encode()
-    except ValueError as error:
-        raise RequestError(
-            "The body has a number that is too large.", "Send finite numbers.", code="invalid_json"
-        ) from error
-
-
-def _joined(first: bytes, second: bytes) -> bytes:
-    """Return one JSON object with the members of two."""
-    if b"{}" in (first, second):
-        return second if first == b"{}" else first
-    return first[:-1] + b", " + second[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +202,8 @@ def interpret(
     headers: Mapping[str, str],
     config: Config,
     *,
+    model: str,
+    adapter: str | None,
     tenant: str,
     arrival: float,
     prompt_tokens: int,
@@ -258,19 +211,21 @@ def interpret(
 ) -> ParsedRequest:
     """Join headers, body and configured classes; headers win over the body, both over the class.
 
-    prompt_tokens: of the longest prompt; RequestError when it cannot fit the model.
+    model, adapter: that serve it. prompt_tokens: of the longest prompt; RequestError when it cannot fit the
+    model.
     """
     _check_names(headers, body)
     name, tier = _tier(body, headers, config)
     max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
     request = Request(
         id=f"hw-{uuid.uuid4().hex[:20]}",
-        model=body.model,
+        model=model,
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         arrival=arrival,
         slo=_slo(body, headers, tier),
         priority=_priority(body, headers, tier),
+        adapter=adapter,
         tenant=tenant,
         task=headers.get("x-headway-task", name)[:128],
         tier=name,
@@ -295,8 +250,8 @@ def _check_names(headers: Mapping[str, str], body: Body) -> None:
     """Refuse names that look like an SLO and are none: without one a request is best effort."""
     for known, given in ((_SLO_HEADERS, headers), (_SLO_FIELDS, body.model_extra or {})):
         for name in given:
-            if _SLO_WORD.search(name.lower()) and name.lower() not in known:
-                near = get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
+            if "slo" in (low := name.lower()) and _SLO_WORD.search(low) and low not in known:
+                near = get_close_matches(low, known, n=1, cutoff=0.0)[0]
                 raise RequestError(
                     f"{name[:64]!r} is no name of an SLO.", f"Did you mean {near!r}?", param=name[:64],
                     code="unknown_slo",
@@ -325,10 +280,13 @@ def _upstream(
     return upstream
 
 
+_UNCONFIGURED = Tier()
+
+
 def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, Tier]:
     name = headers.get("x-llm-d-inference-objective") or body.service_tier
     if name is None or name in ("auto", "default"):
-        return "default", config.classes.get("default", Tier())
+        return "default", config.classes.get("default", _UNCONFIGURED)
     if name not in config.classes:
         name = _OPENAI_TIERS.get(name, name)
     if name not in config.classes:
@@ -341,24 +299,22 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
 
 
 def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
-    defaults = tier.slo
-    values = {
-        field: _target(field, names, body, headers, getattr(defaults, field))
+    own = {
+        field: target
         for field, names in _SLO_NAMES.items()
+        if (target := _target(names, body, headers)) is not None
     }
-    slo = Slo(**values)
-    return defaults if slo == defaults else slo  # one for all that have no targets of their own
+    return replace(tier.slo, **own) if own else tier.slo  # one for all that have no targets of their own
 
 
-def _target(
-    field: str, names: tuple[str, ...], body: Body, headers: Mapping[str, str], default: float | None
-) -> float | None:
+def _target(names: tuple[str, ...], body: Body, headers: Mapping[str, str]) -> float | None:
+    """Return a target of the request's own in seconds, None = it has none."""
     *header_names, body_name = names
     for name in header_names:
         if name in headers:
             return milliseconds(name, headers[name]) / 1000
     value = getattr(body, body_name)
-    return default if value is None else value / 1000
+    return None if value is None else value / 1000
 
 
 def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:

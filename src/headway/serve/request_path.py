@@ -27,6 +27,7 @@ from headway.serve.budget import AnswerBudget, Held
 from headway.serve.closing import Closings
 from headway.serve.dashboard.late import LateRequests
 from headway.serve.dispatcher import Dispatcher
+from headway.serve.engine_body import EngineBody
 from headway.serve.idempotency import check_same
 from headway.serve.journal import JournalKeeper
 from headway.serve.lengths.service import LengthService
@@ -34,7 +35,7 @@ from headway.serve.metrics import Metrics
 from headway.serve.offload import offload
 from headway.serve.pooling import PATHS as POOLING
 from headway.serve.refusals import refusal
-from headway.serve.request_parsing import PATHS, EngineBody, ParsedRequest
+from headway.serve.request_parsing import PATHS, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
 from headway.serve.tracing import Tracing
 from headway.serve.usage import Usage
@@ -152,21 +153,22 @@ class RequestPath:
             self._tracing.end(in_flight, clock.now(), "failed")
             raise
         finally:
-            self._storing -= Counter([group])  # drops what is 0
+            self._stored(group)
         in_flight.held = held.keep()
         self.usage.accepted(parsed.request.tenant, parsed.request.prompt_tokens, clock.now())
         return in_flight
 
+    def _stored(self, group: Group) -> None:
+        self._storing[group] -= 1
+        if not self._storing[group]:
+            del self._storing[group]
+
     async def _put(self, in_flight: InFlightRequest) -> None:
-        put = asyncio.ensure_future(self._broker.put(in_flight.to_job()))
         try:
-            await asyncio.shield(put)
-        except asyncio.CancelledError:
-            await asyncio.wait([put])
-            if put.exception() is None:
-                await self.closings.fail(
-                    in_flight.id, "client_gone: disconnected while it was stored", clock.now()
-                )
+            await self._broker.put(in_flight.to_job())
+        except asyncio.CancelledError:  # stored or not: calls of the broker take effect in their order
+            reason = "client_gone: disconnected while it was stored"
+            await self.closings.fail(in_flight.id, reason, clock.now())
             raise
 
     # ---- through the engine
@@ -252,8 +254,7 @@ class RequestPath:
         forecast = self._lengths.lengths.forecast(in_flight.request)
         in_flight.forecast = forecast.mean
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
-        there = replace(in_flight.request, arrival=in_flight.request.arrival + engine.ahead)
-        metadata = write_metadata(there, forecast, in_flight.rank)
+        metadata = write_metadata(in_flight.request, forecast, in_flight.rank, engine.ahead)
         headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
         if in_flight.kind in POOLING:
             return [upstream.content], headers | as_header(metadata)

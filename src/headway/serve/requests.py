@@ -29,9 +29,10 @@ from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError, RequestError
 from headway.serve.budget import AnswerBudget, AnswerMemory, ByteBudget, Held
+from headway.serve.engine_body import EngineBody
 from headway.serve.idempotency import with_digest
 from headway.serve.offload import offload
-from headway.serve.request_parsing import PATHS, EngineBody, Kind, ParsedRequest
+from headway.serve.request_parsing import PATHS, Kind, ParsedRequest
 from headway.types import Request
 
 

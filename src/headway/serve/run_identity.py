@@ -42,13 +42,16 @@ class RunFields(BaseModel):
     slo_run_ms: Ms | None = None
 
 
+_NONE = RunFields()
+
+
 def stage_of(headers: Mapping[str, str], fields: RunFields | None) -> Stage | None:
     """Return the unit of a run that a request serves, None = it belongs to no run.
 
     Headers win over the body. A run without an application is one of `SESSION`; an application without a run
     makes each request a run of its own. RequestError for values that cannot be used.
     """
-    body = fields or RunFields()
+    body = fields or _NONE
     app = app_of(headers) or body.app
     run = _name(headers, RUN) or body.run or _session(headers)
     unit = _name(headers, UNIT) or body.unit

@@ -104,7 +104,10 @@ class ResponseStream(LateResponse):
         try:
             response = await self._path.open(self._in_flight)
             try:
-                await (self._stream if response.streams else self._whole)(response, send)
+                if response.streams:
+                    await self._stream(response, send)
+                else:
+                    await self._whole(response, scope, send)
             finally:
                 await response.close()
         except HeadwayError as error:
@@ -140,9 +143,15 @@ class ResponseStream(LateResponse):
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
         self._started = True
 
-    async def _whole(self, response: EngineResponse, send: Send) -> None:
-        await self._start(response, send)
-        await self._end(response.head, send)
+    async def _whole(self, response: EngineResponse, scope: Scope, send: Send) -> None:
+        connection = scope.get(CONNECTION)
+        joined = None if connection is None else connection.join_head()
+        try:
+            await self._start(response, send)
+            await self._end(response.head, send)
+        finally:
+            if joined is not None:
+                joined.flush()
         if response.status == 200:
             await self._path.finish(self._in_flight, response.output_tokens)
         else:

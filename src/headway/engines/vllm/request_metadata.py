@@ -48,10 +48,12 @@ def foreign(xargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in xargs.items() if not name.lower().startswith(_PREFIX)}
 
 
-def write_metadata(request: Request, forecast: Forecast, rank: float = 0.0) -> dict[str, str | float]:
+def write_metadata(
+    request: Request, forecast: Forecast, rank: float = 0.0, ahead: float = 0.0
+) -> dict[str, str | float]:  # fmt: skip
     """Return the metadata as a flat dict for `vllm_xargs`; SLOs that a request does not have are left out.
 
-    rank: `Send.rank`.
+    rank: `Send.rank`. ahead: seconds by which the engine's clock is ahead of the gateway's.
     """
     slo = request.slo
     values = {
@@ -59,7 +61,7 @@ def write_metadata(request: Request, forecast: Forecast, rank: float = 0.0) -> d
         "spread": forecast.spread, "urgency": finite(rank),
     }  # fmt: skip
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
-    return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival, **numbers}
+    return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival + ahead, **numbers}
 
 
 def as_header(metadata: Mapping[str, str | float]) -> dict[str, str]:

@@ -1,0 +1,63 @@
+"""The body of a request as its engine gets it: the client's fields, and metadata for the scheduler inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.engines.vllm.request_metadata import foreign
+from headway.errors import RequestError
+
+_FINITE = json.JSONEncoder(allow_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBody:
+    """The body of a request for the engine, as bytes: objects would take many times their memory.
+
+    content: a JSON object without `vllm_xargs`. xargs: the client's own `vllm_xargs`, a JSON object.
+    """
+
+    content: bytes
+    xargs: bytes
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> EngineBody:
+        """Return the bytes of a body with its `vllm_xargs`, those of Headway's names left out.
+
+        RequestError for numbers beyond all floats (1e400), which JSON can write and the engine cannot read.
+        """
+        xargs = foreign(fields.get("vllm_xargs") or {})
+        rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
+        return cls(_json(rest), _json(xargs) if xargs else b"{}")
+
+    def parts(self, metadata: Mapping[str, str | float]) -> tuple[memoryview | bytes, ...]:
+        """Return the whole body in parts, with metadata for the scheduler beside the client's `vllm_xargs`.
+
+        The content is not copied: it may be large, and is held as long as its engine has not answered.
+        """
+        extra = _joined(self.xargs, json.dumps(metadata).encode()) if metadata else self.xargs
+        comma = b"" if self.content == b"{}" else b", "
+        return memoryview(self.content)[:-1], comma, b'"vllm_xargs": ', extra, b"}"
+
+    def joined(self, metadata: Mapping[str, str | float]) -> bytes:
+        """Return `parts` as one."""
+        return b"".join(self.parts(metadata))
+
+
+def _json(fields: Mapping[str, Any]) -> bytes:
+    try:
+        return _FINITE.encode(fields).encode()
+    except ValueError as error:
+        raise RequestError(
+            "The body has a number that is too large.", "Send finite numbers.", code="invalid_json"
+        ) from error
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    """Return one JSON object with the members of two."""
+    if b"{}" in (first, second):
+        return second if first == b"{}" else first
+    return first[:-1] + b", " + second[1:]
