@@ -16,12 +16,22 @@ from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
 from headway import clock
-from headway.events import Arrived, Event, Failed, Finished, InstanceDown, InstanceUp, Returned, Started
+from headway.events import (
+    Arrived,
+    Event,
+    Failed,
+    Finished,
+    InstanceDown,
+    InstanceUp,
+    Returned,
+    Started,
+    Swapped,
+)  # fmt: skip
 from headway.serve.control import Control, Inquire
 from headway.serve.planning import Execute
 from headway.serve.tasks import Loop
 from headway.stages import Prewarm
-from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
+from headway.types import Command, Plan, Reject, Request, Rerank, Send, Swap, Warm
 from headway.wire.messages import (
     Alive,
     Asked,
@@ -84,7 +94,7 @@ class Leader:
         self._since: dict[str, float] = {}  # request -> instant from which it has that
         self._agent_of: dict[str, str] = {}  # instance -> agent
         self._doubted: set[str] = set()  # instances that a gateway could not reach
-        self._settling: dict[str, InstanceUp] | None = {}  # what came before `settle` has ended
+        self._settling: dict[str, InstanceUp | Swapped] | None = {}  # what came before `settle` has ended
         self._numbers: dict[str, int] = {}  # of the last message, by sender
         self._latest = ""  # the gateway that told something last
         self._outbox: defaultdict[str, list[Command]] = defaultdict(list)
@@ -246,15 +256,24 @@ class Leader:
         agent.engines.add(state.id)
         self._agent_of[state.id] = name
         if new and state.loading is not None:
-            agent.engines.discard(state.id)  # its agent tells when it serves again
+            self._loads(agent, state, state.loading)
         elif (new or state.id in self._doubted) and state.instance is not None:
             self._doubted.discard(state.id)
             self._come(InstanceUp(state.instance))
 
+    def _loads(self, agent: _Agent, state: EngineState, model: str) -> None:
+        """Take note of a swap that the controller before has ordered, so that it is not ordered again."""
+        instance, controller, now = state.instance, self.control.controller, clock.now()
+        if instance is None or not instance.can_load(model):
+            agent.engines.discard(state.id)  # its agent tells when it serves again
+            return
+        controller.note(InstanceUp(instance), now)
+        controller.apply(Plan(swap={instance.id: model}), now)
+
     def _engine_event(self, event: Event) -> None:
         """Take note of an event of an engine."""
         match event:
-            case InstanceUp(instance):
+            case InstanceUp(instance) | Swapped(instance):
                 self._doubted.discard(instance.id)
                 self._come(event)
             case InstanceDown(id) if self._settling is not None and id in self._settling:
@@ -262,7 +281,7 @@ class Leader:
             case _:
                 self.control.tell(event)
 
-    def _come(self, up: InstanceUp) -> None:
+    def _come(self, up: InstanceUp | Swapped) -> None:
         """Let an instance take work, but not before gateways have had the time to report what is in it."""
         if self._settling is None:
             self.control.tell(up)
@@ -328,7 +347,7 @@ class Leader:
                 yield from ((name, Rerank(instance, some)) for name, some in owners.items())
             case Swap(instance):
                 yield from self._to_agent(instance, command)
-                yield "all", command
+                yield from ((name, command) for name in self._gateways)
             case Warm(instance):
                 yield from self._to_agent(instance, command)
             case Prewarm() if self._latest:

@@ -222,8 +222,11 @@ class VllmEngine(EngineView):
         """Order a swap: `takes` is False from now on; ends with `Swapped`, or `InstanceUp` when it failed.
 
         The caller sees to it that what has not sent a byte leaves the instance. Streams that have begun end
-        first: nothing of them can be repeated elsewhere without a seam.
+        first: nothing of them can be repeated elsewhere without a seam. Until then no other order is obeyed.
         """
+        if self.loading is not None:
+            log.warning("engine %s loads %s, and not %s, until that is done", self.id, self.loading, model)
+            return
         self.loading = model
         self._end_side_tasks()  # the load has the disk for itself
         self._wake.set()
