@@ -27,7 +27,9 @@ from headway.bench.live.peers import HEADWAY, servers
 from headway.bench.live.servers.parts import Cluster, Shape, clusters
 from headway.bench.output.plots import png, sheet
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show
+from headway.config import Wire
 from headway.errors import EngineError
+from headway.wire.connection import Address
 
 SQLITE = "sqlite, one process"
 _CLIENTS = 32
@@ -92,7 +94,12 @@ def measure(sizes: Sizes, tick: Tick) -> list[Row]:
 
 
 def _shape(gateways: int, nodes: int) -> Shape:
-    return Shape(nodes, gateways, controllers=2, engines=1, max_queued=_ROOM, max_running=1)
+    """Return one with the leases and heartbeats that a Headway has unless it is configured otherwise."""
+    wire = Wire()
+    return Shape(
+        nodes, gateways, controllers=2, engines=1, max_queued=_ROOM, max_running=1,
+        lease_s=wire.lease_seconds, heartbeat_s=Address("").heartbeat_s,
+    )  # fmt: skip
 
 
 def _limits() -> dict[str, Any]:

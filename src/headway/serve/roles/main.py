@@ -21,6 +21,7 @@ from headway.config.keys import reveal
 from headway.errors import ConfigError
 from headway.recipes.registry import find
 from headway.serve import tasks
+from headway.serve.garbage import collect, spare_old_objects
 from headway.serve.lengths.service import open_lengths
 from headway.serve.logs import configure
 from headway.serve.main import bind, preflight, serve
@@ -61,6 +62,7 @@ def gateway(config: Config, *, log_dir: Path | None = None, file: Path | None = 
 def controller(config: Config, *, port: int | None = None) -> int:
     """Lead, or stand by to lead, until a signal; return the exit status. port: for probes, None = none."""
     configure(config.log, quiet=False)
+    spare_old_objects()
     address, name = address_of(config), new_name("controller")
 
     async def work() -> None:
@@ -71,7 +73,8 @@ def controller(config: Config, *, port: int | None = None) -> int:
         ):
             process = ControllerProcess(config, link, lengths, metrics)
             state = lambda: (True, {"leads": link.connected, "term": link.term, **process.state()})  # noqa: E731
-            async with _probed(port, config, state, metrics), tasks.running(process.run):
+            full = partial(collect, lambda: process.state()["requests"])
+            async with _probed(port, config, state, metrics), tasks.running(process.run, full):
                 log.info("%s waits to lead", name)
                 await _signal()
 

@@ -29,8 +29,7 @@ from headway.bench.live.servers.proxy import Proxy, proxied
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.errors import EngineError
 
-LEASE_S = 2.0  # of gateways, agents and background requests
-_HEARTBEAT_S = 1  # RabbitMQ takes a silent process for gone after two of them
+LEASE_S = 2.0  # of gateways, agents and background requests, where faults are to be noticed soon
 _HEALTH_S = 0.5  # of engines
 _START_S = 60.0
 _CONFIG = "headway.toml"
@@ -126,7 +125,8 @@ class Part:
 class Shape:
     """How many there are of each. nodes: of RabbitMQ. proxies: before RabbitMQ and PostgreSQL.
 
-    max_queued: at all gateways. max_running: of each engine.
+    max_queued: at all gateways. max_running: of each engine. lease_s: of gateways, agents and background
+        requests. heartbeat_s: RabbitMQ takes a process for gone that is silent for two of them.
     """
 
     nodes: int = 1
@@ -136,6 +136,8 @@ class Shape:
     proxies: bool = False
     max_queued: int = 10_000
     max_running: int = 256
+    lease_s: float = LEASE_S
+    heartbeat_s: int = 1
 
 
 @dataclass(slots=True)
@@ -180,9 +182,9 @@ class Cluster:
             "recipe": "headway",
             "server": {"max_queued": self.shape.max_queued, "max_attempts": 1000, "class_share": 1.0},
             "engines": [{"url": f"http://127.0.0.1:{one.port}", **engine} for one in self.engines],
-            "wire": {"url": "env:HEADWAY_RABBITMQ_URL", "lease_seconds": LEASE_S},
+            "wire": {"url": "env:HEADWAY_RABBITMQ_URL", "lease_seconds": self.shape.lease_s},
             "broker": {
-                "kind": "postgres", "lease_seconds": LEASE_S * 1.5,
+                "kind": "postgres", "lease_seconds": self.shape.lease_s * 1.5,
                 "postgres": {"url": "env:HEADWAY_POSTGRES_URL", "timeout_s": 2.0},
             },
         }  # fmt: skip
@@ -192,7 +194,7 @@ class Cluster:
         """Return a new process of a role, not started yet."""
         port, urls, wires = free_port(), list[str](), list[Proxy]()
         for node in self.rabbit.nodes:
-            urls.append(self._through(str(URL(node.url) % {"heartbeat": str(_HEARTBEAT_S)}), wires))
+            urls.append(self._through(str(URL(node.url) % {"heartbeat": str(self.shape.heartbeat_s)}), wires))
         env = dict(os.environ) | {"HEADWAY_RABBITMQ_URL": ",".join(urls), "XDG_STATE_HOME": str(self.folder)}
         database = list[Proxy]()
         env["HEADWAY_POSTGRES_URL"] = self._through(self.database.url, database)
