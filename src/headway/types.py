@@ -97,13 +97,10 @@ class Forecast:
 
     samples: Floats
     guess: bool = False
-    _mean: float = field(default=math.nan, init=False, compare=False, repr=False)  # NaN until it is asked for
 
     @property
     def mean(self) -> float:
-        if math.isnan(self._mean):  # `ndarray.mean()` takes twice as long
-            object.__setattr__(self, "_mean", float(np.add.reduce(self.samples)) / self.samples.size)
-        return self._mean
+        return float(np.add.reduce(self.samples)) / self.samples.size  # `mean()` takes twice as long
 
     @property
     def std(self) -> float:

@@ -196,19 +196,10 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
 
 
 def interpret(
-    kind: Kind,
-    raw: dict[str, Any],
-    body: ChatBody | CompletionBody,
-    headers: Mapping[str, str],
-    config: Config,
-    *,
-    model: str,
-    adapter: str | None,
-    tenant: str,
-    arrival: float,
-    prompt_tokens: int,
+    kind: Kind, raw: dict[str, Any], body: ChatBody | CompletionBody, headers: Mapping[str, str],
+    config: Config, *, model: str, adapter: str | None, tenant: str, arrival: float, prompt_tokens: int,
     max_model_len: int,
-) -> ParsedRequest:
+) -> ParsedRequest:  # fmt: skip
     """Join headers, body and configured classes; headers win over the body, both over the class.
 
     model, adapter: that serve it. prompt_tokens: of the longest prompt; RequestError when it cannot fit the

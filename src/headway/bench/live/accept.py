@@ -29,12 +29,12 @@ from headway.bench.output.plots import png, sheet
 from headway.bench.output.results import About, Grid, Report, Row, deliver, show
 from headway.config import Wire
 from headway.errors import EngineError
-from headway.wire.connection import Address
 
 SQLITE = "sqlite, one process"
 _CLIENTS = 32
 _WARM_S = 1.0
 _PATIENCE_S = 600.0  # for a controller to know of the whole backlog
+_HEARTBEAT_S = 10  # as `wire.connection.Address` has it
 _MIB = 2**20
 _ROOM = 10_000_000  # in the queue: what is measured is not its limit
 WORKLOAD = (
@@ -98,7 +98,7 @@ def _shape(gateways: int, nodes: int) -> Shape:
     wire = Wire()
     return Shape(
         nodes, gateways, controllers=2, engines=1, max_queued=_ROOM, max_running=1,
-        lease_s=wire.lease_seconds, heartbeat_s=Address("").heartbeat_s,
+        lease_s=wire.lease_seconds, heartbeat_s=_HEARTBEAT_S,
     )  # fmt: skip
 
 
