@@ -39,6 +39,7 @@ from fastapi.responses import JSONResponse
 
 from headway.engines.vllm.plugin import adapters, models
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
+from headway.engines.vllm.plugin.orphan import end_with_parent
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
 from headway.engines.vllm.plugin.pooling import MetadataHeader, carry
 from headway.engines.vllm.request_metadata import finite
@@ -217,6 +218,7 @@ class ControlPlugin:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
+        end_with_parent()
         app.add_middleware(Guard)
         app.add_middleware(MetadataHeader)
         models.attach(app)

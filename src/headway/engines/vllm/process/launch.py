@@ -144,6 +144,7 @@ def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
         Other users can read a command line, but not an environment.
     """
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    env["HEADWAY_PARENT"] = str(os.getpid())  # `plugin/orphan.py`
     if secret is not None:
         env |= {"VLLM_API_KEY": secret, "HEADWAY_ENGINE_SECRET": secret}
     if Path(resolve(engine.model)).is_dir():
