@@ -26,7 +26,7 @@ from headway.events import (
     Returned,
     Started,
     Swapped,
-)  # fmt: skip
+)
 from headway.serve.control import Control, Inquire
 from headway.serve.planning import Execute
 from headway.serve.tasks import Loop
