@@ -109,17 +109,19 @@ async def test_any_gateway_cancels_an_open_job(two: list[Broker]) -> None:
     for id in ("a", "b", "c"):
         await first.put(job(id))
     await first.give_back("b")
-    assert await first.ended(["a", "b", "c", "z"]) == []
+    assert await first.gone(["a", "b", "c", "z"]) == {"b": False}
+    assert await second.gone(["a", "b", "c", "z"]) == {"a": False, "b": False, "c": False}
     assert await second.cancel("a", 3.0)
     assert await second.cancel("b", 4.0)
     assert not await second.cancel("a", 5.0)
     assert not await second.cancel("z", 5.0)
     ended = job("a", owner="A", state="failed", reason="cancelled", finished=3.0)
     assert await first.get("a") == replace(ended, body=b"")
-    assert sorted(await first.ended(["a", "b", "c", "z"])) == ["a", "b"]
+    assert await first.gone(["a", "b", "c", "z"]) == {"a": True, "b": True}
     assert not await first.done("a", b"late", 6.0), "a job ends once"
     assert await take_ids(second, 10.0) == ["c"], "what was cancelled is not taken"
-    assert await first.ended([]) == []
+    assert await first.gone(["a", "b", "c"]) == {"a": True, "b": True, "c": False}
+    assert await first.gone([]) == {}
 
 
 async def test_of_an_answer_and_a_cancel_at_once_one_counts(two: list[Broker]) -> None:

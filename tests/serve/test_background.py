@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from headway.config import Broker, Sqlite
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
+from headway.serve import recovery
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
 from tests.serve.test_request_ends import fakes
@@ -166,6 +168,40 @@ def test_any_gateway_cancels_what_another_runs(fake: Fake, tmp_path: Path) -> No
         until(lambda: fake.last()["open"] == 0)
         until(lambda: not runs.controller.requests and not other.controller.requests)
         assert set(runs.jobs().values()) == {("failed", "cancelled")}
+
+
+def test_what_another_gateway_took_from_a_frozen_one_is_dropped(fake: Fake, tmp_path: Path) -> None:
+    broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
+    with (
+        serving(configuration(tmp_path, fake.url, broker=broker)) as frozen,
+        serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as other,
+    ):
+        id = begin(frozen, **fakes(hold="frozen"))
+        until(lambda: fake.last()["open"] == 1)
+        frozen.do(_freeze(seconds=5))
+        until(lambda: id in other.controller.requests)
+        until(lambda: id not in frozen.controller.requests and fake.last()["open"] == 0)
+        assert look(frozen, id)["status"] == "queued", "the other gateway has it"
+
+
+async def _freeze(seconds: float) -> None:
+    time.sleep(seconds)  # noqa: ASYNC251 - nothing else of this gateway is to run
+
+
+def test_a_backlog_is_asked_about_in_turns(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One renewal's question is bounded; what it leaves out is asked about by the next renewals."""
+    monkeypatch.setattr(recovery, "_ASKED", 2)
+    broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
+    with (
+        serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as runs,
+        serving(configuration(tmp_path, fake.url, broker=broker)) as other,
+    ):
+        ids = [begin(runs) for _ in range(5)]
+        for id in (ids[1], ids[4]):
+            assert other.post(None, f"/v1/responses/{id}/cancel").status_code == 200
+        until(lambda: set(runs.controller.requests) == {ids[0], ids[2], ids[3]})
 
 
 def test_a_model_that_is_not_served_any_more(fake: Fake, tmp_path: Path) -> None:

@@ -91,9 +91,10 @@ class MemoryBroker:
         self._jobs[id] = replace(job, body=b"", state="failed", reason=CANCELLED, finished=now)
         return True
 
-    async def ended(self, ids: Sequence[str]) -> list[str]:
-        """Return which of these jobs have ended."""
-        return [id for id in ids if id in self._jobs and self._jobs[id].state != "open"]
+    async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
+        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        known = {id: self._jobs[id] for id in ids if id in self._jobs}
+        return {id: job.state != "open" for id, job in known.items() if self._held(id) is None}
 
     async def attempt(self, id: str) -> int:
         """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""

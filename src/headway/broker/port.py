@@ -79,7 +79,7 @@ class Broker(Protocol):
 
         True when the lease was in force all the time since the last call. False when it has begun with this
         call: it is the first one, or another gateway's `take` found the lease at its end and may have taken
-        jobs. `Job.owner` tells which; all others are held again.
+        jobs. `gone` tells which; all others are held again.
         """
 
     async def put(self, job: Job) -> None:
@@ -108,11 +108,14 @@ class Broker(Protocol):
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as failed ("cancelled"), whichever gateway holds it. False when it is not open.
 
-        A gateway that holds it learns of that by `ended`.
+        A gateway that holds it learns of that by `gone`.
         """
 
-    async def ended(self, ids: Sequence[str]) -> list[str]:
-        """Return which of these jobs have ended, in any order; one that was forgotten is not among them."""
+    async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
+        """Return which of these jobs this gateway does not hold: whether they have ended, by id.
+
+        False for an open job that another gateway holds or has given back; a forgotten job is not among them.
+        """
 
     async def attempt(self, id: str) -> int:
         """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""

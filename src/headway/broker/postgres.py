@@ -40,7 +40,8 @@ TAKEN = f"""SELECT seq, {", ".join(FIELDS)} FROM {{s}}.jobs
     WHERE seq = ANY ($1) AND state = 'open' AND owner = $2"""
 CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, body = ''
     WHERE id = $3 AND state = 'open' RETURNING true"""
-ENDED = "SELECT id FROM {s}.jobs WHERE state <> 'open' AND id = ANY ($1)"
+GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
+    WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
 # Calls whose outcome the end of a connection has hidden: puts are taken back, taken jobs are given back.
 UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
@@ -126,9 +127,9 @@ class PostgresBroker:
         """End an open job as cancelled, whichever gateway holds it."""
         return bool(await self._write("cancel", id=id, instant=now))
 
-    async def ended(self, ids: Sequence[str]) -> list[str]:
-        """Return which of these jobs have ended."""
-        found: list[str] = await self._ask(self._reads, "ended", ids=ids)
+    async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
+        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        found: dict[str, bool] = await self._ask(self._reads, "gone", ids=ids)
         return found
 
     async def attempt(self, id: str) -> int:
@@ -223,18 +224,18 @@ class PostgresBroker:
         await self._commit([Call("leave", 0, self._loop.create_future())])  # else the lease runs out
 
     async def _look(self, group: list[Call]) -> Sequence[Any]:
-        """Return the jobs that calls of `get` ask for, what one of `ended` does, or what each failed with."""
+        """Return the jobs that calls of `get` ask for, what one of `gone` does, or what each failed with."""
         first = group[0]
         ids = list({stored(id) for id in (*first.ids, *(call.id for call in group if call.id is not None))})
-        asked = self._sql(ENDED if first.verb == "ended" else GET)
+        asked = (self._sql(GONE), ids, self.owner) if first.verb == "gone" else (self._sql(GET), ids)
         try:
-            rows = await self._reader.ask(lambda connection: connection.fetch(asked, ids))
+            rows = await self._reader.ask(lambda connection: connection.fetch(*asked))
         except (Out, Lost) as error:
             return [down(str(error))] * len(group)
         except asyncpg.PostgresError as error:
             return await self._refused(self._reader, self._look, group, error)
-        if first.verb == "ended":
-            return [[loaded(row["id"]) for row in rows]]
+        if first.verb == "gone":
+            return [{loaded(row["id"]): row["ended"] for row in rows}]
         found = {row["id"]: row for row in rows}
         return [_job(found.get(stored(call.id))) for call in group]
 

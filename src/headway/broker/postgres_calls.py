@@ -16,7 +16,7 @@ from headway.errors import HeadwayError
 
 GROUP_BYTES = 8 * 2**20  # of the bodies of a group's calls; one call may have more
 LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which messages have, too
-SINGLE = ("cancel", "ended")  # calls that are statements of their own
+SINGLE = ("cancel", "gone")  # calls that are statements of their own
 log = logging.getLogger("headway.broker")
 
 # PostgreSQL's text holds every character but this one. A noncharacter, which Unicode leaves to programs' own

@@ -54,7 +54,8 @@ END = """UPDATE jobs SET state = ?, result = ?, reason = ?, finished = ?, body =
     WHERE id = ? AND state = 'open' AND owner = ?"""
 CANCEL = """UPDATE jobs SET state = 'failed', reason = ?, finished = ?, body = x''
     WHERE id = ? AND state = 'open'"""
-ENDED = "SELECT id FROM jobs WHERE state <> 'open' AND id IN (SELECT value FROM json_each(?))"
+GONE = """SELECT id, state <> 'open' FROM jobs
+    WHERE id IN (SELECT value FROM json_each(?)) AND (state <> 'open' OR owner IS NOT ?)"""
 ATTEMPT = "UPDATE jobs SET attempts = attempts + 1 WHERE id = ? RETURNING attempts"
 FORGET = """DELETE FROM jobs WHERE seq IN
     (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
@@ -142,9 +143,10 @@ class SqliteBroker:
         """End an open job as cancelled, whichever gateway holds it."""
         return await self._write(partial(_changes, CANCEL, [CANCELLED, now, id])) == 1
 
-    async def ended(self, ids: Sequence[str]) -> list[str]:
-        """Return which of these jobs have ended."""
-        return [id for (id,) in await self._read(partial(_rows, ENDED, [json.dumps(ids)]))]
+    async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
+        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        rows = await self._read(partial(_rows, GONE, [json.dumps(ids), self.owner]))
+        return {id: bool(ended) for id, ended in rows}
 
     async def attempt(self, id: str) -> int:
         """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""

@@ -19,6 +19,7 @@ from headway.serve.closing import Closings
 from headway.serve.requests import InFlightRequest
 
 _PAGE = 32  # jobs taken at once: a body may be megabytes
+_ASKED = 20_000  # ids of one question: the answer to more would hold up the lease's next renewal
 _SWEEP = 600.0  # seconds between deletions of old jobs
 log = logging.getLogger("headway.serve")
 
@@ -36,7 +37,7 @@ class Recovery:
     ) -> None:  # fmt: skip
         self._broker, self._closings, self._background = broker, closings, background
         self._models, self._lease_seconds = models, lease_seconds
-        self._lapsed = False  # the lease has ended before its last renewal
+        self._unasked: list[str] = []  # background jobs that the broker is still to be asked about
 
     async def run(self) -> None:
         """Renew and take over until cancelled."""
@@ -45,32 +46,33 @@ class Recovery:
             try:
                 await self.renew()
             except HeadwayError as error:  # the next renewal may succeed, once a full disk has space again
-                log.warning("the broker's lease was not renewed: %s", error)
+                log.warning("the broker's lease is not renewed, or nothing is taken over: %s", error)
 
     async def renew(self) -> None:
         """Renew the lease, then take over what is free."""
-        self._lapsed |= not await self._broker.renew(clock.now() + self._lease_seconds)
-        if self._lapsed:
-            await self._drop_lost()
-            self._lapsed = False  # unless the broker was out meanwhile
-        await self._stop_cancelled()
+        if not await self._broker.renew(clock.now() + self._lease_seconds):
+            self._unasked.clear()  # others may have taken any of them meanwhile
+        await self._stop_gone()
         while jobs := await self._broker.take(clock.now(), _PAGE):
             for job in jobs:
                 await self._recover_or_give_back(job)
 
-    async def _drop_lost(self) -> None:
-        """Stop background jobs that another gateway took while the lease had ended: it runs them now."""
-        for id in self._background.ids():
-            job = await self._broker.get(id)
-            if job is not None and job.owner != self._broker.owner:
-                log.warning("background request %s was taken by the gateway %s", id, job.owner)
-                await self._background.drop(id)
+    async def _stop_gone(self) -> None:
+        """Stop background jobs that another gateway has cancelled or, while the lease had ended, taken.
 
-    async def _stop_cancelled(self) -> None:
-        """Stop background jobs that another gateway has cancelled in the broker."""
-        for id in await self._broker.ended(self._background.ids()):
-            if id not in self._closings:
+        One call asks about the oldest; those of a backlog that are left are asked about by the next calls.
+        """
+        self._unasked = self._unasked or self._background.ids()
+        gone = await self._broker.gone(self._unasked[:_ASKED])
+        del self._unasked[:_ASKED]
+        for id, ended in gone.items():
+            if id in self._closings or id not in self._background:
+                continue  # it has ended here
+            if ended:
                 await self._background.cancel(id)
+            else:
+                log.warning("another gateway has taken the background request %s", id)
+                await self._background.drop(id)
 
     async def _recover_or_give_back(self, job: Job) -> None:
         """Recover a job; whatever it is that fails, the job does not stay with a gateway that forgets it."""
