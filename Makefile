@@ -12,7 +12,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: chromium clients peers install postgres rabbitmq serve test test-fast explore lint bench clean
+.PHONY: chromium clients docker peers install postgres rabbitmq serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -51,6 +51,12 @@ rabbitmq:
 	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends rabbitmq-server; } > /dev/null 2>&1 \
 	  || echo "RabbitMQ cannot be installed here, so control over it is not tested."
 
+# As for PostgreSQL; its tests start a daemon of their own, which only root may.
+docker:
+	@command -v dockerd > /dev/null || test "$$(id -u)" != 0 \
+	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends docker.io; } > /dev/null 2>&1 \
+	  || echo "Docker cannot be installed here, so sandboxes in containers are not tested."
+
 # Client libraries want other versions of what Headway uses, so they have an environment of their own.
 clients: requirements-clients.lock
 	@test -e $(CLIENTS)/.installed -a ! requirements-clients.lock -nt $(CLIENTS)/.installed \
@@ -67,7 +73,7 @@ peers: requirements-peers.lock
 	       && touch $(PEERS)/.installed; } \
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
-test: install chromium clients postgres rabbitmq
+test: install chromium clients docker postgres rabbitmq
 	$(BIN)/headway model fetch
 	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 

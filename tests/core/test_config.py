@@ -159,7 +159,8 @@ lines = 16
 kind = "sandbox"
 load = "module:function"
 options = {{ weights = "/models/vit", size = 3 }}
-isolation = "process"
+isolation = "docker"
+image = "python:3.13-slim"
 imports = ["numpy"]
 env = ["HF_TOKEN"]
 processes = 2
@@ -242,7 +243,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")
     assert config.up == Up("10.0.0.9:6379", 3, 1, 0.5, 2.0)
     assert config.backends["python"] == Backend(
-        "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "process", ("numpy",),
+        "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "docker",
+        "python:3.13-slim", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
     assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headway.backends.containers import check_docker
 from headway.backends.model import Model
 from headway.backends.port import BackendError, Ran
 from headway.backends.registry import make, opened
@@ -24,32 +25,54 @@ from headway.backends.sandbox import Sandboxes, check_namespaces
 from headway.config import Backend as Settings
 from headway.config import parse
 from headway.errors import ConfigError, HeadwayError, RequestError
+from tests.serve.docker_daemon import IMAGE, NoDocker, command, daemon
 from tests.serve.gateway import until
 
 MODELS = "tests.serve.backend_models"
 
 
-def isolations() -> list[Any]:
-    """Return the ways to isolate that this machine has; namespaces are not everywhere allowed."""
-    try:
-        check_namespaces("python")
-    except ConfigError as error:
-        skip = pytest.mark.skip(reason=str(error))
-        return ["process", pytest.param("namespaces", marks=skip)]
-    return ["process", "namespaces"]
+every = pytest.mark.parametrize("isolation", ["process", "namespaces", "docker"], indirect=True)
+strict = pytest.mark.parametrize("isolation", ["namespaces", "docker"], indirect=True)
 
 
-both = pytest.mark.parametrize("isolation", isolations())
+@pytest.fixture(scope="module")
+def docker() -> Iterator[str]:
+    """Return the address of a daemon that has the image; where there can be none, skip."""
+    # Not among the folders of one test, and short: it is in the address of a socket.
+    with tempfile.TemporaryDirectory(prefix="docker-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        try:
+            with daemon(Path(folder)) as address:
+                yield address
+        except NoDocker as error:
+            pytest.skip(f"no Docker: {error}")
+
+
+@pytest.fixture
+def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a way to isolate, if this machine has it; namespaces are not everywhere allowed."""
+    how = str(request.param)
+    if how == "docker":
+        monkeypatch.setenv("DOCKER_HOST", request.getfixturevalue("docker"))
+        check_docker("python", IMAGE)
+    elif how == "namespaces":
+        try:
+            check_namespaces("python")
+        except ConfigError as error:
+            pytest.skip(str(error))
+    return how
 
 
 @asynccontextmanager
 async def sandboxes(isolation: Any = "process", **more: Any) -> AsyncIterator[Sandboxes]:
-    backend = Sandboxes("python", Settings("sandbox", isolation=isolation, **more))
+    backend = Sandboxes("python", Settings("sandbox", isolation=isolation, image=IMAGE, **more))
     try:
         yield backend
     finally:
         await backend.close()
         assert backend._pool.live == 0
+        if isolation == "docker":
+            left = command(os.environ["DOCKER_HOST"], "ps", "--all", "--quiet")
+            assert left.stdout == "", "its containers are gone"
 
 
 @asynccontextmanager
@@ -89,7 +112,7 @@ def folders() -> set[Path]:
 # ---- sandboxes
 
 
-@both
+@every
 async def test_code_is_executed(isolation: str) -> None:
     async with sandboxes(isolation) as backend:
         ran = await execute(backend, "import sys; print(6 * 7); print('no', file=sys.stderr); sys.exit(3)")
@@ -106,7 +129,7 @@ async def test_code_is_executed(isolation: str) -> None:
         assert (await execute(backend, "def f(:")).output["exit_code"] == 1
 
 
-@both
+@every
 async def test_a_warm_sandbox_serves_one_unit(isolation: str) -> None:
     before = folders()
     async with sandboxes(isolation) as backend:
@@ -118,7 +141,8 @@ async def test_a_warm_sandbox_serves_one_unit(isolation: str) -> None:
         second = await execute(backend, "import os; print(os.listdir()); print(os.getcwd())")
         assert not second.warm
         assert second.output["stdout"].startswith("[]\n")
-        assert first.output["stdout"] not in second.output["stdout"]
+        own = first.output["stdout"] not in second.output["stdout"]
+        assert own or isolation == "docker", "a container has a file system of its own"
         await held.release()
     assert folders() <= before
 
@@ -131,7 +155,7 @@ async def test_a_warm_sandbox_that_nothing_uses_ends() -> None:
         await eventually(lambda: backend._pool.live == 0)
 
 
-@both
+@every
 async def test_a_sandbox_has_nothing_of_the_gateway_s_environment(
     isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +168,7 @@ async def test_a_sandbox_has_nothing_of_the_gateway_s_environment(
     assert "UNSET" not in shown
 
 
-@both
+@every
 async def test_time_is_limited(isolation: str) -> None:
     async with sandboxes(isolation, timeout_s=1) as backend:
         code = "import subprocess, sys\nprint('begins', flush=True)\n"
@@ -162,8 +186,9 @@ def _argv(process: psutil.Process) -> list[str]:
         return []
 
 
-async def test_memory_output_and_files_are_limited() -> None:
-    async with sandboxes(memory_mib=300, output_kib=1, disk_mib=1) as backend:
+@every
+async def test_memory_output_and_files_are_limited(isolation: str) -> None:
+    async with sandboxes(isolation, memory_mib=300, output_kib=1, disk_mib=1) as backend:
         told = (await execute(backend, "bytearray(400 << 20)")).output
         assert "MemoryError" in told["stderr"]
         told = (await execute(backend, "print('x' * 5000)")).output
@@ -172,8 +197,8 @@ async def test_memory_output_and_files_are_limited() -> None:
         assert told["exit_code"] != 0
 
 
-@pytest.mark.parametrize("isolation", isolations()[1:])
-async def test_a_sandbox_in_namespaces_has_no_network_and_sees_no_other_process(isolation: str) -> None:
+@strict
+async def test_an_isolated_sandbox_has_no_network_and_sees_no_other_process(isolation: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = "import os, socket\nprint(sorted(p for p in os.listdir('/proc') if p.isdigit()))\n"
@@ -250,7 +275,7 @@ async def test_a_unit_that_is_given_up_ends_its_process() -> None:
         await eventually(lambda: backend._pool.live == 0)
 
 
-@both
+@every
 async def test_closing_ends_what_serves_and_what_waits(isolation: str) -> None:
     before = folders()
     async with sandboxes(isolation, processes=2) as backend:
@@ -269,7 +294,8 @@ import asyncio, sys
 from headway.backends.sandbox import Sandboxes
 from headway.config import Backend
 async def main():
-    backend = Sandboxes("python", Backend("sandbox", isolation=sys.argv[1]))
+    how, image = sys.argv[1:]
+    backend = Sandboxes("python", Backend("sandbox", isolation=how, image=image, timeout_s=2))
     await backend.warm()
     print("warm", flush=True)
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(78)'])"
@@ -278,12 +304,12 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("isolation", isolations()[1:])
-def test_what_a_sandbox_in_namespaces_started_ends_when_the_gateway_is_killed(isolation: str) -> None:
+@strict
+def test_what_an_isolated_sandbox_started_ends_when_the_gateway_is_killed(isolation: str) -> None:
     def left() -> list[psutil.Process]:
         return [p for p in psutil.process_iter() if "time.sleep(78)" in str(_argv(p)[2:])]
 
-    argv = [sys.executable, "-c", ORPHAN, isolation]
+    argv = [sys.executable, "-c", ORPHAN, isolation, IMAGE]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as gateway:
         until(lambda: [p for p in left() if _argv(p)[-1] == "import time; time.sleep(78)"])
         gateway.kill()
@@ -387,3 +413,23 @@ async def test_namespaces_are_tried_before_anything_is_served(monkeypatch: pytes
     with pytest.raises(ConfigError, match="cannot isolate"):
         async with opened({"python": Settings("sandbox")}):
             pass
+
+
+async def test_docker_is_tried_before_anything_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(ConfigError, match="has no Docker") as caught:
+        async with opened({"python": Settings("sandbox", isolation="docker")}):
+            pass
+    assert caught.value.param == "backends.python.isolation"
+
+
+@pytest.mark.parametrize("isolation", ["docker"], indirect=True)
+async def test_an_image_that_docker_does_not_have_is_named(isolation: str) -> None:
+    with pytest.raises(ConfigError, match="docker pull no-such:1") as caught:
+        async with opened({"python": Settings("sandbox", isolation="docker", image="no-such:1")}):
+            pass
+    assert caught.value.param == "backends.python.image"
+    with pytest.raises(BackendError, match="No such image"):
+        await Sandboxes("python", Settings("sandbox", isolation="docker", image="no-such:1")).warm()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from headway.apps.graph import LLM
+from headway.backends.containers import check_docker
 from headway.backends.model import Model
 from headway.backends.port import Backend
 from headway.backends.sandbox import Sandboxes, check_namespaces
@@ -48,6 +49,8 @@ async def opened(settings: Mapping[str, Settings]) -> AsyncIterator[dict[str, Ba
     for name, one in settings.items():
         if one.kind == "sandbox" and one.isolation == "namespaces":
             await asyncio.to_thread(check_namespaces, name)
+        if one.kind == "sandbox" and one.isolation == "docker":
+            await asyncio.to_thread(check_docker, name, one.image)
     try:
         yield backends
     finally:

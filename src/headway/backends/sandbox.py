@@ -4,8 +4,8 @@ A sandbox is a fresh interpreter in a temporary directory of its own, without th
 limits on memory, files and time. With `isolation = "namespaces"` (Linux, util-linux) it also has its own
 processes, its own /proc and no network, and whatever it started ends with it. With "process" it is an
 ordinary process of the gateway's user, which can read what that user can read, the gateway's own environment
-under /proc included. Neither hides the file system: code of people who are not trusted belongs on a machine
-of its own, behind a backend of one's own (`module:Class`).
+under /proc included. Neither hides the file system; with "docker" it is a container (`containers`), which has
+files of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.backends import sandbox_main
+from headway.backends.containers import PROCESSES, Container, command_env
 from headway.backends.pool import WorkerPool
 from headway.backends.port import Backend, Held, Ran
 from headway.backends.worker import Worker
@@ -32,9 +35,9 @@ from headway.config import Backend as Settings
 from headway.errors import ConfigError, RequestError
 
 _MIB = 1 << 20
-_PROCESSES = 64  # that the code of one sandbox may start, where they can be counted
 _FILES = 256  # open at a time
 _LEFT_S = 5.0  # within which the output of a killed sandbox has ended
+_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _NAMESPACES = ("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-current-user", "--net", "--pid",
                "--fork", "--kill-child", "--mount-proc")  # fmt: skip
 
@@ -64,19 +67,19 @@ class Code(BaseModel):
 
 
 class _Sandbox:
-    """One sandbox: its process and its directory."""
+    """One sandbox: its process, and how what is left of it is removed."""
 
-    def __init__(self, worker: Worker, folder: Path) -> None:
-        self.worker, self.folder = worker, folder
+    def __init__(self, worker: Worker, clean: Callable[[], Awaitable[None]]) -> None:
+        self.worker, self._clean = worker, clean
 
     @property
     def alive(self) -> bool:
         return self.worker.alive
 
     async def end(self) -> None:
-        """Kill it and remove its directory."""
+        """Kill it and remove its directory or container."""
         await self.worker.end()
-        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+        await self._clean()
 
 
 class Sandboxes(Backend):
@@ -118,33 +121,48 @@ class Sandboxes(Backend):
         await self._pool.close()
 
     async def _start(self) -> _Sandbox:
+        """Start one; it gets nothing of the gateway's environment but what the settings name."""
+        passed = {name: os.environ[name] for name in self._settings.env if name in os.environ}
+        if self._settings.isolation == "docker":
+            container = Container(self._name, self._settings)
+            argv = container.argv(self._told(), _env("/tmp"), passed)
+            return await self._started(argv, command_env(passed), None, container.remove)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="headway-sandbox-"))
+        env = {"PATH": os.defpath} | _env(str(folder)) | passed
+        return await self._started(self._argv(), env, folder, partial(_remove, folder))
+
+    async def _started(
+        self, argv: list[str], env: Mapping[str, str], folder: Path | None,
+        clean: Callable[[], Awaitable[None]],
+    ) -> _Sandbox:  # fmt: skip
         try:
             worker = await Worker.start(
-                self._name, self._argv(), self._env(folder), cwd=folder, limit=_MIB,
-                seconds=self._settings.start_timeout_s,
-            )  # fmt: skip
+                self._name, argv, env, cwd=folder, limit=_MIB, seconds=self._settings.start_timeout_s
+            )
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            await asyncio.shield(clean())
             raise
-        return _Sandbox(worker, folder)
+        return _Sandbox(worker, clean)
 
     def _argv(self) -> list[str]:
-        own = self._settings.isolation == "namespaces"
-        limits = {
-            "AS": self._settings.memory_mib * _MIB, "FSIZE": self._settings.disk_mib * _MIB, "CORE": 0,
-            "NOFILE": _FILES, **({"NPROC": _PROCESSES} if own else {}),
-        }  # fmt: skip
-        told = json.dumps({"limits": limits, "imports": self._settings.imports})
-        before = list(_NAMESPACES) if own else []
-        return [*before, sys.executable, "-I", str(Path(sandbox_main.__file__)), told]
+        before = _NAMESPACES if self._settings.isolation == "namespaces" else ()
+        return [*before, sys.executable, "-I", str(Path(sandbox_main.__file__)), self._told()]
 
-    def _env(self, folder: Path) -> dict[str, str]:
-        """Return its environment: nothing of the gateway's but what the settings name."""
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        passed = {name: os.environ[name] for name in self._settings.env if name in os.environ}
-        own = {"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
-        return threads | own | passed
+    def _told(self) -> str:
+        """Return the argument of the sandbox's own side."""
+        settings = self._settings
+        limits = {
+            "AS": settings.memory_mib * _MIB,
+            "FSIZE": settings.disk_mib * _MIB,
+            "CORE": 0,
+            "NOFILE": _FILES,
+        }
+        told: dict[str, Any] = {"limits": limits, "imports": settings.imports}
+        if settings.isolation == "namespaces":
+            limits["NPROC"] = PROCESSES
+        if settings.isolation == "docker":  # it does not end with the gateway
+            told["seconds"] = settings.timeout_s + _LEFT_S
+        return json.dumps(told)
 
     async def _execute(self, worker: Worker, code: str) -> dict[str, Any]:
         """Execute code to its end, or to the end of its time; it is killed then."""
@@ -167,6 +185,14 @@ class Sandboxes(Backend):
             "exit_code": await worker.wait(), "stdout": stdout, "stderr": stderr, "truncated": more or still,
             "timed_out": timed_out, "seconds": time.monotonic() - began,
         }  # fmt: skip
+
+
+def _env(home: str) -> dict[str, str]:
+    return _THREADS | {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+
+
+async def _remove(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 async def _read(pipe: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -38,6 +40,10 @@ def main() -> None:
     if not line:  # the gateway does not need it any more
         return
     code = json.loads(line)["code"]
+    if "seconds" in settings:  # also for process 1 of a container, which signals do not end
+        faulthandler.dump_traceback_later(
+            settings["seconds"], exit=True, file=os.open(os.devnull, os.O_WRONLY)
+        )
     sys.argv = ["code"]
     try:
         exec(compile(code, "<code>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})

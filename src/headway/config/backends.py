@@ -19,7 +19,8 @@ class Backend:
     kind: "sandbox" executes Python code that clients send; "model" calls a model of your own; "module:Class"
         is a backend of your own (`headway.backends.port.Backend`).
     load: of a model: "module:function", which returns a callable; options: the function's arguments.
-    isolation: of a sandbox: "namespaces" (own processes, no network; Linux) or "process".
+    isolation: of a sandbox: "namespaces" (own processes, no network; Linux), "process", or "docker" (a
+        container of `image`, which has python3).
     imports: modules that a sandbox has imported before it gets code.
     env: names of environment variables that a sandbox is given; it has none of the gateway's otherwise.
     processes: workers at a time, started ahead ones included. waiting: units that may wait for one.
@@ -31,7 +32,8 @@ class Backend:
     kind: Annotated[str, Field(pattern=r"^(sandbox|model|[\w.]+:\w+)$")]
     load: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    isolation: Literal["namespaces", "process"] = "namespaces"
+    isolation: Literal["namespaces", "process", "docker"] = "namespaces"
+    image: Annotated[str, Field(pattern=r"^[\w.][\w./:@-]*$")] = "python:3.12-slim"
     imports: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
     processes: Count = 4
