@@ -141,8 +141,8 @@ async def test_a_warm_sandbox_serves_one_unit(isolation: str) -> None:
         second = await execute(backend, "import os; print(os.listdir()); print(os.getcwd())")
         assert not second.warm
         assert second.output["stdout"].startswith("[]\n")
-        own = first.output["stdout"] not in second.output["stdout"]
-        assert own or isolation == "docker", "a container has a file system of its own"
+        if isolation != "docker":  # where it is always the container's own /tmp
+            assert first.output["stdout"] not in second.output["stdout"]
         await held.release()
     assert folders() <= before
 

@@ -1,25 +1,27 @@
 """Containers for sandboxes, by the command `docker` (Docker's, or that of podman-docker).
 
 A container has no network, no capabilities, a read-only image and a /tmp in memory; it is removed with the
-sandbox. One whose gateway was killed ends by itself: at once if it had no code yet, else with the time of
-its code.
+sandbox. One whose gateway was killed ends by itself: at once if it had no code yet, else with its code, or by
+a timer inside it, which code that means to can turn off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from headway.backends import sandbox_main
+from headway.backends.worker import failure
 from headway.config import Backend as Settings
 from headway.errors import ConfigError
 
+log = logging.getLogger("headway.backends")
 PROCESSES = 64  # that the code of one sandbox may start
-_ANSWER_S = 20.0  # within which the daemon answers
+_REMOVE_S = 20.0  # for the daemon to remove a container
 _NOBODY = 65534
 # What the command needs to find its daemon.
 _OURS = (
@@ -29,27 +31,19 @@ _OURS = (
 
 
 def check_docker(name: str, image: str) -> None:
-    """Raise ConfigError where there is no daemon, or where it does not have the image (seconds at most)."""
-    why = _failure("version")
+    """Raise ConfigError if no Docker daemon answers, or if it lacks the image. May block for 40 s."""
+    why = failure("docker", "version")
     if why is not None:
         raise ConfigError(
             f"backends.{name} has no Docker for its sandboxes here: {why}.",
             'Install Docker and start its daemon, or take isolation = "namespaces".',
             param=f"backends.{name}.isolation",
         )  # fmt: skip
-    if _failure("image", "inspect", image) is not None:
+    if failure("docker", "image", "inspect", image) is not None:
         raise ConfigError(
             f"backends.{name}: Docker does not have the image {image}.", f"Get it: docker pull {image}",
             param=f"backends.{name}.image",
         )  # fmt: skip
-
-
-def _failure(*asked: str) -> str | None:
-    try:
-        tried = subprocess.run(["docker", *asked], capture_output=True, text=True, timeout=_ANSWER_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if tried.returncode == 0 else tried.stderr.strip() or f"exit status {tried.returncode}"
 
 
 def command_env(passed: Mapping[str, str]) -> dict[str, str]:
@@ -84,9 +78,13 @@ class Container:
                 settings.image, "python3", "-I", "-c", source, told]  # fmt: skip
 
     async def remove(self) -> None:
-        """Kill and remove it, if it is still there."""
+        """Kill and remove it, if it is still there; a daemon that hangs is not waited for."""
         quiet = asyncio.subprocess.DEVNULL
         removing = await asyncio.create_subprocess_exec(
             "docker", "rm", "--force", self._name, stdin=quiet, stdout=quiet, stderr=quiet
         )
-        await removing.wait()
+        try:
+            await asyncio.wait_for(removing.wait(), _REMOVE_S)
+        except TimeoutError:
+            removing.kill()
+            log.warning("Docker does not remove the container %s; remove it by hand", self._name)

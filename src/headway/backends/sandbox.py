@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from headway.backends import sandbox_main
 from headway.backends.containers import PROCESSES, Container, command_env
 from headway.backends.pool import WorkerPool
 from headway.backends.port import Backend, Held, Ran
-from headway.backends.worker import Worker
+from headway.backends.worker import Worker, failure
 from headway.config import Backend as Settings
 from headway.errors import ConfigError, RequestError
 
@@ -43,12 +42,8 @@ _NAMESPACES = ("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-cur
 
 
 def check_namespaces(name: str) -> None:
-    """Raise ConfigError where no namespaces can be made (seconds at most; not on the event loop)."""
-    try:
-        tried = subprocess.run([*_NAMESPACES, "true"], capture_output=True, text=True, timeout=20)
-        why = tried.stderr.strip() if tried.returncode else None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
+    """Raise ConfigError if namespaces cannot be created here. May block for 20 s."""
+    why = failure(*_NAMESPACES, "true")
     if why is not None:
         raise ConfigError(
             f"backends.{name} cannot isolate its sandboxes by namespaces here: {why}.",

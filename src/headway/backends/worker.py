@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,16 @@ from headway.backends.port import BackendError
 READY = b"ready\n"  # the first line that a child writes
 _TAIL = 2000  # bytes of its standard error that an error message quotes
 _END_S = 5.0  # within which a killed process has ended
+_TRY_S = 20.0  # for a command that is tried
+
+
+def failure(*argv: str) -> str | None:
+    """Run a command; return why it failed, None if it did not. It may block for 20 s."""
+    try:
+        tried = subprocess.run(argv, capture_output=True, text=True, timeout=_TRY_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if tried.returncode == 0 else tried.stderr.strip() or f"exit status {tried.returncode}"
 
 
 class Worker:
