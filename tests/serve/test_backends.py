@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headway.backends import containers
 from headway.backends.containers import check_docker
 from headway.backends.model import Model
 from headway.backends.port import BackendError, Ran
@@ -433,3 +434,27 @@ async def test_an_image_that_docker_does_not_have_is_named(isolation: str) -> No
     assert caught.value.param == "backends.python.image"
     with pytest.raises(BackendError, match="No such image"):
         await Sandboxes("python", Settings("sandbox", isolation="docker", image="no-such:1")).warm()
+
+
+@pytest.mark.parametrize("isolation", ["docker"], indirect=True)
+async def test_a_container_is_bounded_as_a_whole(isolation: str) -> None:
+    one = "import time; held = b'1' * (150 << 20); time.sleep(2); print(1)"
+    code = f"import subprocess, sys\nhold = [sys.executable, '-c', {one!r}]\n"
+    code += "all = [subprocess.Popen(hold) for _ in range(4)]\n"
+    async with sandboxes(isolation, memory_mib=300) as backend:
+        status = (await execute(backend, "print(open('/proc/self/status').read())")).output["stdout"]
+        assert "CapEff:\t0000000000000000" in status, "no capabilities"
+        told = (await execute(backend, "open('/usr/x', 'w')")).output
+        assert "Read-only file system" in told["stderr"]
+        told = (await execute(backend, code + "for one in all: one.wait()")).output
+        assert told["stdout"].count("1") < 4, "they want 600 MB in 300"
+
+
+async def test_a_docker_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hangs = tmp_path / "docker"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(containers, "_REMOVE_S", 0.2)
+    async with asyncio.timeout(5):
+        await containers.Container("python", Settings("sandbox", isolation="docker")).remove()

@@ -87,4 +87,5 @@ class Container:
             await asyncio.wait_for(removing.wait(), _REMOVE_S)
         except TimeoutError:
             removing.kill()
+            await removing.wait()
             log.warning("Docker does not remove the container %s; remove it by hand", self._name)
