@@ -15,12 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from headway.broker.port import CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.broker.settling import deliver
+from headway.broker.sqlite_ends import Done, end_together
 from headway.broker.sqlite_file import Identity, Turns, leave_open, open_file
 from headway.errors import HeadwayError
 
@@ -133,6 +135,8 @@ class SqliteBroker:
 
     async def done(self, id: str, result: bytes | None, now: float) -> bool:
         """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
+        if result is None:
+            return await self._write(Done(self.owner, id, now))
         return await self._write(partial(_changes, END, ["done", result, None, now, id, self.owner])) == 1
 
     async def fail(self, id: str, reason: str, now: float) -> bool:
@@ -256,7 +260,7 @@ class SqliteBroker:
         try:
             self._turns.begin(self._db)
             self._check_file()
-            outcomes = [self._apply(call) for call in group]
+            outcomes = self._apply_all(group)
             self._db.execute("COMMIT")
         except Exception as error:  # whatever it is, the callers are told and the thread goes on
             with suppress(sqlite3.Error):
@@ -268,6 +272,21 @@ class SqliteBroker:
         """Refuse to write what no gateway would find again; a transaction has begun, so the log exists."""
         if (problem := self.problem()) is not None:
             raise OSError(problem)
+
+    def _apply_all(self, group: list[_Call]) -> list[Any]:
+        """Apply calls in their order; ends that follow each other, together."""
+        outcomes = list[Any]()
+        for ends, some in groupby(group, lambda call: isinstance(call.apply, Done)):
+            calls = [*some]
+            outcomes += self._end(calls) if ends else [self._apply(call) for call in calls]
+        return outcomes
+
+    def _end(self, calls: list[_Call]) -> list[Any]:
+        """Store ends together; in turn when one of them is unfit."""
+        try:
+            return end_together([cast(Done, call.apply) for call in calls], self._db)
+        except UNFIT:
+            return [self._apply(call) for call in calls]
 
     def _apply(self, call: _Call) -> Any:
         try:

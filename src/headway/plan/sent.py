@@ -6,6 +6,7 @@ follows from the ranks of what is inside: they are kept sorted per instance.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil
@@ -49,7 +50,8 @@ class SentOrder:
         self._blocks = dict.fromkeys(self._size, 0)  # by their size: of the requests asked about
         self._inside: list[list[Entry]] = [[] for _ in instances]
         self._free, self._last = [*self.window], [_NONE] * len(instances)
-        self._filled: Ints = np.zeros((len(instances), 64), np.int64)  # blocks of an entry and all before it
+        self._taken = [array("q") for _ in instances]  # blocks of each entry
+        self._filled = [0] * len(instances)  # blocks of all entries
         for name in self.names:
             rows = cluster.inside(name).rows
             for entry in entries(cluster.backlog, rows):
@@ -62,30 +64,25 @@ class SentOrder:
         """Add a request of `tokens` expected tokens, prompt and answer, to an instance."""
         i = self._place[name]
         inside, blocks = self._inside[i], ceil(tokens / self._size[i])
-        at, count = bisect_left(inside, entry), len(inside)
-        if count == self._filled.shape[1]:
-            self._filled = np.concatenate([self._filled, np.zeros_like(self._filled)], axis=1)
-        filled = self._filled[i]
-        filled[at + 1 : count + 1] = filled[at:count] + blocks
-        filled[at] = blocks + (filled[at - 1] if at > 0 else 0)
+        at = bisect_left(inside, entry)
         inside.insert(at, entry)
-        self._note(i)
+        self._taken[i].insert(at, blocks)
+        self._note(i, blocks)
 
     def remove(self, name: str, entry: Entry) -> None:
         """Remove a request from an instance; one that is not in it is ignored."""
         i = self._place[name]
-        inside, filled = self._inside[i], self._filled[i]
-        at, count = bisect_left(inside, entry), len(inside)
-        if at == count or inside[at][3] != entry[3]:
-            return
-        blocks = filled[at] - (filled[at - 1] if at > 0 else 0)
-        filled[at : count - 1] = filled[at + 1 : count] - blocks
-        del inside[at]
-        self._note(i)
-
-    def _note(self, i: int) -> None:
-        """Take note of a change of an instance."""
         inside = self._inside[i]
+        at = bisect_left(inside, entry)
+        if at == len(inside) or inside[at][3] != entry[3]:
+            return
+        del inside[at]
+        self._note(i, -self._taken[i].pop(at))
+
+    def _note(self, i: int, blocks: int) -> None:
+        """Take note of a change of an instance. blocks: that the change takes, negative = gives back."""
+        inside = self._inside[i]
+        self._filled[i] += blocks
         self.load[i], self._free[i] = len(inside), self.window[i] - len(inside)
         self._last[i] = inside[-1] if inside else _NONE
         self.changed = True
@@ -117,15 +114,17 @@ class SentOrder:
         inside, last = self._inside[i], self.window[i] - before - 1  # the last place with a slot
         if last < 0 or (len(inside) > last and inside[last] < entry):
             return False
-        if self._fill(i, len(inside)) <= self._total[i]:
+        room = self._total[i] - self._blocks[self._size[i]]  # beside the requests asked about
+        if self._filled[i] <= room:
             return True
         ahead = bisect_left(inside, entry) if displaces else len(inside)
-        return ahead + before == 0 or self._fill(i, ahead) <= self._total[i]
+        return ahead + before == 0 or self._fill(i, ahead) <= room
 
     def _fill(self, i: int, ahead: int) -> int:
-        """Return the blocks of the requests asked about and of so many that are inside."""
-        filled: int = self._filled.item(i, ahead - 1) if ahead > 0 else 0
-        return filled + self._blocks[self._size[i]]
+        """Return the blocks of so many of the first requests inside."""
+        if ahead == len(self._inside[i]):
+            return self._filled[i]
+        return int(np.frombuffer(self._taken[i], np.int64)[:ahead].sum())
 
 
 def kv_room(instance: Instance, ahead: int | None) -> int:

@@ -118,12 +118,10 @@ class LimitedHttp(HttpToolsProtocol):
         else:
             self.flow.resume_reading()  # or its end would not be read
 
-    def join_head(self) -> HeadWithBody:
-        """Let the answer that begins now write its head with its body; the end of it is owed a `flush`."""
+    def join_head(self) -> None:
+        """Let the answer that begins now write its head with the beginning of its body."""
         assert self._running is not None, "a request is being answered"
-        joined = HeadWithBody(self.transport)
-        self._running.transport = cast(asyncio.Transport, joined)
-        return joined
+        self._running.transport = cast(asyncio.Transport, HeadWithBody(self._running))
 
     def resume_writing(self) -> None:
         self._unsent = 0
@@ -232,8 +230,7 @@ class LimitedHttp(HttpToolsProtocol):
     def _unread(self, now: float) -> bool:
         """Tell whether the client has taken nothing for too long of what nothing is added to."""
         unsent = self.transport.get_write_buffer_size()
-        settled = self.flow.write_paused or self._idle or self.transport.is_closing()
-        if not unsent or not settled:
+        if not unsent or not (self.flow.write_paused or self._idle or self.transport.is_closing()):
             self._unsent = 0
         elif not self._unsent or unsent < self._unsent:
             self._unsent, self._write_due = unsent, now + self.limits.write_s
@@ -252,12 +249,15 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 class HeadWithBody:
-    """A transport that keeps the head of an answer until its body comes: both go out in one system call."""
+    """Stands in for the transport of an answer until it has its head and the first bytes of its body.
 
-    __slots__ = ("_head", "_transport")
+    Both go out in one system call.
+    """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    __slots__ = ("_cycle", "_head", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, cycle.transport
         self._head: bytes | None = None
 
     def write(self, data: bytes) -> None:
@@ -265,17 +265,13 @@ class HeadWithBody:
         if self._head is None:
             self._head = data
         else:
-            head, self._head = self._head, b""
-            self._transport.writelines([head, data])
-
-    def flush(self) -> None:
-        """Write a head that has no body."""
-        if self._head:
-            self.write(b"")
+            self._cycle.transport = self._transport
+            self._transport.writelines([self._head, data])
 
     def close(self) -> None:
-        """Close the transport once all has gone out."""
-        self.flush()
+        """Close the transport once all has gone out, a head without a body, too."""
+        if self._head is not None:
+            self.write(b"")
         self._transport.close()
 
     def is_closing(self) -> bool:

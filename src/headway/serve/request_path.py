@@ -38,10 +38,12 @@ from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, ParsedRequest
 from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
 from headway.serve.tracing import Tracing
+from headway.serve.turns import Turns
 from headway.serve.usage import Usage
 from headway.types import Reject, Request
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
+_AT_A_TIME = 8  # streams that go on in one iteration of the event loop: about a millisecond
 T = TypeVar("T")
 log = logging.getLogger("headway.serve")
 
@@ -59,6 +61,7 @@ class RequestPath:
         self.closings = Closings(broker)
         self.late, self.usage = LateRequests(), usage
         self.turn = asyncio.Lock()  # of streams that bring much at a time
+        self.turns = Turns(_AT_A_TIME)  # of streams that bring something
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
 

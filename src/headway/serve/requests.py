@@ -263,6 +263,11 @@ class EngineResponse:
         finally:
             self._reading = False
 
+    @property
+    def at_end(self) -> bool:
+        """Tell whether all of it has been read."""
+        return self._response.content.at_eof()
+
     def _watch_end(self) -> None:
         """End `read` when the connection ends in bytes that are not HTTP; aiohttp would wait for ever."""
         connection = self._response.connection  # None when all has come

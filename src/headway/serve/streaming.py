@@ -105,7 +105,7 @@ class ResponseStream(LateResponse):
             response = await self._path.open(self._in_flight)
             try:
                 if response.streams:
-                    await self._stream(response, send)
+                    await self._stream(response, scope, send)
                 else:
                     await self._whole(response, scope, send)
             finally:
@@ -131,8 +131,8 @@ class ResponseStream(LateResponse):
         else:
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
 
-    async def _start(self, response: EngineResponse, send: Send) -> None:
-        """Send status and headers; nothing in them is the engine's but the status."""
+    async def _start(self, response: EngineResponse, scope: Scope, send: Send) -> None:
+        """Send status and headers, with the body that comes next; only the status is the engine's."""
         kind = b"text/event-stream; charset=utf-8" if response.streams else b"application/json"
         headers = [(b"content-type", kind), (b"x-request-id", self._in_flight.id.encode())]
         headers += [(name, value.encode()) for name, value in self._in_flight.promise()]
@@ -140,31 +140,29 @@ class ResponseStream(LateResponse):
             headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
         if not response.streams:
             headers.append((b"content-length", b"%d" % len(response.head)))
+        if (connection := scope.get(CONNECTION)) is not None:
+            connection.join_head()
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
         self._started = True
 
     async def _whole(self, response: EngineResponse, scope: Scope, send: Send) -> None:
-        connection = scope.get(CONNECTION)
-        joined = None if connection is None else connection.join_head()
-        try:
-            await self._start(response, send)
-            await self._end(response.head, send)
-        finally:
-            if joined is not None:
-                joined.flush()
+        await self._start(response, scope, send)
+        await self._end(response.head, send)
         if response.status == 200:
             await self._path.finish(self._in_flight, response.output_tokens)
         else:
             reason = response.head.decode(errors="replace")[:500]
             await self._path.fail(self._in_flight, f"engine_refused: {reason}", "refused")
 
-    async def _stream(self, response: EngineResponse, send: Send) -> None:
+    async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader, chunk = EventReader(self._wants_usage), response.head
         while chunk:
+            if not self._path.turns.take():
+                await self._path.turns.wait()
             data = await self._fed(reader, chunk)
             if data and not self._started:
-                await self._start(response, send)
+                await self._start(response, scope, send)
             if reader.complete:
                 await self._end(data, send)
                 await self._path.finish(self._in_flight, reader.tokens)
@@ -295,6 +293,8 @@ def stopped() -> EngineError:
 
 async def _drain(response: EngineResponse) -> None:
     """Read to the very end, so that the connection to the engine can be used again, if that is near."""
+    if response.at_end:
+        return
     left = _DRAINED
     with suppress(EngineError, TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
