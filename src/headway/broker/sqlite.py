@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 from headway.broker.port import CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.broker.settling import deliver
-from headway.broker.sqlite_ends import Done, end_together
+from headway.broker.sqlite_ends import FEW, Done, end_together
 from headway.broker.sqlite_file import Identity, Turns, leave_open, open_file
 from headway.errors import HeadwayError
 
@@ -278,7 +278,10 @@ class SqliteBroker:
         outcomes = list[Any]()
         for ends, some in groupby(group, lambda call: isinstance(call.apply, Done)):
             calls = [*some]
-            outcomes += self._end(calls) if ends else [self._apply(call) for call in calls]
+            if ends and len(calls) > FEW:
+                outcomes += self._end(calls)
+            else:
+                outcomes += [self._apply(call) for call in calls]
         return outcomes
 
     def _end(self, calls: list[_Call]) -> list[Any]:

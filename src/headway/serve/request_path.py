@@ -43,7 +43,7 @@ from headway.serve.usage import Usage
 from headway.types import Reject, Request
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
-_AT_A_TIME = 8  # streams that go on in one iteration of the event loop: about a millisecond
+_AT_A_TIME = 8  # streams that begin or end in one iteration of the event loop: about two milliseconds
 T = TypeVar("T")
 log = logging.getLogger("headway.serve")
 
@@ -61,7 +61,7 @@ class RequestPath:
         self.closings = Closings(broker)
         self.late, self.usage = LateRequests(), usage
         self.turn = asyncio.Lock()  # of streams that bring much at a time
-        self.turns = Turns(_AT_A_TIME)  # of streams that bring something
+        self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
 

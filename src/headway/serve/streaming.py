@@ -157,13 +157,13 @@ class ResponseStream(LateResponse):
     async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader, chunk = EventReader(self._wants_usage), response.head
+        await self._path.turns.take()
         while chunk:
-            if not self._path.turns.take():
-                await self._path.turns.wait()
             data = await self._fed(reader, chunk)
             if data and not self._started:
                 await self._start(response, scope, send)
             if reader.complete:
+                await self._path.turns.take()
                 await self._end(data, send)
                 await self._path.finish(self._in_flight, reader.tokens)
                 await _drain(response)
