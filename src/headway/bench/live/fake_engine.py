@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from headway.bench.live.fake_pooling import pooled_answer
 from headway.bench.live.nonsense import NONSENSE, send_nonsense
+from headway.serve.garbage import spare_old_objects
 
 NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first: how a client counts tokens
@@ -85,9 +86,7 @@ class _Ask:
 class FakeEngine:
     """The ASGI app.
 
-    tokens: tokens of every response
-    delay: seconds per token
-    wait: seconds before the first token, in addition
+    tokens, delay, wait: tokens of every response, seconds per token, and before the first in addition
     chunk_tokens: tokens that usage counts for each chunk
     split: send each event in two HTTP chunks, with a comment before it
     barrier: responses begin when so many are open at once
@@ -390,6 +389,7 @@ def main(kind: type[FakeEngine] = FakeEngine) -> None:
     app = kind(options.tokens, options.delay)
     if options.journal is not None:
         app.on_request = partial(_note, options.journal.open("a", buffering=1))
+    spare_old_objects()  # a full collection with thousands of open responses would hold up all the others
     uvicorn.run(
         app, host="127.0.0.1", port=options.port, loop="uvloop", http="httptools", lifespan="off",
         access_log=False, log_level="warning", server_header=False,
