@@ -20,7 +20,7 @@ from headway.broker.port import Broker, Job
 from headway.broker.sqlite import SqliteBroker
 from headway.errors import HeadwayError
 
-IDS = ("a", "b", "c", "quote'\U0001f600")
+IDS = ("a", "b", "c", "quote'\"\\d\x01\U0001f600")
 Call = Callable[[Broker], Coroutine[Any, Any, Any]]
 CALLS: dict[str, Callable[[str, float], Call]] = {
     "done": lambda id, now: lambda broker: broker.done(id, None, now),

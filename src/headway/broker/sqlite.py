@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 from headway.broker.port import CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.broker.settling import deliver
-from headway.broker.sqlite_ends import FEW, Done, end_together
+from headway.broker.sqlite_ends import END, FEW, Done, end_together
 from headway.broker.sqlite_file import Identity, Turns, leave_open, open_file
 from headway.errors import HeadwayError
 
@@ -52,8 +52,6 @@ FREE = f"""WITH free (owner) AS (
 TAKE = "UPDATE jobs SET owner = ? WHERE seq = ?"
 DELETE = "DELETE FROM jobs WHERE id = ? AND state <> 'open'"
 GIVE_BACK = "UPDATE jobs SET owner = NULL WHERE id = ? AND state = 'open' AND owner = ?"
-END = """UPDATE jobs SET state = ?, result = ?, reason = ?, finished = ?, body = x''
-    WHERE id = ? AND state = 'open' AND owner = ?"""
 CANCEL = """UPDATE jobs SET state = 'failed', reason = ?, finished = ?, body = x''
     WHERE id = ? AND state = 'open'"""
 GONE = """SELECT id, state <> 'open' FROM jobs

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FEW = 4  # ends that take less in turn than together
-_ONE = """UPDATE jobs SET state = 'done', result = NULL, reason = NULL, finished = ?, body = x''
+END = """UPDATE jobs SET state = ?, result = ?, reason = ?, finished = ?, body = x''
     WHERE id = ? AND state = 'open' AND owner = ?"""
 _OPEN = """SELECT json_group_array(jobs.id) FROM json_each(?) AS ended CROSS JOIN jobs
     WHERE jobs.id = ended.value AND jobs.state = 'open' AND jobs.owner = ?"""
-_END = """UPDATE jobs SET state = 'done', result = NULL, reason = NULL, finished = ended.value, body = x''
+_END_ALL = """UPDATE jobs SET state = 'done', result = NULL, reason = NULL, finished = ended.value, body = x''
     FROM json_each(?) AS ended WHERE jobs.id = ended.key"""
 
 
@@ -31,7 +31,7 @@ class Done:
 
     def __call__(self, db: sqlite3.Connection) -> bool:
         """Store it; False when the job has ended, or is not held by this gateway."""
-        return db.execute(_ONE, [self.now, self.id, self.owner]).rowcount == 1
+        return db.execute(END, ["done", None, None, self.now, self.id, self.owner]).rowcount == 1
 
 
 def end_together(ends: Sequence[Done], db: sqlite3.Connection) -> list[bool]:
@@ -40,7 +40,7 @@ def end_together(ends: Sequence[Done], db: sqlite3.Connection) -> list[bool]:
     (found,) = db.execute(_OPEN, [json.dumps([*wanted]), ends[0].owner]).fetchone()
     owed = set(json.loads(found))
     if owed:
-        db.execute(_END, [json.dumps({id: wanted[id] for id in owed}, allow_nan=False)])
+        db.execute(_END_ALL, [json.dumps({id: wanted[id] for id in owed}, allow_nan=False)])
     stored = list[bool]()
     for end in ends:
         stored.append(end.id in owed)

@@ -60,7 +60,7 @@ class RequestPath:
         self._tracing = tracing
         self.closings = Closings(broker)
         self.late, self.usage = LateRequests(), usage
-        self.turn = asyncio.Lock()  # of streams that bring much at a time
+        self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet

@@ -186,7 +186,7 @@ class ResponseStream(LateResponse):
         """
         if len(chunk) < CHUNK and reader.kept <= INLINE:
             return reader.feed(chunk)
-        async with self._path.turn:
+        async with self._path.large_chunk:
             await asyncio.sleep(0)
             return await offload(reader.kept, partial(reader.feed, chunk))
 
