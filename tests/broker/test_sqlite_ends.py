@@ -39,7 +39,7 @@ drawn = st.lists(
 async def _put(broker: Broker, id: str) -> bool:
     try:
         await broker.put(job(id))
-    except Exception:
+    except HeadwayError:  # it is stored already
         return False
     return True
 

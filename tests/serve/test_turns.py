@@ -39,7 +39,7 @@ async def test_a_request_passes_them(waiting: int) -> None:
     assert len(served) == waiting
 
 
-async def test_who_waits_goes_before_who_comes() -> None:
+async def test_streams_that_wait_go_before_new_ones() -> None:
     turns, served = Turns(1), list[int]()
     early = [asyncio.create_task(stream(turns, number, served)) for number in range(3)]
     await asyncio.sleep(0)
