@@ -17,6 +17,7 @@ class Table:
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {}
+    DEFAULTS: ClassVar[dict[str, float]] = {}  # of columns whose rows do not begin at zero
     DTYPE: ClassVar[np.dtype[np.void]]
 
     def __init_subclass__(cls) -> None:
@@ -46,13 +47,13 @@ class Table:
         def __getattr__(self, name: str) -> NDArray[Any]: ...
 
     def add(self, key: str, **values: float | bool) -> int:
-        """Add a row; columns not given are zero. Return its index. A key twice is our own mistake."""
+        """Add a row; columns not given are zero, or as in `DEFAULTS`. Return its index. A key twice is our own mistake."""
         assert key not in self.row_of, f"row {key} exists"
         if not self._free:
             self._grow()
         row = self._free.pop()
         for name, column in self._cols.items():
-            column[row] = values.pop(name, 0)
+            column[row] = values.pop(name, self.DEFAULTS.get(name, 0))
         assert not values, f"no such columns: {sorted(values)}"
         self.live[row], self.keys[row], self.row_of[key] = True, key, row
         return row

@@ -32,17 +32,24 @@ class Slo:
     ttft: from arrival to the first token.
     tpot: mean time per token after the first.
     e2e: from arrival to the last token.
+    weight: what keeping this SLO is worth beside others, where not all can be kept.
+    soft: a soft target where neither ttft nor e2e is promised: seconds to the first token that order the
+        request and promise nothing; None = ten times what its prompt takes alone.
     """
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
+    weight: float = 1.0
+    soft: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tpot", "e2e"):
+        for name in ("ttft", "tpot", "e2e", "soft"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number of seconds, not {value}")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight must be a positive number, not {self.weight}")
 
     @property
     def objective(self) -> Objective:
@@ -123,8 +130,10 @@ class Jobs(Table):
     """The requests inside one engine. The engine's adapter keeps it current; packers only read it.
 
     Attributes:
-        arrival, first: instants; first = of the first token, 0 before it.
+        arrival, first, last: instants; first, last = of the first and of the newest token, 0 before them.
+        gap: longest silence between two tokens so far, seconds.
         ttft, tpot, e2e: SLOs in seconds, inf = none.
+        weight, soft: of its `Slo`; soft 0 = none is stated.
         prompt, computed, output_tokens: tokens.
         drafts: tokens that a running row's next step verifies beside the one that it lacks (speculation).
         lookahead: tokens for whose KV that step then holds blocks, too, because the drafter writes it.
@@ -143,13 +152,15 @@ class Jobs(Table):
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
-        "arrival": float, "first": float, "ttft": float, "tpot": float, "e2e": float,
+        "arrival": float, "first": float, "last": float, "gap": float,
+        "ttft": float, "tpot": float, "e2e": float, "weight": float, "soft": float,
         "prompt": int, "computed": int, "output_tokens": int, "drafts": int, "lookahead": int,
         "tokens_left": float, "spread": float, "blocks": int, "shared": int, "saved": int,
         "priority": int, "urgency": float, "running": bool, "held": bool, "resumable": bool,
         "serial": int, "evictions": int, "lender": int,
         "loan_start": int, "loan_blocks": int, "first_lent_block": int,
     }  # fmt: skip
+    DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0}
 
 
 class Backlog(Table):

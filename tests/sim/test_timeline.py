@@ -103,7 +103,7 @@ def test_a_request_that_never_ended() -> None:
 
 
 def _rest(outcome: Outcome) -> tuple[object, ...]:
-    return (outcome.instance, outcome.evictions)
+    return (outcome.instance, outcome.evictions, outcome.gap)
 
 
 def test_a_request_that_came_back_and_went_elsewhere() -> None:

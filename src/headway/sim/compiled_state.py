@@ -161,7 +161,7 @@ def outcome(state: RunState) -> Outcome:
     evictions = np.where(np.isnan(state.end), 0, state.jobs["evictions"])
     return Outcome(
         state.first, state.end, np.where(state.jobs["serial"] > 0, 0, -1), evictions,
-        int(progress["iterations"]), float(progress["busy"]), int(progress["preempted"]),
+        np.where(np.isnan(state.end), 0.0, state.jobs["gap"]), int(progress["iterations"]), float(progress["busy"]), int(progress["preempted"]),
         int(progress["paused"]),
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ def _progress() -> Rows:
 
 def _jobs(workload: Workload) -> Rows:
     jobs = np.zeros(len(workload), Jobs.DTYPE)
-    for name in ("arrival", "prompt", "priority", "ttft", "tpot", "e2e"):
+    for name in ("arrival", "prompt", "priority", "ttft", "tpot", "e2e", "weight", "soft"):
         jobs[name] = getattr(workload, name)
     return jobs
 

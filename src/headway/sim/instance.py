@@ -125,12 +125,15 @@ class Preempted:
     """A request that was taken out of an engine.
 
     output_tokens: made so far.
-    first: instant of the first of them.
+    first, last: instants of the first and of the newest of them.
+    gap: longest silence between two of them, seconds.
     evictions: times it lost its KV.
     """
 
     output_tokens: int
     first: float
+    last: float
+    gap: float
     evictions: int
 
 
@@ -238,7 +241,7 @@ class SimulatedInstance:
             jobs = self.engine.jobs
             jobs.output_tokens[row], jobs.evictions[row] = before.output_tokens, before.evictions
             if before.output_tokens:
-                jobs.first[row] = before.first
+                jobs.first[row], jobs.last[row], jobs.gap[row] = before.first, before.last, before.gap
         return row
 
     def rerank(self, ranks: Mapping[str, float]) -> None:
@@ -275,12 +278,10 @@ class SimulatedInstance:
         jobs = self.engine.jobs
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
-        columns = zip(jobs.output_tokens[rows].tolist(), jobs.first[rows].tolist(),
-                      (jobs.evictions[rows] + (jobs.computed[rows] > 0)).tolist(), strict=True)  # fmt: skip
-        preempted = [
-            Preempted(output_tokens if keep else 0, first, evictions)
-            for output_tokens, first, evictions in columns
-        ]
+        times = (getattr(jobs, name)[rows].tolist() for name in ("first", "last", "gap"))
+        evictions = (jobs.evictions[rows] + (jobs.computed[rows] > 0)).tolist()
+        columns = zip(jobs.output_tokens[rows].tolist(), *times, evictions, strict=True)
+        preempted = [Preempted(made if keep else 0, *rest) for made, *rest in columns]
         out = dict(zip(jobs.names(rows), preempted, strict=True))
         self._empty()
         return out

@@ -232,7 +232,9 @@ class Loop:
         # An engine does not wait for the gateway: what takes the freed room comes one iteration later.
         if instance.busy and not instance.leaving:
             self._begin(instance, now)
-        for id, first, evictions in zip(done.ids, done.first.tolist(), done.evictions.tolist(), strict=True):
+        columns = done.first.tolist(), done.evictions.tolist(), done.gap.tolist()
+        for id, first, evictions, gap in zip(done.ids, *columns, strict=True):
+            self.outcome.gap[self.workload.row_of(id)] = gap
             self._end_request(id, first, evictions, instance.spec.token_overhead, now)
         if refused:
             self._planning.decide(now)

@@ -31,6 +31,7 @@ class Outcome:
     first, end: instants of the first token and of the end, NaN = never.
     instance: the index of its (last) instance in the fleet, -1 = it was never sent.
     evictions: how often it lost its KV, of those that have ended.
+    gap: the longest silence between two tokens, seconds, of those that have ended.
 
     Sums over all instances:
     iterations, busy: how many, and their seconds.
@@ -49,6 +50,7 @@ class Outcome:
     end: Floats
     instance: Ints
     evictions: Ints
+    gap: Floats
     iterations: int = 0
     busy: float = 0.0
     preempted: int = 0
@@ -71,4 +73,4 @@ class Outcome:
     def of(cls, size: int) -> Outcome:
         """Return the outcome of `size` requests before the run."""
         never = np.full(size, np.nan)
-        return cls(never, never.copy(), np.full(size, -1), np.zeros(size, np.int64))
+        return cls(never, never.copy(), np.full(size, -1), np.zeros(size, np.int64), np.zeros(size))

@@ -59,11 +59,13 @@ class Done:
 
     first: instants of their first tokens.
     evictions: how often each lost its KV.
+    gap: the longest silence of each between two tokens, seconds.
     """
 
     ids: list[str]
     first: Floats
     evictions: Ints
+    gap: Floats
 
 
 class SimulatedEngine:
@@ -115,6 +117,7 @@ class SimulatedEngine:
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
             tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency, spread=spread,
             ttft=_or_never(targets.ttft), tpot=_or_never(targets.tpot), e2e=_or_never(targets.e2e),
+            weight=targets.weight, soft=targets.soft or 0.0,
         )  # fmt: skip
         if row >= self.target.size:
             self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])
@@ -163,7 +166,7 @@ class SimulatedEngine:
         """End the iteration: output its tokens. Returns the requests that it finished."""
         jobs = self.jobs
         rows = kernels.complete(jobs.data, self.usage, self.target, ran.rows, ran.tokens, now)
-        done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
+        done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows], jobs.gap[rows])
         for name in done.ids:
             jobs.remove(name)
         return done

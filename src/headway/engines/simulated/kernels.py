@@ -213,6 +213,9 @@ def complete(jobs: Rows, usage: Usage, target: Ints, rows: Ints, tokens: Ints, n
             continue
         if jobs["output_tokens"][row] == 0:
             jobs["first"][row] = now
+        else:
+            jobs["gap"][row] = max(jobs["gap"][row], now - jobs["last"][row])
+        jobs["last"][row] = now
         jobs["output_tokens"][row] += 1
         jobs["tokens_left"][row] = max(jobs["tokens_left"][row] - 1.0, 1.0)
         if jobs["output_tokens"][row] >= target[row]:

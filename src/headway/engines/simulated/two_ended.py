@@ -159,7 +159,7 @@ class TwoEndedEngine(HostPoolEngine):
         rows = kernels.complete(jobs.data, self.usage, self.target, ran.rows, ran.tokens, now)
         for row in rows:
             self._free_slots(row)
-        done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows])
+        done = Done(jobs.names(rows), jobs.first[rows], jobs.evictions[rows], jobs.gap[rows])
         for name in done.ids:
             jobs.remove(name)
         return done

@@ -28,6 +28,7 @@ class RequestMetadata:
     id: Headway's request id.
     arrival: instant at which the gateway got the request.
     ttft, tpot, e2e: SLO in seconds, inf = none.
+    weight, soft: as in `Jobs`.
     tokens_left: expected output tokens.
     spread: `Jobs.spread`.
     urgency: `Jobs.urgency` at entry, lower first, 0 = the packer's own order.
@@ -38,6 +39,8 @@ class RequestMetadata:
     ttft: float = math.inf
     tpot: float = math.inf
     e2e: float = math.inf
+    weight: float = 1.0
+    soft: float = 0.0
     tokens_left: float = 1.0
     spread: float = 1.0
     urgency: float = 0.0
@@ -57,7 +60,8 @@ def write_metadata(
     """
     slo = request.slo
     values = {
-        "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "tokens_left": forecast.mean,
+        "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "soft": slo.soft,
+        "weight": slo.weight if slo.weight != 1.0 else None, "tokens_left": forecast.mean,
         "spread": forecast.spread, "urgency": finite(rank),
     }  # fmt: skip
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
@@ -95,6 +99,8 @@ def read_metadata(request: Any) -> RequestMetadata:
         ttft=_number(extra, "ttft", math.inf),
         tpot=_number(extra, "tpot", math.inf),
         e2e=_number(extra, "e2e", math.inf),
+        weight=_number(extra, "weight", 1.0),
+        soft=_number(extra, "soft", 0.0),
         tokens_left=_number(extra, "tokens_left", float(limit or 1)),
         spread=_number(extra, "spread", 1.0),
         urgency=_number(extra, "urgency", 0.0),

@@ -35,10 +35,10 @@ __all__ = [
 _STAGE = {"app": "apps", "run": "runs", "unit": "units"}
 # Column of codes -> its names
 _CODES = {"tier": "tiers", "model": "models", "tenant": "tenants", **_STAGE, "prefix": "prefixes"}
-_OPTIONAL = {*_STAGE, "prefix", "drop"}  # columns of zeros where they are not given
+_OPTIONAL = {*_STAGE, "prefix", "drop", "soft"}  # columns of zeros where they are not given
 _TOKENS = ("prompt", "output", "max_tokens")
 _TARGETS = ("ttft", "tpot", "e2e")
-_REALS = {"arrival", *_TARGETS}
+_REALS = {"arrival", *_TARGETS, "weight", "soft"}
 
 
 def _no_codes() -> Ints:
@@ -61,6 +61,7 @@ class Workload:
     app, run, unit: codes of the request's `Stage`; the run "" = the request belongs to no application.
     ids: the requests' ids, () = "r0", "r1", ...
     drop: 1 = refuse the request as soon as it cannot be on time; left out, none is.
+    weight: of each SLO, left out = 1. soft: soft targets, left out or 0 = none is stated (`Slo`).
     prefix: codes of the request's `Prefix`, which prefix caches know it by; None = it has one of its own.
     """
 
@@ -86,11 +87,15 @@ class Workload:
     units: tuple[str, ...] = ("",)
     ids: tuple[str, ...] = ()
     drop: Ints = field(default_factory=_no_codes)
+    weight: Floats = field(default_factory=_no_codes)
+    soft: Floats = field(default_factory=_no_codes)
     prefix: Ints = field(default_factory=_no_codes)
     prefixes: tuple[Prefix | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         n = len(self.arrival)
+        if not len(self.weight):
+            object.__setattr__(self, "weight", np.ones(n))
         for name in _COLUMNS:
             values = getattr(self, name)
             given = name not in _OPTIONAL or len(values)
@@ -105,6 +110,8 @@ class Workload:
         refuse(self.max_tokens < self.output, "max_tokens", self.max_tokens, "at least its output")
         for name in _TARGETS:
             refuse(~(getattr(self, name) > 0), name, getattr(self, name), "seconds above 0, or inf for none")
+        refuse(~(self.weight > 0), "weight", self.weight, "above 0")
+        refuse(~(self.soft >= 0), "soft", self.soft, "seconds above 0, or 0 for none")
         for name, table in _CODES.items():
             codes, known = getattr(self, name), len(getattr(self, table))
             refuse((codes < 0) | (codes >= known), name, codes, f"a code below {known}, one of {table}")
@@ -143,7 +150,10 @@ class Workload:
             prompt_tokens=int(self.prompt[i]),
             max_tokens=int(self.max_tokens[i]),
             arrival=float(self.arrival[i]),
-            slo=Slo(*(_target(getattr(self, name)[i]) for name in _TARGETS)),
+            slo=Slo(
+                *(_target(getattr(self, name)[i]) for name in _TARGETS),
+                weight=float(self.weight[i]), soft=float(self.soft[i]) or None,
+            ),
             priority=int(self.priority[i]),
             tenant=self.tenants[self.tenant[i]],
             task=self.tiers[self.tier[i]],
@@ -263,7 +273,10 @@ def single(
     codes = {name: np.zeros(n, np.int64) for name in _CODES}
     columns = {name: _spread_out(value, n) for name, value in tokens.items()} | codes
     return _built(
-        {"arrival": arrival, "priority": np.full(n, priority), "drop": np.full(n, int(drop))}
+        {
+            "arrival": arrival, "priority": np.full(n, priority), "drop": np.full(n, int(drop)),
+            "weight": np.full(n, targets.weight), "soft": np.full(n, targets.soft or 0.0),
+        }
         | columns
         | seconds,
         {"tiers": (tier,), "models": (model,), "tenants": (tenant,)},
@@ -340,8 +353,8 @@ def _drawn(
 
 
 def _scaled(slo: Slo, scale: float) -> Slo:
-    limits = (getattr(slo, name) for name in _TARGETS)
-    return Slo(*(None if limit is None else limit * scale for limit in limits))
+    limits = {name: getattr(slo, name) for name in _TARGETS}
+    return replace(slo, **{name: None if limit is None else limit * scale for name, limit in limits.items()})
 
 
 def _built(columns: dict[str, NDArray[Any]], names: dict[str, tuple[str, ...]]) -> Workload:

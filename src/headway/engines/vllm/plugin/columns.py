@@ -60,8 +60,8 @@ def follow(
 ) -> int:
     """Set what running rows have made and hold; all others hold nothing and are not held back.
 
-    output_tokens, computed: by row of `rows`. size: tokens of a block. now: the instant of first tokens that
-    were not there before. Returns the tokens that the rows miss.
+    output_tokens, computed: by row of `rows`. size: tokens of a block. now: the instant of tokens that were
+    not there before. Returns the tokens that the rows miss.
     """
     missing = 0
     for row in range(jobs.size):
@@ -70,8 +70,12 @@ def follow(
         jobs["drafts"][row] = jobs["lookahead"][row] = 0
     for i in range(rows.size):
         row, before = rows[i], jobs["output_tokens"][rows[i]]
-        if before == 0 and output_tokens[i] > 0:
-            jobs["first"][row] = now
+        if output_tokens[i] > before:
+            if before == 0:
+                jobs["first"][row] = now
+            else:
+                jobs["gap"][row] = max(jobs["gap"][row], now - jobs["last"][row])
+            jobs["last"][row] = now
         jobs["tokens_left"][row] = max(jobs["tokens_left"][row] - (output_tokens[i] - before), 1.0)
         jobs["running"][row], jobs["output_tokens"][row] = True, output_tokens[i]
         jobs["computed"][row], jobs["blocks"][row] = computed[i], -(-computed[i] // size)

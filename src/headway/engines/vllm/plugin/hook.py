@@ -182,6 +182,8 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
             ttft=metadata.ttft,
             tpot=metadata.tpot,
             e2e=metadata.e2e,
+            weight=metadata.weight,
+            soft=metadata.soft,
             tokens_left=metadata.tokens_left,
             spread=metadata.spread,
             prompt=request.num_prompt_tokens,
