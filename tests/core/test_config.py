@@ -179,6 +179,11 @@ e2e_ms = 4000
 priority = -3
 drop = true
 prewarm = 0.25
+weight = 2.5
+measured = true
+
+[classes.bulk]
+soft_ttft_ms = 30000
 
 [[keys]]
 key = "{SECRET}"
@@ -247,7 +252,10 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         "python:3.13-slim", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
-    assert config.classes["gold"] == Tier(300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25)
+    assert config.classes["gold"] == Tier(
+        300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25, weight=2.5, measured=True
+    )  # fmt: skip
+    assert config.classes["bulk"] == Tier(soft_ttft_ms=30_000.0)
     assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000),)
 
 
@@ -266,7 +274,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Tracing: data["tracing"],
         Batches: data["batches"],
         Backend: data["backends"]["python"],
-        Tier: data["classes"]["gold"],
+        Tier: data["classes"]["gold"] | data["classes"]["bulk"],
         Key: data["keys"][0],
     }
     for cls, table in tables.items():
@@ -294,8 +302,30 @@ def test_a_class_that_drops(slo: dict[str, float]) -> None:
 
 
 def test_a_class_has_its_slo_in_seconds() -> None:
-    assert Tier(ttft_ms=300.0, tpot_ms=50.0).slo == Slo(ttft=0.3, tpot=0.05)
+    assert Tier(ttft_ms=300.0, tpot_ms=50.0, weight=3.0).slo == Slo(ttft=0.3, tpot=0.05, weight=3.0)
+    assert Tier(tpot_ms=50.0, soft_ttft_ms=2000.0).slo == Slo(tpot=0.05, soft=2.0)
     assert Tier().slo == Slo()
+
+
+def test_requests_without_a_class_are_promised_nothing_and_batch_comes_after_them() -> None:
+    classes = Config().classes
+    assert (classes["default"].slo, classes["chat"].measured) == (Slo(), True)
+    assert (classes["batch"].slo, classes["batch"].priority) == (Slo(soft=600.0), 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"soft_ttft_ms": 900, "ttft_ms": 300}, "soft_ttft_ms"),
+        ({"soft_ttft_ms": 900, "e2e_ms": 3000}, "soft_ttft_ms"),
+        ({"measured": True, "e2e_ms": 3000}, "measured"),
+    ],
+)
+def test_a_class_whose_fields_contradict_each_other_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"classes": {"gold": fields}})
+    assert caught.value.param == f"classes.gold.{param}"
+    assert caught.value.hint
 
 
 def test_the_model_name_is_the_served_name_or_the_last_part_of_the_path() -> None:
@@ -357,6 +387,9 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
         ({"classes": {"x": {"ttft_ms": "fast"}}}, "classes.x.ttft_ms", "'fast'"),
         ({"classes": {"x": {"ttft_ms": True}}}, "classes.x.ttft_ms", "True"),
         ({"classes": {"x": {"priority": 1.5}}}, "classes.x.priority", "1.5"),
+        ({"classes": {"x": {"weight": 0}}}, "classes.x.weight", "0"),
+        ({"classes": {"x": {"weight": -1.5}}}, "classes.x.weight", "-1.5"),
+        ({"classes": {"x": {"soft_ttft_ms": 0}}}, "classes.x.soft_ttft_ms", "0"),
         ({"classes": {"x": 3}}, "classes.x", "3"),
         ({"classes": 3}, "classes", "3"),
         ({"server": {"tenant_share": 0}}, "server.tenant_share", "0"),

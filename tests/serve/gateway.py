@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 
-from headway.config import Broker, Config, Engine, Server, Sqlite, Tier
+from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier
 from headway.core.controller import Controller
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.serve import gateway as inner
@@ -34,7 +34,7 @@ OPERATOR = {"authorization": "Bearer sk-operator-1"}
 CLASSES = {
     "default": Tier(),
     "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0),
-    "batch": Tier(priority=10),
+    "batch": BATCH,
 }
 
 

@@ -108,6 +108,7 @@ def test_text_completions_and_windows(gateway: Gateway, fake: Fake) -> None:
     assert sent["headway_id"] == f"{id}-1"
     assert 5000 < sent["headway_e2e"] <= 5400, "what is left of the window"
     assert fake.last()["body"]["priority"] == 10, "of the class batch"
+    assert "headway_soft" not in sent, "a window is a promise, which orders the line"
 
 
 def test_an_slo_of_its_own_counts_and_so_does_the_class(serve: Serve, fake: Fake) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from headway.config import Key, Tier
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.lengths.task import TELLING
 from tests.serve.conftest import Serve
-from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway, until
+from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway, configuration, serving, until
 
 SLOW = 1e6  # milliseconds
 
@@ -118,6 +119,36 @@ def test_a_class_of_one_s_own_and_the_default_class(serve: Serve, fake: Fake) ->
         # They are counted once the client has its answer.
         until(lambda: gateway.metric('headway_slo_attainment{class="default",model="smollm2"}') == 1.0)
         until(lambda: gateway.metric('headway_slo_owed_total{class="gold",model="smollm2"}') == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({}, {}, (1.0, 0.0)),
+        ({}, {"service_tier": "flex"}, (1.0, 600.0)),
+        ({}, {"service_tier": "batch"}, (1.0, 600.0)),
+        ({}, {"service_tier": "soon"}, (1.0, 2.5)),
+        ({"x-slo-tpot-ms": "80"}, {"service_tier": "soon"}, (1.0, 2.5)),
+        ({"x-slo-ttft-ms": "80"}, {"service_tier": "soon"}, (1.0, 0.0)),
+        ({}, {"service_tier": "gold"}, (4.0, 0.0)),
+        ({"x-slo-ttft-ms": "9"}, {"service_tier": "gold"}, (4.0, 0.0)),
+        ({}, {"service_tier": "gold", "ttlt_slo_ms": 900}, (4.0, 0.0)),
+    ],
+)
+def test_a_request_has_the_weight_of_its_class_and_its_soft_target_unless_it_has_its_own(
+    weighted: Gateway, fake: Fake, headers: dict[str, str], fields: dict[str, Any], expected: Any
+) -> None:
+    assert weighted.post(weighted.chat(**fields), headers=headers).status_code == 200
+    told = metadata(fake.last()["body"])
+    assert (told.weight, told.soft) == expected
+
+
+@pytest.fixture(scope="module")
+def weighted(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway with classes that have a weight, and a soft target."""
+    more = {"gold": Tier(ttft_ms=10.0, weight=4.0), "soon": Tier(soft_ttft_ms=2500.0)}
+    with serving(configuration(tmp_path_factory.mktemp("weighted"), fake.url, classes=CLASSES | more)) as one:
+        yield one
 
 
 @pytest.mark.parametrize(

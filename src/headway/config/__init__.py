@@ -159,6 +159,13 @@ class Apps:
 class Tier:
     """A class of requests that clients can name instead of spelling out SLOs; milliseconds.
 
+    ttft_ms, tpot_ms, e2e_ms: promises. A class without ttft_ms and e2e_ms is interactive: its requests get
+        their first token soon, and nothing is promised.
+    soft_ttft_ms: a target for the first token in such a class, which orders its requests and promises
+        nothing; unset, about ten times what the prompt takes on an engine that has nothing else to do.
+    weight: what a promise of this class is worth beside those of others, where not all can be kept.
+    measured: ttft_ms and tpot_ms become what the engines can do, if a measurement at their start shows that
+        they cannot do as much as is said here.
     drop: a request that cannot be on time any more is refused (429) before its first token, not served late.
     prewarm: what the next unit of a run needs is warmed ahead when that is of use with this probability (K of
         Hermes 3.4); above 1 = never.
@@ -170,19 +177,26 @@ class Tier:
     priority: int = 0
     drop: bool = False
     prewarm: Positive = 0.5
+    weight: Positive = 1.0
+    soft_ttft_ms: Positive | None = None
+    measured: bool = False
 
     @cached_property
     def slo(self) -> Slo:
         """Return the SLO in seconds."""
-        ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
-        return Slo(*(None if value is None else value / 1000 for value in ms))
+        ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms, self.soft_ttft_ms)
+        ttft, tpot, e2e, soft = (None if value is None else value / 1000 for value in ms)
+        return Slo(ttft, tpot, e2e, self.weight, soft)
+
+
+BATCH = Tier(priority=10, soft_ttft_ms=600_000.0)  # after interactive work, but it never waits for ever
 
 
 def _tiers() -> dict[str, Tier]:
     return {
         "default": Tier(),
-        "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0),
-        "batch": Tier(priority=10),
+        "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0, measured=True),
+        "batch": BATCH,
     }
 
 
@@ -290,13 +304,31 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
         raise ConfigError(problem, fix, param="broker.postgres.url")
     _check_keys(config, where)
     for name, tier in config.classes.items():
-        if tier.drop and tier.ttft_ms is None and tier.e2e_ms is None:
-            raise ConfigError(
-                f"classes.{name} in {where} has drop = true, but nothing to be too late for.",
-                "Give it ttft_ms or e2e_ms (a request's own SLO goes before them), or leave drop out.",
-                param=f"classes.{name}.drop",
-            )
+        _check_class(name, tier, where)
     return config
+
+
+def _check_class(name: str, tier: Tier, where: str) -> None:
+    """Raise ConfigError for a class whose fields contradict each other."""
+    promises = tier.ttft_ms is not None or tier.e2e_ms is not None
+    if tier.drop and not promises:
+        raise ConfigError(
+            f"classes.{name} in {where} has drop = true, but nothing to be too late for.",
+            "Give it ttft_ms or e2e_ms (a request's own SLO goes before them), or leave drop out.",
+            param=f"classes.{name}.drop",
+        )
+    if tier.soft_ttft_ms is not None and promises:
+        raise ConfigError(
+            f"classes.{name} in {where} has soft_ttft_ms beside a promise, which orders its requests already.",
+            "Leave out soft_ttft_ms, or ttft_ms and e2e_ms.",
+            param=f"classes.{name}.soft_ttft_ms",
+        )
+    if tier.measured and tier.ttft_ms is None and tier.tpot_ms is None:
+        raise ConfigError(
+            f"classes.{name} in {where} has measured = true, but no target that is measured.",
+            "Give it ttft_ms or tpot_ms, or leave measured out.",
+            param=f"classes.{name}.measured",
+        )
 
 
 def _check_keys(config: Config, where: str) -> None:

@@ -88,13 +88,17 @@ class KeepOptions(NamedTuple):
         them is.
     margin: share of each tpot that answers keep in reserve when prompts take of their time.
     rest: share of the tightest tpot that an iteration with best effort and lost requests may take.
+    gap: seconds that a stream which has begun may be silent, as far as its KV is there.
+    overdue: share of `gap` after which its next token goes before everything else.
+    near: seconds to its soft target or latest start below which what has begun goes before what has not.
+    soft: soft target of a request without a promise, in seconds that its prompt takes alone.
+    solo: prompts whose first token would be late have iterations without the answers that can wait.
+    whole: chunk of prompts that lead pays for where none fits beside the answers; 0 = none.
+    context: prices chunks with the context that is computed already.
     wait: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
     pause: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host, where there is
         a pool, when a prompt finds no room; inf = never.
-    late: lost requests that are served before easy ones, which can wait for them; the eldest.
-    patience: seconds after which a request that waits is served before all others, one at a time; with a
-        batch limit of n below 8, 8 / n times as many.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
     yields: prompts are computed only in time that the answers in progress have to spare; False computes
         `min_chunk` of their tokens in each iteration.
@@ -114,12 +118,17 @@ class KeepOptions(NamedTuple):
     long: float = 2.0
     easy: float = 30.0
     started: float = 0.5
-    margin: float = 0.03
-    rest: float = 0.9
+    margin: float = 0.01
+    rest: float = 1.0
+    gap: float = 1.0
+    overdue: float = 0.2
+    near: float = 30.0
+    soft: float = 10.0
+    solo: bool = False
+    whole: bool = False
+    context: bool = False
     wait: float = 0.4
     pause: float = 200.0
-    late: int = 4
-    patience: float = 600.0
     selects: bool = True
     yields: bool = True
     eager: bool = True

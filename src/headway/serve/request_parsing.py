@@ -238,7 +238,7 @@ _SLO_WORD = re.compile(r"(^|[-_])slo([-_]|$)")
 
 
 def _check_names(headers: Mapping[str, str], body: Body) -> None:
-    """Refuse names that look like an SLO and are none: without one a request is best effort."""
+    """Refuse names that look like an SLO and are none: without one nothing is promised."""
     for known, given in ((_SLO_HEADERS, headers), (_SLO_FIELDS, body.model_extra or {})):
         for name in given:
             if "slo" in (low := name.lower()) and _SLO_WORD.search(low) and low not in known:
@@ -295,7 +295,10 @@ def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
         for field, names in _SLO_NAMES.items()
         if (target := _target(names, body, headers)) is not None
     }
-    return replace(tier.slo, **own) if own else tier.slo  # one for all that have no targets of their own
+    if not own:
+        return tier.slo  # one object for all requests without targets of their own
+    soft = None if {"ttft", "e2e"} & own.keys() else tier.slo.soft
+    return replace(tier.slo, **own, soft=soft)
 
 
 def _target(names: tuple[str, ...], body: Body, headers: Mapping[str, str]) -> float | None:

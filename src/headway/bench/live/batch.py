@@ -26,7 +26,7 @@ from headway.bench.load import generator, mix, report
 from headway.bench.load.records import Call, Record
 from headway.bench.output.plots import colours, line_legend, png, sheet
 from headway.bench.output.results import About, Report, Row, deliver, row_grid, say
-from headway.config import Broker, Config, Engine, Server, Sqlite, Tier, write
+from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.sim.workload import traffic
@@ -137,7 +137,7 @@ def _gateway(engine: Engine, folder: Path, port: int) -> Child:
         server=Server(port=port),
         engines=(engine,),
         broker=Broker(lease_seconds=_LEASE_S, sqlite=Sqlite(str(folder / "queue.sqlite"))),
-        classes={"default": Tier(), "interactive": Tier(), "batch": Tier(priority=10)},
+        classes={"default": Tier(), "interactive": Tier(), "batch": BATCH},
     )
     file = folder / "headway.toml"
     file.write_text(write(config))

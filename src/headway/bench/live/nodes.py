@@ -29,7 +29,7 @@ from headway.bench.live.servers.both import both
 from headway.bench.live.soak_history import History, Verdict, check
 from headway.bench.load import generator
 from headway.bench.load.records import Call, Record
-from headway.config import Broker, Config, Postgres, Server, Tier, Up, Wire
+from headway.config import BATCH, Broker, Config, Postgres, Server, Tier, Up, Wire
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from headway.up.cluster import Actors, connected
@@ -125,7 +125,7 @@ def configuration(trial: Trial, name: str, address: str) -> Config:
         broker=Broker("postgres", lease_seconds=_LEASE_S, postgres=Postgres("env:HEADWAY_POSTGRES_URL")),
         wire=Wire("env:HEADWAY_RABBITMQ_URL", name, _LEASE_S),
         up=Up(address, gateways=2, controllers=2, cpus=0.5, memory_gib=0.2),
-        classes={name: Tier() for name in ("default", *trial.mix.names)},
+        classes={name: BATCH if name == "batch" else Tier() for name in ("default", *trial.mix.names)},
     )
 
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.apps.graph import Graph
 from headway.apps.knowledge import SHARED
 from headway.bench.load import generator
-from headway.config import Broker, Config, Engine, Journal, Key, Server, Sqlite, Tier, write
+from headway.config import BATCH, Broker, Config, Engine, Journal, Key, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.recipes.registry import find
@@ -138,7 +138,7 @@ def gateway(
         server=Server(port=port, max_queued=100_000),
         engines=engines,
         broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"))),
-        classes={name: Tier() for name in ("default", *classes)},
+        classes={name: BATCH if name == "batch" else Tier() for name in ("default", *classes)},
         keys=keys,
         journal=Journal(journal),
     )

@@ -121,14 +121,15 @@ def take_turns(
         return
     chunk, count = _kept(params, jobs, kept, theta, may)[0].prompt, 0
     for i in range(kept.rows.size):
-        if kept.level[i] == ANSWER:
+        if kept.level[i] <= ANSWER:
             count += 1
         elif kept.level[i] in (PROMPT, HOPE) and chunk > 0:
             count, chunk = count + 1, chunk - missing_of(jobs, kept.rows[i])
     while count > params.max_running:
         best, most = -1, 2.0 * pace.token
         for i in range(kept.rows.size):
-            if kept.level[i] == ANSWER and can_wait(jobs, kept.rows[i]):
+            silent = now - jobs["last"][kept.rows[i]] > 0.5 * params.keep.gap
+            if kept.level[i] == ANSWER and can_wait(jobs, kept.rows[i]) and not silent:
                 lead = lead_of(params.keep, jobs, kept.rows[i], now)
                 if lead > most:
                     best, most = i, lead
@@ -166,7 +167,7 @@ def _kept(
     decodes, context, want, fresh = 0, 0.0, 0, False
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
-        if outlook.level[i] == ANSWER:
+        if outlook.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]
         elif outlook.level[i] == PROMPT or outlook.level[i] == HOPE:
             want += missing_of(jobs, row)

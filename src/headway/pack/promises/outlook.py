@@ -17,11 +17,11 @@ from headway.forecast.latency.online import prefill_of
 from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
-# Levels, most urgent first: an answer in progress or a prompt that can be on time; one that is on time only
-# if its answer is short; a prompt that can, but has no room yet; one whose deadline is so far away that it
-# yields to all of those; best effort, and answers of which only the first token was promised; one that cannot
-# be on time. Of the last, some are late: those that are served before the easy ones and best effort.
-ANSWER, PROMPT, HOPE, WAITS, LATE, EASY, OTHER, LOST = range(8)
+# Levels, most urgent first: a stream that has been silent for long; an answer in progress or a prompt that
+# can be on time; one that is on time only if its answer is short; a prompt that can, but has no room yet. All
+# others have one order, by their soft dues, those that go on first: requests without a promise, those whose
+# deadline is far, and the lost, which cannot be on time.
+STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, LOST = range(-1, 7)
 
 
 class Outlook(NamedTuple):
@@ -95,7 +95,7 @@ def pressure_of(keep: KeepOptions, outlook: Outlook) -> float:
     """Return the share of lost requests as one of `many`, at most 1."""
     lost = 0
     for level in outlook.level:
-        lost += level in (LOST, LATE)
+        lost += level == LOST
     return float(min(lost / max(keep.many * outlook.level.size, 1.0), 1.0))
 
 
@@ -107,7 +107,8 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
     doubt = k.calm_doubt + pressure * (k.doubt - k.calm_doubt)
     keep = KeepOptions(
         sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.margin, k.rest,
-        k.wait, k.pause, k.late, k.patience, k.selects, k.yields, k.eager, k.advances, k.turns,
+        k.gap, k.overdue, k.near, k.soft, k.solo, k.whole, k.context,
+        k.wait, k.pause, k.selects, k.yields, k.eager, k.advances, k.turns,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
@@ -157,7 +158,7 @@ def outlook_of(
     if lost:
         return LOST, -np.inf
     if jobs["tpot"][row] == np.inf and start - now > keep.easy:
-        return EASY, start
+        return OTHER, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
     return PROMPT if start >= now or jobs["running"][row] else HOPE, start
@@ -174,6 +175,29 @@ def lead_of(keep: KeepOptions, jobs: Rows, row: int, now: float) -> float:
     """Return the seconds by which an answer is ahead of its tpot; less the margin that it keeps of it."""
     kept = (1.0 - keep.margin) * jobs["tpot"][row]
     return float(jobs["first"][row] + jobs["output_tokens"][row] * kept - now)
+
+
+@compiled
+def soft_due(keep: KeepOptions, jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+    """Return the instant by which a row that is not kept should be served.
+
+    That of its first token, or the latest start of an answer with a deadline; the heavier the earlier.
+    """
+    ttft, e2e = jobs["ttft"][row], jobs["e2e"][row]
+    if ttft < np.inf:
+        target = ttft
+    elif e2e < np.inf:
+        target = e2e - prompt_seconds(jobs, row, theta, pace) - keep.sure * jobs["tokens_left"][row] * pace.token
+    else:
+        target = jobs["soft"][row] or keep.soft * prefill_of(theta, jobs["prompt"][row])
+    return float(jobs["arrival"][row] + target / jobs["weight"][row])
+
+
+@compiled
+def is_overdue(keep: KeepOptions, jobs: Rows, row: int, now: float) -> bool:
+    """Tell whether a stream that is not kept, and has its KV, has been silent for long."""
+    decodes = jobs["running"][row] and jobs["output_tokens"][row] and missing_of(jobs, row) == 1
+    return bool(decodes and now - jobs["last"][row] > keep.overdue * keep.gap)
 
 
 @compiled

@@ -34,20 +34,19 @@ from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
 from headway.memory.preemption_cost import are_swapped
 from headway.pack import kernels
-from headway.pack.kernels import CompiledStep, Rows, missing_of
+from headway.pack.kernels import CompiledStep, Rows
 from headway.pack.promises.iteration import compose, seconds_allowed, take_turns
 from headway.pack.promises.outlook import (
     ANSWER,
-    EASY,
     HOPE,
-    LATE,
     LOST,
-    OTHER,
-    PROMPT,
+    STREAM,
+    WAITS,
     Outlook,
     eased,
     growth_of,
     is_over,
+    is_overdue,
     outlook_of,
     pace_of,
     pressure_of,
@@ -59,7 +58,6 @@ from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
 _NONE = np.empty(0, np.int64)
-_SLOTS = 8  # batch limit below which `patience` is longer: one slot is a large share of so few
 
 
 @dataclass(slots=True)
@@ -122,13 +120,14 @@ def pack(
         outlook = outlooks_of(params, jobs, rows, now, theta, pace)
     else:
         params = calm
+    _let_streams_go_on(params.keep, jobs, outlook, now)
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
     select(params, jobs, kept, room, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
     if params.keep.turns > 0.0:
         take_turns(params, jobs, kept, theta, may, now, pace)
-    return compose(params, jobs, kept, queue_of(jobs, kept, outlook, theta, pace), others, kv, theta, may)
+    return compose(params, jobs, kept, queue_of(params.keep, jobs, kept, outlook, theta, pace, now), others, kv, theta, may)
 
 
 @compiled
@@ -143,8 +142,6 @@ def outlooks_of(
             level[i], start[i] = LOST, -np.inf
         else:
             level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
-    _serve_late(keep, jobs, rows, level)
-    _serve_eldest(keep.patience * max(_SLOTS / params.max_running, 1.0), jobs, rows, level, start, now)
     return Outlook(rows, level, start)
 
 
@@ -157,44 +154,15 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
     for i in range(kept.size):
         rank = jobs["urgency"][rows[i]]
         # Of what waits, that beyond a tenant's part comes last; an answer in progress keeps its pace.
-        keys[0, i], keys[1, i] = outer(rank) if level[i] == ANSWER else rank, level[i]
+        keys[0, i], keys[1, i] = outer(rank) if level[i] <= ANSWER else rank, level[i]
         keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
     order = ordered(keys, jobs["serial"][rows])
     return Outlook(rows[order], level[order], start[order])
 
 
 @compiled
-def _serve_late(keep: KeepOptions, jobs: Rows, rows: Ints, level: Ints) -> None:
-    """Make the `late` eldest of the lost LATE where easy requests can wait for them.
-
-    Those that hold a slot come before the others.
-    """
-    easy = False
-    for each in level:
-        easy |= each == EASY
-    for _ in range(keep.late if easy else 0):
-        best = -1
-        for i in range(rows.size):
-            if level[i] != LOST:
-                continue
-            one, other = rows[i], rows[best]
-            runs = jobs["running"][one] and not jobs["running"][other]
-            waits = jobs["running"][other] and not jobs["running"][one]
-            if best < 0 or runs or (not waits and jobs["arrival"][one] < jobs["arrival"][other]):
-                best = i
-        if best < 0:
-            return
-        level[best] = LATE
-
-
-@compiled
-def _serve_eldest(patience: float, jobs: Rows, rows: Ints, level: Ints, start: Floats, now: float) -> None:
-    """Put the eldest of those that have waited longer than `patience` first, whatever it was promised."""
-    eldest = -1
-    for i in range(rows.size):
-        waited = (level[i] >= OTHER or level[i] == LATE) and now - jobs["arrival"][rows[i]] > patience
-        if waited and (eldest < 0 or jobs["arrival"][rows[i]] < jobs["arrival"][rows[eldest]]):
-            eldest = i
-    if eldest >= 0:
-        decodes = jobs["running"][rows[eldest]] and missing_of(jobs, rows[eldest]) == 1
-        level[eldest], start[eldest] = ANSWER if decodes else PROMPT, -np.inf
+def _let_streams_go_on(keep: KeepOptions, jobs: Rows, outlook: Outlook, now: float) -> None:
+    """Make those that are not kept and have been silent for long STREAM, in place."""
+    for i in range(outlook.rows.size):
+        if outlook.level[i] > WAITS and is_overdue(keep, jobs, outlook.rows[i], now):
+            outlook.level[i] = STREAM

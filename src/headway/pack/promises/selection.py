@@ -338,7 +338,7 @@ def _in_progress(
     steady, rate = inside.steady, inside.rate
     for i in range(begin, end):
         row = outlook.rows[i]
-        if outlook.level[i] == ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
+        if outlook.level[i] <= ANSWER or (outlook.level[i] == PROMPT and jobs["running"][row]):
             blocks += reserved_of(jobs, row, kv.size, grow)
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2

@@ -254,7 +254,7 @@ class Execution:
     def _promised(self, line: Line, request: Request) -> Request:
         """Return a line's request, due at the end of the window at the latest."""
         left = max(self._batch.due - request.arrival, 1e-3)
-        slo = replace(request.slo, e2e=min(left, request.slo.e2e or left))
+        slo = replace(request.slo, e2e=min(left, request.slo.e2e or left), soft=None)
         request = replace(request, id=request_id(self._batch, line.number), slo=slo)
         return self._state.gateway.dispatcher.promised(request)
 
