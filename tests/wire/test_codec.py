@@ -119,7 +119,7 @@ def altered(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (altered(version=2), "is of version 2 of the control wire; this Headway speaks 1. Run the same"),
+        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 2. Run the same"),
         (altered(version=None), "Expected `int`, got `None` - at `$.version`"),
         (altered(more=1), "unknown field `more`"),
         (

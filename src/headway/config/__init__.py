@@ -319,7 +319,7 @@ def _check_class(name: str, tier: Tier, where: str) -> None:
         )
     if tier.soft_ttft_ms is not None and promises:
         raise ConfigError(
-            f"classes.{name} in {where} has soft_ttft_ms beside a promise, which orders its requests already.",
+            f"classes.{name} in {where} has soft_ttft_ms, but its promises order it.",
             "Leave out soft_ttft_ms, or ttft_ms and e2e_ms.",
             param=f"classes.{name}.soft_ttft_ms",
         )
