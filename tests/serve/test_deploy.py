@@ -47,6 +47,7 @@ def labels(gateway: Gateway) -> dict[str, set[str]]:
     gateway.post(gateway.chat(service_tier="chat", stream=True))
     gateway.get("/v1/none")
     until(lambda: gateway.metric("headway_slo_owed_total{"))  # counted once the client has its answer
+    until(lambda: gateway.metric("headway_stream_gap_seconds_count{"))
     found = dict(UNSEEN)
     for family in text_string_to_metric_families(gateway.get("/metrics").text):
         for sample in family.samples:

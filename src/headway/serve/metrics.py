@@ -22,6 +22,7 @@ from headway.types import Request
 log = logging.getLogger("headway.serve")
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_GAP = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser takes 20 us and more for a line
@@ -62,6 +63,10 @@ class Metrics:
         self._ttft = Histogram("headway_ttft_seconds", "To the first token.", by, buckets=_TTFT, registry=r)
         self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
         self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
+        self._gap = Histogram(
+            "headway_stream_gap_seconds", "Longest silence between two tokens of a stream, once it is over.",
+            by, buckets=_GAP, registry=r,
+        )  # fmt: skip
         self._drops = Counter("headway_dropped", "Requests refused.", ["reason"], registry=r)
         self._errors = Counter(
             "headway_http_errors", "Answers from 400 on before a request was accepted, and of what is none.",
@@ -185,6 +190,10 @@ class Metrics:
         self._served[0] += 1
         self._served[1] += request.prompt_tokens + output_tokens
         self._judge(request, request.slo.met(ttft, tpot, e2e))
+
+    def streamed(self, request: Request, silence: float) -> None:
+        """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""
+        self._gap.labels(request.model, request.tier).observe(silence)
 
     def _answers_of(self, by: tuple[str, str]) -> _Answers:
         model, _ = by

@@ -316,6 +316,10 @@ class RequestPath:
         self._tracing.end(in_flight, now, "finished", output_tokens)
         return done
 
+    def streamed(self, request: Request, silence: float) -> None:
+        """Take note of the longest silence in a stream that is over, in seconds."""
+        self._metrics.streamed(request, silence)
+
     async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
         """Close a request as failed, with the reason that the broker keeps."""
         if in_flight.closed:

@@ -194,6 +194,8 @@ class EngineResponse:
     output_tokens: of a whole answer, as the engine counts them; 0 when it does not.
     engine: id of the engine.
     memory: what is held of the answer.
+    silence: the longest wait for more of a stream that has begun, in seconds. How long its client takes to read
+        is not part of it.
     pooled: it is of a pooling model: data or results, and no choices.
     """
 
@@ -206,6 +208,7 @@ class EngineResponse:
     head: bytes = b""
     output_tokens: int = 0
     pooled: bool = False
+    silence: float = 0.0
     _reading: bool = False
     _end: asyncio.Future[None] | None = field(default=None, repr=False)  # of the connection
 
@@ -238,6 +241,7 @@ class EngineResponse:
             await self._check()
         elif _is_stream(self._response):
             self.head = await self.read()
+            self.silence = 0.0  # the wait for the first token is none
         else:
             raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
 
@@ -253,7 +257,7 @@ class EngineResponse:
 
     async def read(self) -> bytes:
         """Return what has come, at most `CHUNK` bytes, empty at the end; errors as `open`."""
-        self._reading = True
+        self._reading, began = True, time.monotonic()
         try:
             return await self._response.content.read(CHUNK)
         except BROKEN as error:
@@ -261,7 +265,9 @@ class EngineResponse:
         except RuntimeError as error:  # aiohttp's, for a connection that has been closed
             raise EngineGone(self.engine, error) from error
         finally:
-            self._reading = False
+            self._reading, waited = False, time.monotonic() - began
+            if waited > self.silence:
+                self.silence = waited
 
     @property
     def at_end(self) -> bool:

@@ -156,7 +156,18 @@ class ResponseStream(LateResponse):
 
     async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
-        reader, chunk = EventReader(self._wants_usage), response.head
+        reader = EventReader(self._wants_usage)
+        try:
+            await self._pass_on(reader, response, scope, send)
+        finally:
+            if reader.tokens > 1 or not reader.complete:
+                self._path.streamed(self._in_flight.request, response.silence)
+        if reader.complete:
+            await _drain(response)
+
+    async def _pass_on(self, reader: EventReader, response: EngineResponse, scope: Scope, send: Send) -> None:
+        """Send what comes until the stream is complete, and close the request."""
+        chunk = response.head
         await self._path.turns.take()
         while chunk:
             data = await self._fed(reader, chunk)
@@ -166,7 +177,6 @@ class ResponseStream(LateResponse):
                 await self._path.turns.take()
                 await self._end(data, send)
                 await self._path.finish(self._in_flight, reader.tokens)
-                await _drain(response)
                 return
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
