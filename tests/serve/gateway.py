@@ -54,6 +54,7 @@ class Fake:
     folder: Path
     port: int = field(default_factory=free_port)
     child: Child | None = None
+    options: tuple[str, ...] = ()  # beside the port
 
     @property
     def url(self) -> str:
@@ -68,6 +69,7 @@ class Fake:
             str(self.port),
             "--tokens",
             "8",
+            *self.options,
         ]
         self.child = Child(argv, dict(os.environ), self.folder / f"fake-{self.port}.log")
         self.child.start()

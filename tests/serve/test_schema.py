@@ -16,13 +16,15 @@ from headway.bench.live.soak_calls import steered, undocumented
 from headway.config import Config
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
+from headway.serve.targets import Paces
 from tests.serve.gateway import Gateway
 
 
 def described() -> dict[str, Any]:
     """Return the gateway's schema."""
     app = new_app()
-    add_endpoints(app, AppState(Mock(config=Config())))  # the schema needs no gateway behind it
+    gateway = Mock(config=Config(), paces=Paces())  # the schema needs none behind it
+    add_endpoints(app, AppState(gateway))
     return steered(app.openapi())
 
 

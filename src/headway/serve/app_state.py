@@ -59,15 +59,22 @@ class AppState:
         self.stopping = asyncio.Event()  # the gateway is being stopped
         self._salt = secrets.token_bytes(32)
         self._keys: dict[bytes, Key] = {}
+        self._classes: Mapping[str, Tier] = {}  # as configured
         self.adopt(self.config.classes, self.config.keys)
+        gateway.paces.changed = self._fit
         operator = self.config.server.operator_key
         self._operator = None if operator is None else self._digest(reveal(operator, "server.operator_key"))
 
     def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
         """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
         found = {self._digest(text): key for text, key in revealed(keys).items()}
-        self.config = replace(self.config, classes=dict(classes), keys=keys)
-        self._keys = found
+        self.config = replace(self.config, keys=keys)
+        self._keys, self._classes = found, classes
+        self._fit()
+
+    def _fit(self) -> None:
+        """Let measured classes promise what the engines can do."""
+        self.config = replace(self.config, classes=self.gateway.paces.fit(self._classes))
         self.gateway.adopt(self.config)
 
     def tenant(self, request: Request) -> str:

@@ -25,6 +25,7 @@ from headway.engines.vllm.process.metadata import installed, lacking
 from headway.errors import ConfigError
 from headway.models.resolve import resolve
 from headway.serve.main import bind, preflight
+from headway.serve.targets import describe
 
 _GIB = 2**30
 _VLLM = ("0.32.", "0.33.")  # minor versions whose scheduler the hook is tested with, or made for
@@ -96,6 +97,12 @@ def _files() -> Finding:
         mend = f"Each client and each request is one: ulimit -Hn {_FILES}, or LimitNOFILE of the service."
         return Finding("open files", "doubt", f"{most:,}", mend)
     return Finding("open files", "good", f"{most:,}")
+
+
+def _classes(config: Config) -> Iterator[Finding]:
+    for name, tier in config.classes.items():
+        measured = "; more if the engines, measured at their start, need it" if tier.measured else ""
+        yield Finding(f"class {name}", "good", f"{describe(tier)}{measured}")
 
 
 def _address(config: Config) -> Iterator[Finding]:
@@ -205,4 +212,11 @@ def _cpus(engine: Engine) -> set[int]:
     return found
 
 
-_LOOKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_address, _queue, _engines, _memory, _cores)
+_LOOKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
+    _classes,
+    _address,
+    _queue,
+    _engines,
+    _memory,
+    _cores,
+)

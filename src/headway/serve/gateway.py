@@ -36,6 +36,7 @@ from headway.serve.request_path import RequestPath
 from headway.serve.roles.gateway import Apart
 from headway.serve.roles.remote_control import NoPlanner
 from headway.serve.setup import be_ready, controller_of, engines_of
+from headway.serve.targets import Paces, measures
 from headway.serve.together import Sides
 from headway.serve.tokens import TokenCounter
 from headway.serve.tracing import Tracing
@@ -52,6 +53,7 @@ class Gateway:
     bodies: the memory that bodies may take.
     history: promises kept over the last minutes.
     batches: files and batches; None = no queue on disk would run them.
+    paces: of its engines, as far as they were measured.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -69,11 +71,13 @@ class Gateway:
     prefixes: PrefixBook | None
     history: History
     batches: BatchStore | None
+    paces: Paces
 
     def adopt(self, config: Config) -> None:
         """Take over classes and keys of a configuration."""
         self.config = config
         self.path.usage.adopt(config.keys)
+        self.metrics.targets(config.classes)
         be_ready(self.dispatcher.control.controller.planner, config)
 
 
@@ -88,7 +92,7 @@ async def serving(
 
     link: to a controller and to agents in other processes, None = all is in this one.
     """
-    recipe, metrics = find(config.recipe), Metrics()
+    recipe, metrics, paces = find(config.recipe), Metrics(), Paces()
     journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
     counters = await _counters(config)
     async with (
@@ -97,7 +101,7 @@ async def serving(
         opened(config.backends) as backends,
         opened_batches(config) as batches,
     ):
-        sides = _sides(config, lengths.lengths, metrics, log_dir, link)
+        sides = _sides(config, lengths.lengths, metrics, log_dir, link, paces)
         dispatcher, knowledge = sides.dispatcher, sides.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         usage, tracing = Usage(config.keys), Tracing(config.tracing)
@@ -114,7 +118,7 @@ async def serving(
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background,
-                        _bodies(config), backends, prefixes, history, batches,
+                        _bodies(config), backends, prefixes, history, batches, paces,
                     )  # fmt: skip
         finally:
             await path.close()
@@ -126,12 +130,15 @@ async def _counters(config: Config) -> dict[str, TokenCounter]:
 
 
 def _sides(
-    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: Link | None
+    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: Link | None, paces: Paces
 ) -> Sides | Apart:
     if link is not None:
         return Apart.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
     controller = controller_of(config, find(config.recipe).planner(), lengths)
-    return Sides.of(config, controller, metrics, lambda tell: engines_of(config, log_dir, tell, metrics))
+    add = paces.add if measures(config) else None
+    return Sides.of(
+        config, controller, metrics, lambda tell: engines_of(config, log_dir, tell, metrics, on_pace=add)
+    )
 
 
 def _bodies(config: Config) -> ByteBudget:

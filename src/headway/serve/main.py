@@ -297,8 +297,17 @@ class Server(uvicorn.Server):
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)
+        self._tell_targets(console, gateway)
         models = ", ".join(sorted(gateway.counters))
         console.print(f"[green]ready[/]: {models} at {address}/v1  (Ctrl-C stops everything)")
+
+    def _tell_targets(self, console: Console, gateway: Gateway) -> None:
+        """Say what measured classes promise, and which others promise more than the engines can do."""
+        classes = self._settings.classes
+        for line in gateway.paces.told(classes):
+            console.print(escape(line), highlight=False)
+        for line in gateway.paces.warnings(classes):
+            log.warning("%s", line)
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:
         console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False)

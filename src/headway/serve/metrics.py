@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from headway.config import Tier
 from headway.engines.vllm.process.models import SwapReport
 from headway.serve.batches.records import Batch
 from headway.serve.prewarm import PrewarmMetrics
@@ -60,13 +61,7 @@ class Metrics:
         self._attainment = Gauge(
             "headway_slo_attainment", "Share of requests that met their SLO.", by, registry=r
         )
-        self._ttft = Histogram("headway_ttft_seconds", "To the first token.", by, buckets=_TTFT, registry=r)
-        self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
-        self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
-        self._gap = Histogram(
-            "headway_stream_gap_seconds", "Longest silence between two tokens of a stream, once it is over.",
-            by, buckets=_GAP, registry=r,
-        )  # fmt: skip
+        self._add_latencies(r, by)
         self._drops = Counter("headway_dropped", "Requests refused.", ["reason"], registry=r)
         self._errors = Counter(
             "headway_http_errors", "Answers from 400 on before a request was accepted, and of what is none.",
@@ -95,6 +90,21 @@ class Metrics:
         self._planned = _Planned()
         r.register(self._planned)
 
+    def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
+        """Add the metrics of answers in seconds, and the targets that they are held against."""
+        self._ttft = Histogram("headway_ttft_seconds", "To the first token.", by, buckets=_TTFT, registry=r)
+        self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
+        self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
+        self._gap = Histogram(
+            "headway_stream_gap_seconds", "Longest silence between two tokens of a stream, once it is over.",
+            by, buckets=_GAP, registry=r,
+        )  # fmt: skip
+        self._targets = Gauge(
+            "headway_slo_target_seconds",
+            "Targets of a class: ttft, tpot and e2e are promised, soft_ttft orders its requests only.",
+            ["class", "target"], registry=r,
+        )  # fmt: skip
+
     def _add_swaps(self, r: CollectorRegistry) -> None:
         """Add the metrics of models, their swaps, what goes back to the queue, and batches."""
         self._swaps = Counter(
@@ -119,6 +129,17 @@ class Metrics:
         told = "Batches that have not ended, by state."
         self._batches = Gauge("headway_batches", told, ["state"], registry=r)
         self._lines = Gauge("headway_batch_lines", "Lines of these that have no end yet.", registry=r)
+
+    def targets(self, classes: Mapping[str, Tier]) -> None:
+        """Set the targets of the classes."""
+        self._targets.clear()
+        for name, tier in classes.items():
+            slo = tier.slo
+            for target, seconds in (
+                ("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("soft_ttft", slo.soft),
+            ):  # fmt: skip
+                if seconds is not None:
+                    self._targets.labels(name, target).set(seconds)
 
     def counted(self, instance: str, counters: Mapping[str, float]) -> None:
         """Store the totals of an instance's scheduler since it started (`hook.py`, `scheduler_stats.py`)."""

@@ -35,6 +35,8 @@ class Reload:
             log.error("%s is not reloaded: %s %s", self._path, error.message, error.hint)
             return
         self._state.adopt(new.classes, new.keys)
+        for line in self._state.gateway.paces.warnings(new.classes):
+            log.warning("%s", line)
         others = [
             entry.name
             for entry in fields(Config)

@@ -194,8 +194,8 @@ class EngineResponse:
     output_tokens: of a whole answer, as the engine counts them; 0 when it does not.
     engine: id of the engine.
     memory: what is held of the answer.
-    silence: the longest wait for more of a stream that has begun, in seconds. How long its client takes to read
-        is not part of it.
+    silence: the longest wait for more of a stream that has begun, in seconds, without the time in which its
+        client did not read.
     pooled: it is of a pooling model: data or results, and no choices.
     """
 

@@ -10,6 +10,7 @@ from headway.config import Config, state_dir
 from headway.core.controller import Controller
 from headway.core.shares import QueueShares
 from headway.engines.vllm.process.client import VllmEngine
+from headway.engines.vllm.process.pace import Pace
 from headway.events import Event
 from headway.ports import Lengths, Planner
 from headway.serve.metrics import Metrics
@@ -37,13 +38,24 @@ def be_ready(planner: Planner, config: Config) -> None:
 
 
 def engines_of(
-    config: Config, log_dir: Path | None, tell: Listener, metrics: Metrics, only: frozenset[str] | None = None
-) -> dict[str, VllmEngine]:
-    """Return the engines by id. only: ids of those that are wanted, None = all."""
+    config: Config, log_dir: Path | None, tell: Listener, metrics: Metrics,
+    only: frozenset[str] | None = None, on_pace: Callable[[str, Pace], None] | None = None,
+) -> dict[str, VllmEngine]:  # fmt: skip
+    """Return the engines by id.
+
+    only: ids of those that are wanted, None = all. on_pace: receives their measured pace, None = none is.
+    """
     named = {f"e{i}": engine for i, engine in enumerate(config.engines)}
     return {
         id: VllmEngine(
-            id, engine, config.recipe, log_dir or state_dir(), tell, metrics.swapped, host=config.wire.host
+            id,
+            engine,
+            config.recipe,
+            log_dir or state_dir(),
+            tell,
+            metrics.swapped,
+            host=config.wire.host,
+            on_pace=on_pace,
         )
         for id, engine in named.items()
         if only is None or id in only

@@ -14,6 +14,7 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError
 from headway.serve.dashboard.history import EVERY_S
 from headway.serve.gateway import Gateway
+from headway.serve.targets import describe
 
 _EVERY_S = 1.0
 _ENGINE_S = 1.0  # for an engine to say how it is
@@ -69,6 +70,7 @@ class Board:
         return {
             "version": __version__, "recipe": gateway.config.recipe, "at": clock.shown(now),
             "requests_per_s": requests, "tokens_per_s": tokens, "step_s": EVERY_S,
+            "classes": {name: describe(tier) for name, tier in gateway.config.classes.items()},
             "lines": {name: asdict(line) for name, line in sorted(lines.items())},
             "engines": dict(zip(engines, told, strict=True)),
             "attained": {name: asdict(one) for name, one in gateway.history.attained().items()},

@@ -23,6 +23,7 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.launch import Child, check_installed
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
+from headway.engines.vllm.process.pace import Pace, measure
 from headway.engines.vllm.process.pulse import until_lost
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
@@ -41,6 +42,8 @@ class VllmEngine(EngineView):
 
     host: the address at which one that is started here listens.
     on_event: receives InstanceUp and InstanceDown, Swapped and Warmed. on_swap: how each swap ended.
+    on_pace: receives the pace of one that is started here, measured once before it takes requests; None =
+        it is not measured.
     """
 
     models: EngineModels
@@ -48,12 +51,13 @@ class VllmEngine(EngineView):
     def __init__(
         self, id: str, config: Engine, recipe: str, log_dir: Path, on_event: Callable[[Event], None],
         on_swap: Callable[[str, SwapReport], None] = lambda id, report: None, *, host: str = "127.0.0.1",
+        on_pace: Callable[[str, Pace], None] | None = None,
     ) -> None:  # fmt: skip
         self._children = Children(id, config, recipe, log_dir, host)
         key = None if config.api_key is None else reveal(config.api_key, f"{id}.api_key")
         url, key = (self._children.url, self._children.secret) if config.url is None else (config.url, key)
         super().__init__(id, config, url, key)
-        self._on_event, self._on_swap = on_event, on_swap
+        self._on_event, self._on_swap, self._on_pace = on_event, on_swap, on_pace
         self.models = EngineModels(config)
         self._held = self.models.held
         self._log = log_dir / f"{id}.log"
@@ -117,7 +121,21 @@ class VllmEngine(EngineView):
             await self._start(model)
             self.models.started(warm, time.monotonic() - began)
         await self._healthy()
+        await self._measure()
         await self._serve(InstanceUp)
+
+    async def _measure(self) -> None:
+        """Measure the pace, at the first start: of one that others use, too, it would say nothing."""
+        tell, self._on_pace = self._on_pace, None
+        if tell is None or self.config.url is not None or self.config.runner == "pooling":
+            return
+        config = self.config
+        try:
+            pace = await measure(self, self.models.current, config.max_running, config.max_model_len)
+        except EngineError as error:
+            log.warning("engine %s: its pace is not known: %s", self.id, error)
+        else:
+            tell(self.id, pace)
 
     async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
         """Tell that the instance takes work from now on."""

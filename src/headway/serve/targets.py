@@ -1,0 +1,119 @@
+"""Targets of classes, in words, and held against the measured pace of the engines."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from headway.config import Config, Tier
+from headway.engines.vllm.process.pace import PROMPT, Pace
+
+HEADROOM = 2.0  # a class may take this many times what an engine takes that has little to do
+_PLAIN = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # times a power of ten
+log = logging.getLogger("headway.serve")
+
+
+def measures(config: Config) -> bool:
+    """Tell whether a measurement of the engines says anything about the classes."""
+    return any(tier.ttft_ms is not None or tier.tpot_ms is not None for tier in config.classes.values())
+
+
+@dataclass(slots=True)
+class Paces:
+    """The pace of each engine that was measured at its start. changed: called when there is another one."""
+
+    by_engine: dict[str, Pace] = field(default_factory=dict)
+    changed: Callable[[], None] = lambda: None
+
+    def add(self, engine: str, pace: Pace) -> None:
+        """Take note of an engine's pace."""
+        self.by_engine[engine] = pace
+        self.changed()
+
+    @property
+    def slowest(self) -> Pace | None:
+        """Return the pace that all of them can keep, None = none was measured."""
+        return reduce(Pace.slowest, self.by_engine.values()) if self.by_engine else None
+
+    def fit(self, classes: Mapping[str, Tier]) -> dict[str, Tier]:
+        """Return the classes, with those that are `measured` as the engines can serve them."""
+        pace = self.slowest
+        return {name: tier if pace is None else fitted(tier, pace) for name, tier in classes.items()}
+
+    def told(self, classes: Mapping[str, Tier]) -> list[str]:
+        """Return a line for each class that is `measured`, and for its targets if they cannot be met."""
+        pace = self.slowest
+        return [] if pace is None else [
+            _told(name, tier, pace) for name, tier in classes.items() if tier.measured
+        ]  # fmt: skip
+
+    def warnings(self, classes: Mapping[str, Tier]) -> Iterator[str]:
+        """Yield a line for each class whose targets, stated as they are, no engine here can meet."""
+        if (pace := self.slowest) is None:
+            return
+        for name, tier in classes.items():
+            if not tier.measured and (missed := list(_missed(tier, pace))):
+                best = fitted(replace(tier, measured=True), pace)
+                yield f"class {name}: {'; '.join(missed)}; the engines here can keep: {describe(best)}"
+
+
+def fitted(tier: Tier, pace: Pace) -> Tier:
+    """Return a class with the targets that an engine of this pace can meet, none tighter than stated."""
+    if not tier.measured:
+        return tier
+    ttft, tpot = tier.ttft_ms, tier.tpot_ms
+    if ttft is not None and 1000 * pace.ttft > ttft:
+        ttft = plain(HEADROOM * 1000 * pace.ttft)
+    if tpot is not None and 1000 * pace.together > tpot:
+        tpot = plain(HEADROOM * 1000 * pace.together)
+    return replace(tier, ttft_ms=ttft, tpot_ms=tpot)
+
+
+def _missed(tier: Tier, pace: Pace) -> Iterator[str]:
+    """Yield, in words, each target that an idle engine misses."""
+    if tier.ttft_ms is not None and 1000 * pace.ttft > tier.ttft_ms:
+        took, stated = _ms(1000 * pace.ttft), _ms(tier.ttft_ms)
+        yield f"a prompt of {PROMPT} tokens takes {took}, {stated} cannot be met here"
+    if tier.tpot_ms is not None and 1000 * pace.together > tier.tpot_ms:
+        took, stated = _ms(1000 * pace.together), _ms(tier.tpot_ms)
+        yield f"a token takes {took} with {_streams(pace)}, {stated} cannot be met here"
+
+
+def _told(name: str, tier: Tier, pace: Pace) -> str:
+    promise = f"{name}: {describe(fitted(tier, pace))}"
+    if missed := list(_missed(tier, pace)):
+        return f"{promise} (measured: {'; '.join(missed)})"
+    first, each = _ms(1000 * pace.ttft), _ms(1000 * pace.together)
+    return f"{promise} (measured: first token {first}, then {each} per token with {_streams(pace)})"
+
+
+def _streams(pace: Pace) -> str:
+    return "one stream" if pace.streams == 1 else f"{pace.streams} streams at once"
+
+
+def plain(number: float) -> float:
+    """Return the least number of `_PLAIN` times a power of ten that is no smaller."""
+    power = 10.0 ** math.floor(math.log10(number))
+    return next(round(step * power, 6) for step in _PLAIN if step * power >= number * (1 - 1e-9))
+
+
+def describe(tier: Tier) -> str:
+    """Return what a class promises, and the soft target that orders it, in words."""
+    parts = []
+    if tier.ttft_ms is not None:
+        parts.append(f"first token {_ms(tier.ttft_ms)}")
+    if tier.tpot_ms is not None:
+        parts.append(f"{'then ' if parts else ''}{_ms(tier.tpot_ms)} per token")
+    if tier.e2e_ms is not None:
+        parts.append(f"whole answer {_ms(tier.e2e_ms)}")
+    if tier.ttft_ms is None and tier.e2e_ms is None:
+        soft = "soon" if tier.soft_ttft_ms is None else f"within {_ms(tier.soft_ttft_ms)}"
+        parts.append(f"first token {soft} (a soft target, no promise)")
+    return ", ".join(parts)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:,.3g} s" if milliseconds >= 10_000 else f"{round(milliseconds):,} ms"
