@@ -305,7 +305,7 @@ class Server(uvicorn.Server):
         """Say what measured classes promise, and which others promise more than the engines can do."""
         classes = self._settings.classes
         for line in gateway.paces.told(classes):
-            console.print(escape(line), highlight=False)
+            console.print(escape(line), highlight=False, soft_wrap=True)
         for line in gateway.paces.warnings(classes):
             log.warning("%s", line)
 

@@ -129,12 +129,13 @@ class VllmEngine(EngineView):
         tell, self._on_pace = self._on_pace, None
         if tell is None or self.config.url is not None or self.config.runner == "pooling":
             return
-        config = self.config
+        config, began = self.config, time.monotonic()
         try:
             pace = await measure(self, self.models.current, config.max_running, config.max_model_len)
         except EngineError as error:
             log.warning("engine %s: its pace is not known: %s", self.id, error)
         else:
+            log.info("engine %s: measured in %.1f s: %s", self.id, time.monotonic() - began, pace)
             tell(self.id, pace)
 
     async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
