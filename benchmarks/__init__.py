@@ -1,0 +1,1 @@
+"""Evidence: benchmarks that run from a checkout and are in no wheel."""
