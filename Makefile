@@ -87,8 +87,8 @@ explore: install
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 
 lint: install
-	$(BIN)/ruff check src tests tools examples
-	$(BIN)/ruff format --check src tests tools examples
+	$(BIN)/ruff check src tests tools examples benchmarks
+	$(BIN)/ruff format --check src tests tools examples benchmarks
 	$(BIN)/mypy
 
 bench: install

@@ -37,15 +37,17 @@ class Rival(Packer):
     line: where the deadlines of tokens begin for a request with a tpot. "first": at its first token, as
         mean tpot counts; "arrival": at arrival + ttft, the papers' token line, on which a first token that
         is early becomes time for the others.
+    decoding: share of an e2e promise that decoding may take (`deadlines.py`).
     """
 
     spec: EngineSpec
     line: Line = "first"
+    decoding: float = 0.5
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
         theta = self.spec.latency.theta
-        view = view_of(jobs.data, free_to_run(jobs), theta, self.line == "first")
+        view = view_of(jobs.data, free_to_run(jobs), theta, self.line == "first", self.decoding)
         return self.decide(jobs, View(*view), kv_budget, now)
 
     def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
@@ -113,7 +115,7 @@ class Rival(Packer):
         Of those that wait, no more than the batch limit leaves beside the rows that hold KV, and those whose
         prompt fits into free blocks; lent: blocks that others hold and would give up.
         """
-        if prompt <= 0:
+        if prompt <= 0 or not order.size:
             return _NONE
         reached = int(np.searchsorted(np.cumsum(view.missing[order]), prompt)) + 1
         head = order[:reached]

@@ -2,9 +2,9 @@
 
 A request with an e2e promise alone has neither a first deadline nor a pace in these papers' rules, except in
 QoServe, which plans 0.4 s per token for deadlines of minutes. Here every rival plans for it alike: at most
-that pace, in at most half of the promise, at least the seconds of an iteration; the first token is due so
-that the expected answer fits behind it. (With the mean + 2 standard deviations of QoServe's text instead of
-the mean, it keeps 3 to 6 points fewer promises on its own ground.)
+that pace, in at most a share of the promise, half of it unless a rival says more, at least the seconds of
+an iteration; the first token is due so that the expected answer fits behind it. (With the mean + 2 standard
+deviations of QoServe's text instead of the mean, it keeps 3 to 6 points less on its own ground.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from headway.pack.kernels import Rows, missing_of, promised
 from headway.types import Bools, Floats, Ints
 
 SLOWEST_PACE = 0.4  # seconds per token
-PLANNED_SHARE = 0.5  # of an e2e promise that decoding may take
 
 
 class View(NamedTuple):
@@ -55,8 +54,12 @@ class View(NamedTuple):
 
 
 @compiled
-def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool) -> View:
-    """Return these rows; from_first: the deadlines of a row with a tpot begin at its first token."""
+def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool, share: float) -> View:
+    """Return these rows.
+
+    from_first: the deadlines of a row with a tpot begin at its first token. share: of an e2e promise that
+    decoding may take.
+    """
     n, decoding, context = rows.size, 0, 0.0
     whole, real, yes = np.zeros((6, n), np.int64), np.zeros((5, n)), np.zeros((3, n), np.bool_)
     for i in range(n):
@@ -71,7 +74,7 @@ def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool) -> View:
             decoding, context = decoding + 1, context + whole[1, i]
     step = seconds_of(theta, decoding, context, 0.0, 0.0)
     for i in range(n):
-        real[0, i], real[2, i] = targets(jobs, rows[i], real[3, i], step)
+        real[0, i], real[2, i] = targets(jobs, rows[i], real[3, i], step, share)
         real[1, i] = next_due(jobs, rows[i], real[0, i], real[2, i], from_first)
     return View(
         rows, whole[0], yes[0], yes[1], whole[1], real[0], real[1], real[2], real[3], yes[2], whole[2],
@@ -80,16 +83,16 @@ def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool) -> View:
 
 
 @compiled
-def targets(jobs: Rows, row: int, answer: float, step: float) -> tuple[float, float]:
+def targets(jobs: Rows, row: int, answer: float, step: float, share: float) -> tuple[float, float]:
     """Return the instant by which a row's first token is due and its seconds per token after it.
 
-    answer: expected tokens; step: seconds of an iteration.
+    answer: expected tokens; step: seconds of an iteration; share: of the promise that decoding may take.
     """
     e2e, pace = jobs["e2e"][row], jobs["tpot"][row]
     if e2e == np.inf:
         return jobs["arrival"][row] + jobs["ttft"][row], pace
     if pace == np.inf:
-        pace = max(min(PLANNED_SHARE * e2e / answer, SLOWEST_PACE), step)
+        pace = max(min(share * e2e / answer, SLOWEST_PACE), step)
     return jobs["arrival"][row] + min(jobs["ttft"][row], e2e - answer * pace), pace
 
 

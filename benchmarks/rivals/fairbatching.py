@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -62,4 +61,3 @@ class FairBatching(Rival):
 
 
 RECIPE = rival("fairbatching", "FairBatching: urgent answers, prompts, other answers by slack", FairBatching)
-LINE = rival("fairbatching-line", "FairBatching by its own token line", partial(FairBatching, line="arrival"))

@@ -6,7 +6,7 @@ Azure's conversations, its lengths are drawn instead (`Arena.about` says which).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -28,6 +28,7 @@ LOADS = (0.9, 1.2, 1.3, 2.0)
 _PROFILE = "llama-2-7b-a100"
 _BURST = 400  # requests at once that measure an arena's capacity
 _ROWS = 4000  # drawn once from the built-in statistics of Azure's conversations
+_SHORT_OWN = 40.0  # seconds of arrivals on one of our grounds, in a quick run
 _RECORDED = "azure_conv_2023"
 # Quantiles of that trace: conversations of Azure's LLM inference trace of 2023, 19,366 rows (Splitwise,
 # ISCA 2024; Azure/AzurePublicDataset), in the manner of `sim/workload/lengths.py`.
@@ -71,7 +72,7 @@ class Arena:
     paper: whose ground it is.
     kinds: classes of traffic.
     swing: low and high arrivals as multiples of the load, in phases of `phase` seconds by turns; () = even.
-    loads: that the full run has. quick: seconds of arrivals of the quick run.
+    loads: that the full run has. quick, quick_load: seconds of arrivals and the load of the quick run.
     base: the ground of `headway bench default` that it stands for, if any.
     """
 
@@ -85,8 +86,8 @@ class Arena:
     swing: tuple[float, ...] = ()
     phase: float = 90.0
     loads: tuple[float, ...] = LOADS
+    quick_load: float = 1.3
     base: Ground | None = None
-    known: dict[str, float] = field(default_factory=dict)
 
     def instance(self) -> InstanceSpec:
         """Return the simulated engine."""
@@ -99,20 +100,27 @@ class Arena:
 
     def window(self, load: float, *, quick: bool) -> float:
         """Return the seconds of arrivals."""
-        if self.base is not None:
-            return self._ground(quick).seconds(load)
-        return self.quick if quick else self.seconds
+        if self.base is None:
+            return self.quick if quick else self.seconds
+        whole = self.base.seconds(load)
+        return whole if not quick or self.base.swing > 1 else min(whole, max(_SHORT_OWN, whole / 6))
 
     def workload(self, load: float, seed: int, *, quick: bool = False) -> Workload:
         """Return the requests at `load` x the engine's capacity."""
         if self.base is not None:
-            return self._ground(quick).workload(load, seed)
+            return self.base.workload(load, seed).between(0.0, self.window(load, quick=quick))
         rng, seconds = np.random.default_rng(seed), self.window(load, quick=quick)
         return self._requests(self._arrivals(load * self.capacity, seconds, rng), rng)
 
     def lengths(self, workload: Workload, seed: int) -> Lengths:
         """Return the forecasts of answers that every system gets."""
         return TaskLengths() if self.base is None else self.base.lengths(workload, seed)
+
+    def lasting(self, seconds: float) -> Arena:
+        """Return the same arena with other seconds of arrivals, and the same capacity."""
+        other = replace(self, seconds=seconds)
+        other.__dict__["capacity"] = self.capacity
+        return other
 
     @cached_property
     def capacity(self) -> float:
@@ -121,10 +129,6 @@ class Arena:
         end = np.sort(Simulation(find("vllm"), [self.instance()], workload).run().end)
         low, high = int(0.1 * end.size), int(0.9 * end.size)
         return float((high - low) / (end[high] - end[low]))
-
-    def _ground(self, quick: bool) -> Ground:
-        assert self.base is not None
-        return replace(self.base, requests=min(self.base.requests, 400)) if quick else self.base
 
     def _arrivals(self, rate: float, seconds: float, rng: np.random.Generator) -> Floats:
         if not self.swing:
@@ -186,19 +190,28 @@ _JITSERVE = (
     Kind("collective", Slo(e2e=8.0), "lmsys"),
 )
 
+# SLAI's ground: 5 % pay and are promised 0.1 s between tokens, the others 0.5 s. For its own figure only.
+_SLAI = (
+    Kind("paying", Slo(tpot=0.1), "sharegpt-multiround", share=1),
+    Kind("others", Slo(tpot=0.5), "sharegpt-multiround", share=19),
+)
+FIDELITY_ONLY = ("G5-slai",)
+
 ARENAS: dict[str, Arena] = {
     arena.name: arena
     for arena in (
-        Arena("G1-conv", "QoServe", _qoserve(0.1)),
-        Arena("G1-conv-published", "QoServe", _qoserve(1.0)),
-        Arena("G1-transient", "QoServe", _qoserve(0.1), 540.0, 180.0, swing=(0.57, 1.43), loads=(1.0, 1.2)),
-        Arena("G1-hour", "QoServe", _qoserve(1.0), 3600.0, 240.0, loads=(1.2,)),
-        Arena("G2-chat", "SLOs-Serve", (_CHAT,)),
-        Arena("G2-chat-short", "SLOs-Serve", (_SHORT,), quick=60.0),
-        Arena("G2-summary", "SLOs-Serve", (_SUMMARY,)),
-        Arena("G2-mix", "SLOs-Serve", (_TIGHT, _SUMMARY)),
-        Arena("G3", "Scorpio", _SIX, quick=60.0, loads=(*LOADS, 3.0)),
-        Arena("G4", "JITServe", _JITSERVE, quick=60.0),
+        Arena("G1-conv", "QoServe", _qoserve(0.1), quick=75.0, quick_load=2.0),
+        Arena("G1-conv-published", "QoServe", _qoserve(1.0), quick=60.0, quick_load=2.0),
+        Arena("G1-transient", "QoServe", _qoserve(0.1), 540.0, 80.0, swing=(0.57, 1.43), loads=(1.0, 1.2),
+              quick_load=1.2),
+        Arena("G1-hour", "QoServe", _qoserve(1.0), 3600.0, 90.0, loads=(1.2,), quick_load=1.2),
+        Arena("G2-chat", "SLOs-Serve", (_CHAT,), quick_load=1.2),
+        Arena("G2-chat-short", "SLOs-Serve", (_SHORT,), quick=40.0, quick_load=1.2),
+        Arena("G2-summary", "SLOs-Serve", (_SUMMARY,), quick=60.0, quick_load=1.2),
+        Arena("G2-mix", "SLOs-Serve", (_TIGHT, _SUMMARY), quick=45.0, quick_load=1.2),
+        Arena("G3", "Scorpio", _SIX, quick=30.0, loads=(*LOADS, 3.0), quick_load=3.0),
+        Arena("G4", "JITServe", _JITSERVE, quick=30.0, quick_load=2.0),
+        Arena("G5-slai", "SLAI", _SLAI, loads=(0.9,), quick_load=0.9),
         *(Arena(ground.name, "Headway", base=ground) for ground in GROUNDS),
     )
-}
+}  # fmt: skip

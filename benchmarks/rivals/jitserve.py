@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -98,4 +97,3 @@ class JitServe(Rival):
 
 
 RECIPE = rival("jitserve", "JITServe: value per second of service, a batch of 128", JitServe)
-NARROW = rival("jitserve-64", "JITServe with a batch of 64", partial(JitServe, batch=64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -80,12 +79,14 @@ class QoServe(Rival):
         context, before = float(view.computed[view.decodes].sum()), 0.0
         if prompts.size:
             before = float(view.computed[prompts[0]])
-        best = grid[0]
-        for size in grid[1:]:
-            if _MARGIN * self.seconds(decodes, context, max(size - decodes, 0), before) > slack:
-                break
-            best = size
-        return best
+        if np.isinf(slack):
+            return grid[-1]
+        low, high = 0, len(grid)  # seconds grow with the tokens, so halving finds the largest that fits
+        while high - low > 1:
+            middle = (low + high) // 2
+            seconds = self.seconds(decodes, context, max(grid[middle] - decodes, 0), before)
+            low, high = (middle, high) if _MARGIN * seconds <= slack else (low, middle)
+        return grid[low]
 
     def _learn_rate(self, view: View, answers: Ints, prompt: int) -> None:
         """Note how many prompt tokens a second the iteration computes."""
@@ -101,4 +102,3 @@ def level(view: View, flagged: Bools) -> Ints:
 
 
 RECIPE = rival("qoserve", "QoServe: slack chunks, deadline + size, eager relegation", QoServe)
-LINE = rival("qoserve-line", "QoServe by its own token line", partial(QoServe, line="arrival"))

@@ -24,6 +24,7 @@ class Scorpio(Rival):
     TTFT guard: waiting prompts go by deadline; one whose wait, the prompt seconds of all before it and its
     own, exceeds its deadline goes behind all others (the code's option "delay"; its default refuses): it
     is admitted while nothing is inside that can be on time.
+    What is behind has no tpot to guard.
     TPOT guard: an answer with twice the tightest tpot takes part in every second step, by credits; a prompt
     is admitted only while the iterations of the answers, counted so, stay below the tightest tpot.
 
@@ -31,7 +32,8 @@ class Scorpio(Rival):
     prompts: tokens of an iteration of prompts.
     """
 
-    factor: float = 1.5
+    decoding: float = 0.8
+    factor: float = 1.25
     prompts: int = PROMPTS
     credits: Memory = field(default_factory=lambda: Memory(0.0))
     delayed: Memory = field(default_factory=lambda: Memory(0.0))
@@ -39,6 +41,7 @@ class Scorpio(Rival):
     def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
         """Return an iteration of whole prompts where any is admitted, else one of answers."""
         behind = self.guard_first(jobs, view, now)
+        view = view._replace(pace=np.where(behind, np.inf, view.pace))
         keys = np.where(view.running, 0, 1 + np.where(behind, 1, 0))
         order = np.lexsort((view.serial, view.first_due, keys))
         order = order[~view.decodes[order]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -137,8 +136,3 @@ class SlosServe(Rival):
 
 
 RECIPE = rival("slos-serve", "SLOs-Serve: admission by deadline (edf), batches by slack", SlosServe)
-SIM = rival("slos-serve-sim", "SLOs-Serve with edf_sim, for one tpot", partial(SlosServe, mode="edf_sim"))
-RETRY = rival(
-    "slos-serve-retry", "SLOs-Serve that tries declined ones again", partial(SlosServe, retries=True)
-)
-LINE = rival("slos-serve-line", "SLOs-Serve by its own token line", partial(SlosServe, line="arrival"))

@@ -222,6 +222,14 @@ def default(
 
 
 @bench_app.command()
+def rivals(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """Compare the default recipe with the SLO schedulers of other papers (SIMULATED); from a checkout."""
+    from headway.bench.checkout import from_checkout
+
+    from_checkout("rivals.bench:main")(quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@bench_app.command()
 def beside(
     real: Annotated[bool, typer.Option("--real", help="On real engines started here.")] = False,
     systems: Annotated[

@@ -1,0 +1,225 @@
+"""`headway bench rivals`: the default recipe beside the SLO schedulers of other papers, SIMULATED.
+
+Every rival runs by its own published rule, on its own ground and on ours, with the latency and the lengths
+that the default learns, too. Where a paper sweeps a parameter, each of its settings runs on the papers'
+grounds, and the row of the rival is its best there, by each measure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.rivals import fidelity
+from benchmarks.rivals.cells import Cell, Job, run
+from benchmarks.rivals.grounds import ARENAS, FIDELITY_ONLY, Arena, conversations
+from benchmarks.rivals.measures import Figures, mean
+from benchmarks.rivals.systems import DEFAULT, ESSENTIAL, RIVALS, STOCK, rival_of, settings
+from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+
+_CLOSE = 1.0  # points below the best rival
+_NARROW = 2.0  # points of lead below which a cell is run with three seeds
+_GROUPS = {"rivals' grounds": False, "own grounds": True}
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Run all cells; `quick`: one load per ground, fewer requests, the strongest rivals. At most a minute."""
+    began = time.perf_counter()
+    asked = jobs(seed, quick=quick)
+    found = run(asked, bar=not as_json)
+    if not quick:
+        found |= run(more_seeds(found, seed), bar=not as_json)
+    rows = rows_of(found, asked, seed, quick=quick)
+    workload = (
+        f"{SIMULATED}: {len({row.setting for row in rows if row.system == DEFAULT and 'x' in row.setting})} "
+        f"cells; load = arrivals as a multiple of what stock vLLM completes of a burst. Azure's "
+        f"conversations: {conversations().about}."
+    )
+    title = f"The default recipe beside the SLO schedulers of other papers ({SIMULATED})"
+    seconds, about = time.perf_counter() - began, About(workload, seed)
+    notes = [*_notes(rows), *fidelity.UNREPRODUCED]
+    report = Report("rivals", "sim", title, rows, seconds, about, _grid(rows), notes=notes)
+    deliver(report, as_json=as_json, out=out)
+
+
+# ---- jobs
+
+
+def jobs(seed: int, *, quick: bool) -> list[Job]:
+    """Return the cells of a run and what `fidelity.*` needs, each once."""
+    cells = quick_cells(seed) if quick else all_cells([seed])
+    return list(dict.fromkeys([*cells, *fidelity.jobs(seed, quick=quick)]))
+
+
+def quick_cells(seed: int) -> list[Job]:
+    """Return one load per ground: on the papers' the strongest rivals, on ours QoServe."""
+    cells: list[Job] = []
+    for arena in _shown():
+        names = (DEFAULT, *(ESSENTIAL if arena.base is None else ESSENTIAL[:1]))
+        cells += [Cell(arena.name, arena.quick_load, seed, name, True) for name in names]
+    return cells
+
+
+def all_cells(seeds: Sequence[int]) -> list[Job]:
+    """Return every ground, load and rival; on the papers' grounds with all of its settings."""
+    return [
+        Cell(arena.name, load, seed, name)
+        for arena in _shown()
+        for load in arena.loads
+        for seed in seeds
+        for name in _systems(arena)
+    ]
+
+
+def _shown() -> list[Arena]:
+    return [arena for arena in ARENAS.values() if arena.name not in FIDELITY_ONLY]
+
+
+def _systems(arena: Arena) -> list[str]:
+    if arena.base is not None or arena.seconds > 1000:
+        return [DEFAULT, *STOCK, *(RIVALS if arena.base is not None else ESSENTIAL)]
+    one = len({kind.slo.tpot for kind in arena.kinds}) == 1
+    return [DEFAULT, *STOCK, *(name for rival in RIVALS for name in settings(rival, one_tpot=one))]
+
+
+def more_seeds(found: fidelity.Found, seed: int) -> list[Job]:
+    """Return two more seeds of the default and the best rival where the lead is narrow."""
+    again: list[Job] = []
+    for setting, cells in _by_setting(found, found).items():
+        first = [cell for cell in cells if cell.seed == seed and not setting.startswith(FIDELITY_ONLY)]
+        kept = {cell.system: _kept(found, cell) for cell in first}
+        rivals = [name for name in kept if name not in (DEFAULT, *STOCK)]
+        if DEFAULT in kept and rivals:
+            best = max(rivals, key=kept.__getitem__)
+            if abs(kept[DEFAULT] - kept[best]) < _NARROW:
+                pair = [cell for cell in first if cell.system in (DEFAULT, best)]
+                again += [replace(cell, seed=seed + more) for cell in pair for more in (1, 2)]
+    return again
+
+
+def _kept(found: fidelity.Found, cell: Cell) -> float:
+    seen = found[cell]
+    assert isinstance(seen, Figures)
+    return seen.kept
+
+
+# ---- rows
+
+
+def rows_of(found: fidelity.Found, asked: Iterable[Job], seed: int, *, quick: bool) -> list[Row]:
+    """Return a row per system, setting and figure, the sums, and the rows of fidelity."""
+    rows: list[Row] = []
+    for setting, cells in _by_setting(found, asked).items():
+        if not any(cell.system == DEFAULT for cell in cells):
+            continue
+        rows += _setting_rows(setting, _seeds(found, cells))
+    return [*rows, *_summary(rows), *fidelity.rows(found, seed, quick=quick)]
+
+
+def _by_setting(found: fidelity.Found, asked: Iterable[Job]) -> dict[str, list[Cell]]:
+    """Return the cells by ground and load."""
+    made: dict[str, list[Cell]] = {}
+    for job in asked:
+        if isinstance(job, Cell):
+            made.setdefault(job.setting, []).append(job)
+    return made
+
+
+def _seeds(found: fidelity.Found, cells: Sequence[Cell]) -> dict[str, Figures]:
+    """Return the figures of each system, means over all seeds that were run."""
+    seeds: dict[tuple[str, bool], list[Figures]] = {}
+    for job, one in found.items():
+        if isinstance(job, Cell) and isinstance(one, Figures) and job.setting == cells[0].setting:
+            seeds.setdefault((job.system, job.quick), []).append(one)
+    return {cell.system: mean(seeds[cell.system, cell.quick]) for cell in cells}
+
+
+def _setting_rows(setting: str, seen: dict[str, Figures]) -> list[Row]:
+    """Return the rows of a setting: of each rival its best, and those of its settings by name."""
+    best: dict[str, Figures] = {}
+    for name, one in seen.items():
+        rival = rival_of(name)
+        other = best.get(rival)
+        leads = other is None or one.kept > other.kept
+        line = one.line if other is None else max(one.line, other.line)
+        best[rival] = replace(one if leads or other is None else other, line=line)
+    settings_of = {name: one for name, one in seen.items() if name not in best or rival_of(name) != name}
+    swept = [Row("attainment.promised", name, setting, one.kept, "%") for name, one in settings_of.items()]
+    return [row for name, one in best.items() for row in _rows(name, setting, one)] + swept
+
+
+def _rows(name: str, setting: str, one: Figures) -> list[Row]:
+    figures = (
+        ("attainment.promised", one.kept, "%"), ("attainment.line", one.line, "%"),
+        ("tardiness.p99", one.tardiness, "s"), ("tokens_per_s", one.tokens, "tokens/s"),
+        ("best_effort.tokens_per_s", one.best_effort, "tokens/s"),
+        ("in_time.tokens_per_s", one.in_time, "tokens/s"), ("e2e.p99", one.e2e, "s"),
+    )  # fmt: skip
+    rows = [Row(id, name, setting, value, unit) for id, value, unit in figures]
+    return rows + [Row(f"attainment.{tier}", name, setting, kept, "%") for tier, kept in one.classes.items()]
+
+
+def _summary(rows: Sequence[Row]) -> list[Row]:
+    """Return the default's lead over the best rival: mean, least, and cells more than a point behind."""
+    sums: list[Row] = []
+    for group, own in _GROUPS.items():
+        leads = [lead for setting, lead in leads_of(rows).items() if _is_own(setting) == own]
+        if leads:
+            behind = float(sum(lead < -_CLOSE for lead in leads))
+            sums += [
+                Row("cells", DEFAULT, group, float(len(leads)), "cells"),
+                Row("cells.behind", DEFAULT, group, behind, "cells"),
+                Row("margin.mean", DEFAULT, group, float(np.mean(leads)), "points"),
+                Row("margin.least", DEFAULT, group, min(leads), "points"),
+            ]
+    return sums
+
+
+def _is_own(setting: str) -> bool:
+    return ARENAS[setting.partition(",")[0]].base is not None
+
+
+def leads_of(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the points by which the default leads the best rival, by setting."""
+    kept: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.id == "attainment.promised":
+            kept.setdefault(row.setting, {})[row.system] = row.ours or 0.0
+    return {
+        setting: seen[DEFAULT] - max(seen[name] for name in seen if name not in (DEFAULT, *STOCK))
+        for setting, seen in kept.items()
+    }
+
+
+# ---- what people see
+
+
+def _grid(rows: Sequence[Row]) -> Grid:
+    """Return the matrix, promises kept by setting and rival, then the sums and fidelity."""
+    kept = [row for row in rows if row.id == "attainment.promised" and rival_of(row.system) == row.system]
+    systems = list(dict.fromkeys(row.system for row in kept))
+    at = {(row.setting, row.system): show(row.ours) for row in kept}
+    leads = leads_of(rows)
+    lines = [
+        [setting, *(at.get((setting, name), "") for name in systems), f"{lead:+.1f}"]
+        for setting, lead in leads.items()
+    ]
+    others = [row for row in rows if row.id.startswith(("fidelity", "headline", "cells", "margin"))]
+    sums = [[f"{row.id}, {row.system}, {row.setting}", f"{show(row.ours)} {row.unit}"] for row in others]
+    padded = [[*line, *[""] * len(systems)] for line in sums]
+    return Grid(["promises kept, %", *systems, "lead"], [lines, padded])
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    sums = {(row.id, row.setting): row.ours for row in rows if row.system == DEFAULT}
+    return [
+        f"On {group} headway leads the best rival by {show(sums['margin.mean', group])} points on average; "
+        f"it is more than {_CLOSE:g} point behind in {show(sums['cells.behind', group])} of "
+        f"{show(sums['cells', group])} cells."
+        for group in _GROUPS
+        if ("cells", group) in sums
+    ]

@@ -1,0 +1,102 @@
+"""The simulations of `headway bench rivals`: cells of an arena, a load, a seed and a system; searches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Literal
+
+from rich.progress import Progress
+
+from benchmarks.rivals.grounds import ARENAS
+from benchmarks.rivals.measures import Figures, figures
+from benchmarks.rivals.systems import system
+from headway.sim.run import Simulation
+
+STEPS = tuple(round(0.1 * k, 1) for k in range(2, 31))  # loads that a search looks at
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One simulation.
+
+    arena, system: their names. seconds: of arrivals, 0 = the arena's, or with `quick` its short ones.
+    """
+
+    arena: str
+    load: float
+    seed: int
+    system: str
+    quick: bool = False
+    seconds: float = 0.0
+
+    @property
+    def setting(self) -> str:
+        """Return ground and load."""
+        return f"{self.arena}, {self.load:g}x"
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The highest load at which no more than `missed` % miss their promise, or the token line (`by`).
+
+    seconds: of arrivals, 0 = the arena's.
+    """
+
+    arena: str
+    seed: int
+    system: str
+    missed: float
+    by: Literal["kept", "line"] = "kept"
+    seconds: float = 0.0
+
+
+Job = Cell | Search
+
+
+def compute(job: Job) -> Figures | float:
+    """Run a job."""
+    return highest(job) if isinstance(job, Search) else simulate(job)
+
+
+def simulate(cell: Cell) -> Figures:
+    """Simulate a cell to the end of its last answer."""
+    arena = ARENAS[cell.arena]
+    if cell.seconds:
+        arena = arena.lasting(cell.seconds)
+    workload = arena.workload(cell.load, cell.seed, quick=cell.quick)
+    lengths = arena.lengths(workload, cell.seed)
+    outcome = Simulation(system(cell.system), [arena.instance()], workload, lengths).run()
+    return figures(workload, outcome, arena.window(cell.load, quick=cell.quick))
+
+
+def highest(search: Search) -> float:
+    """Return the highest of `STEPS` with few enough missed, by halving; 0 = not even the lowest has."""
+    low, high = -1, len(STEPS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        cell = Cell(search.arena, STEPS[middle], search.seed, search.system, seconds=search.seconds)
+        if 100 - getattr(simulate(cell), search.by) <= search.missed:
+            low = middle
+        else:
+            high = middle
+    return STEPS[low] if low >= 0 else 0.0
+
+
+def run(jobs: Sequence[Job], *, bar: bool, processes: int | None = None) -> dict[Job, Figures | float]:
+    """Compute the jobs on all cores, the searches first, which take longest."""
+    jobs = sorted(dict.fromkeys(jobs), key=lambda job: isinstance(job, Cell))
+    found: dict[Job, Figures | float] = {}
+    with (
+        Progress(disable=not bar) as progress,
+        ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn")) as pool,
+    ):
+        task = progress.add_task("simulating", total=len(jobs))
+        pending = {pool.submit(compute, job): job for job in jobs}
+        for done in as_completed(pending):
+            found[pending[done]] = done.result()
+            progress.advance(task)
+    return {job: found[job] for job in jobs}

@@ -1,0 +1,93 @@
+"""What a simulated run came to, by the measures of all these papers. Runs go on to the last answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.bench.simulate import slo_violations
+from headway.sim.outcome import Outcome
+from headway.sim.workload.traffic import Workload
+from headway.types import Bools, Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of a run, or their means over seeds.
+
+    promised: requests with an SLO; kept, line: those on time, by all targets and by the token line, in %.
+    tardiness: p99 of the seconds by which a promised request missed a target, 0 where it missed none.
+    tokens, best_effort: answer tokens/s from the first arrival to the last completion, and of best effort
+    that is complete when arrivals end. in_time: tokens/s of promised requests that were on time (JITServe's
+    goodput), over the arrivals. ttft: median, seconds. e2e: p99 of all requests, seconds.
+    classes: kept by class, in %.
+    """
+
+    promised: float
+    kept: float
+    line: float
+    tardiness: float
+    tokens: float
+    best_effort: float
+    in_time: float
+    ttft: float
+    e2e: float
+    classes: dict[str, float] = field(default_factory=dict)
+
+
+def figures(workload: Workload, outcome: Outcome, seconds: float) -> Figures:
+    """Return the figures of a run; seconds: of arrivals."""
+    promised, met = workload.promised, slo_violations.met(workload, outcome)
+    seen = slo_violations.seen(workload, outcome)
+    late = np.max(list(slo_violations.late(workload, outcome).values()), axis=0)
+    last = float(np.nanmax(outcome.end)) - float(workload.arrival.min())
+    lulls = ~promised & (outcome.end <= seconds)
+    return Figures(
+        float(promised.sum()), _percent(met[promised]), _percent(on_line(workload, outcome)[promised]),
+        float(np.quantile(late[promised], 0.99)), float(workload.output.sum()) / last,
+        float(workload.output[lulls].sum()) / seconds,
+        float(workload.output[promised & met].sum()) / seconds, float(np.median(seen["ttft"])),
+        float(np.quantile(seen["e2e"], 0.99)), _classes(workload, met),
+    )  # fmt: skip
+
+
+def on_line(workload: Workload, outcome: Outcome) -> Bools:
+    """Tell which requests met their token line: token k is due at arrival + ttft + k x tpot.
+
+    The last token decides: the client shows each token when it is due, and the line is kept where the last
+    one is there by then. A request without both targets is judged by those that it has.
+    """
+    both = np.isfinite(workload.ttft) & np.isfinite(workload.tpot)
+    pace = np.where(np.isfinite(workload.tpot), workload.tpot, 0.0)
+    due = workload.arrival + np.minimum(workload.ttft + pace * (workload.output - 1), workload.e2e)
+    return np.where(both, outcome.end <= due, slo_violations.met(workload, outcome))
+
+
+def mean(seeds: Sequence[Figures]) -> Figures:
+    """Return the means; of what was promised over all promised requests."""
+    weights = np.array([one.promised for one in seeds])
+
+    def of(name: str, weighted: bool = False) -> float:
+        values = np.array([getattr(one, name) for one in seeds])
+        return float(np.average(values, weights=weights if weighted else None))
+
+    classes = {name: float(np.mean([one.classes[name] for one in seeds])) for name in seeds[0].classes}
+    return Figures(
+        float(weights.sum()), of("kept", True), of("line", True), of("tardiness"), of("tokens"),
+        of("best_effort"), of("in_time"), of("ttft"), of("e2e"), classes,
+    )  # fmt: skip
+
+
+def _percent(which: Bools) -> float:
+    return 100 * float(which.mean())
+
+
+def _classes(workload: Workload, met: Bools) -> dict[str, float]:
+    masks: dict[str, Floats] = {}
+    for code, name in enumerate(workload.tiers):
+        mask = (workload.tier == code) & workload.promised
+        if mask.any():
+            masks[name] = np.asarray(met[mask], float)
+    return {name: 100 * float(mask.mean()) for name, mask in masks.items()}
