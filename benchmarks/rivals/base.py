@@ -7,6 +7,7 @@ as for every other packer (`pack/allocation.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +26,6 @@ from headway.recipes.recipe import Recipe
 from headway.types import Floats, Ints, Jobs, Step
 
 Line = Literal["first", "arrival"]
-_GRAIN = 16  # tokens; chunks by seconds are sized in steps of this
 _NONE: Ints = np.empty(0, np.int64)
 
 
@@ -72,16 +72,18 @@ class Rival(Packer):
 
     def chunk(self, decodes: float, context: float, limit: float, before: float = 0.0) -> int:
         """Return the most prompt tokens that fit an iteration of `limit` seconds; 0 = none do."""
-        low, high = 0, max(self.spec.token_budget - int(decodes), 0)
-        if self.seconds(decodes, context, high, before) <= limit:
-            return high
-        while high - low > _GRAIN:
-            middle = (low + high) // 2
-            if self.seconds(decodes, context, middle, before) <= limit:
-                low = middle
-            else:
-                high = middle
-        return low
+        most, theta = max(self.spec.token_budget - int(decodes), 0), self.spec.latency.theta
+        left = limit - self.seconds(decodes, context, 0)
+        if left <= 0:
+            return 0
+        alone = self.seconds(0, 0, 0)
+        token = float(seconds_of(theta, 0, 0, 1e3, 0)) / 1e3 - alone / 1e3
+        pair = float(seconds_of(theta, 0, 0, 0, 1e6)) / 1e6 - alone / 1e6
+        slope = token + pair * before
+        root = math.sqrt(slope * slope + 2 * pair * left)
+        if slope + root <= 0 or 2 * left >= most * (slope + root):
+            return most
+        return int(2 * left / (slope + root))
 
     # ---- the step
 

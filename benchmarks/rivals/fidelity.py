@@ -15,6 +15,7 @@ from benchmarks.rivals.systems import LADDER
 from headway.bench.output.results import Row
 
 QOSERVE, FCFS, EDF = "qoserve line", "fcfs, 256 tokens", "edf, 256 tokens"
+_SLOS_SERVE, _FAIRBATCHING = ("slos-serve line", "vllm"), ("fairbatching line", "vllm")
 _MISSED = 1.0  # % that QoServe's headline lets miss; SLOs-Serve's lets ten
 _TEN = 10.0
 _OVERLOAD = 2.0  # x capacity, at which the quick run shows the ablation
@@ -42,7 +43,8 @@ def _ladder_jobs(seed: int, quick: bool) -> list[Job]:
     if quick:
         return [Cell("G1-conv", _OVERLOAD, seed, name, quick) for name in LADDER]
     searches: list[Job] = [Search("G1-conv", seed, name, _MISSED, "line") for name in LADDER]
-    return searches + [Search("G2-chat", seed, name, _TEN, "line") for name in ("slos-serve line", "vllm")]
+    searches += [Search("G2-chat", seed, name, _TEN, "line") for name in _SLOS_SERVE]
+    return searches + [Search("G1-conv", seed, name, _TEN, "line") for name in _FAIRBATCHING]
 
 
 def _cell_jobs(seed: int, quick: bool) -> list[Job]:
@@ -52,7 +54,6 @@ def _cell_jobs(seed: int, quick: bool) -> list[Job]:
     ]  # fmt: skip
     if not quick:
         pairs += [("G5-slai", 0.9, "slai"), ("G5-slai", 0.9, "sarathi")]
-        pairs += [("G3", 1.2, "fairbatching"), ("G3", 1.2, "sarathi")]
     return [Cell(arena, load, seed, name, quick) for arena, load, name in pairs]
 
 
@@ -88,14 +89,15 @@ def _ablation(found: Found, seed: int, quick: bool) -> list[Row]:
         Row("fidelity.qoserve.over_edf", "qoserve", at, _ratio(loads[QOSERVE], loads[EDF]), "x", 1.3),
         Row("fidelity.qoserve.over_fcfs", "qoserve", at, _ratio(loads[QOSERVE], loads[FCFS]), "x", 1.95),
     ]
-    ours, stock = (
-        _load(found, Search("G2-chat", seed, name, _TEN, "line")) for name in ("slos-serve line", "vllm")
+    slos, fair = (
+        _ratio(*(_load(found, Search(arena, seed, name, _TEN, "line")) for name in pair))
+        for arena, pair in (("G2-chat", _SLOS_SERVE), ("G1-conv", _FAIRBATCHING))
     )
-    return [
-        *heads,
-        *steps,
-        Row("fidelity.slos_serve.load", "slos-serve", "G2-chat", _ratio(ours, stock), "x", 2.2),
+    tens = [
+        Row("fidelity.slos_serve.load", "slos-serve", "G2-chat", slos, "x vllm", 2.2),
+        Row("fidelity.fairbatching.load", "fairbatching", "G1-conv", fair, "x vllm", 1.2),
     ]
+    return [*heads, *steps, *tens]
 
 
 def _cells(found: Found, seed: int, quick: bool) -> list[Row]:
@@ -123,13 +125,10 @@ def _cells(found: Found, seed: int, quick: bool) -> list[Row]:
     if quick:
         return rows
     slai, sarathi = of("G5-slai", 0.9, "slai"), of("G5-slai", 0.9, "sarathi")
-    fair, chunked = of("G3", 1.2, "fairbatching"), of("G3", 1.2, "sarathi")
     change = 100 * (slai.ttft / sarathi.ttft - 1)
-    gain = _ratio(fair.line, chunked.line)
     return [
         *rows,
         Row("fidelity.slai.ttft_p50", "slai", "G5-slai, 0.9x", change, "% of sarathi's", -53.0),
-        Row("fidelity.fairbatching.goodput", "fairbatching", "G3, 1.2x", gain, "x sarathi", 1.2),
     ]
 
 

@@ -48,6 +48,7 @@ class SlosServe(Rival):
         chunk = self.chunk(riders.size, float(view.computed[riders].sum()), limit, before)
         used = min(chunk, int(view.missing[prompts].sum()))
         others = np.concatenate([answers[~rides], order[~admitted[order] & view.decodes[order]]])
+        others = others[: others.size if used < chunk else 0]
         extra = self.fitting(view, riders, others, used, limit)
         rest = self._rest(view, admitted, np.concatenate([riders, extra]), chunk, used, limit, kv)
         lent = int(view.blocks[~admitted].sum())
