@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from headway.bench.simulate import default, default_plots
-from headway.bench.simulate.default import (
-    ABLATIONS,
+from headway.bench.simulate.default import ABLATIONS, OTHERS, compute, rows_of
+from headway.bench.simulate.default_figures import (
     BOUND,
     DEFAULT,
     HINDSIGHT,
-    OTHERS,
+    STOCK,
     TRUE,
     Cell,
     Figures,
-    compute,
-    rows_of,
 )
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground, capacity
+from headway.bench.simulate.held_grounds import HELD
 from headway.recipes.baselines import BASELINES
 from headway.recipes.registry import RECIPES
+from headway.types import Batch
 
 SMALL = replace(next(ground for ground in GROUNDS if ground.name == "tiny-kv"), requests=60)
 
@@ -42,12 +42,79 @@ def test_every_ground_has_promises_that_fit_its_engine(ground: Ground) -> None:
 
 def test_there_are_all_cells() -> None:
     cells = default.all_cells((7, 8, 9))
-    assert len({ground.name for ground in GROUNDS}) >= 12
-    assert {(cell.ground, cell.load) for cell in cells} == {(g, load) for g in GROUNDS for load in LOADS}
+    assert len({ground.name for ground in (*GROUNDS, *HELD)}) == 16 + len(HELD)
+    places = {(ground, load) for ground in (*GROUNDS, *HELD) for load in ground.loads}
+    assert {(cell.ground, cell.load) for cell in cells} == places
+    assert all(ground.loads == LOADS and not ground.held for ground in GROUNDS)
+    assert all(ground.held for ground in HELD)
+    assert not {cell.system for cell in cells if cell.ground.held} & set(ABLATIONS)
+    assert {cell.system for cell in cells if cell.ground.name == "tenants"} > {"vtc", STOCK}
     assert {cell.seed for cell in cells} == {7, 8, 9}
     assert len(set(cells)) == len(cells)
     assert set(RECIPES) - {DEFAULT} <= set(OTHERS)
     assert {"srtf", "sjf", "sarathi"} <= set(OTHERS) & set(BASELINES)
+
+
+@pytest.mark.parametrize("ground", HELD, ids=lambda ground: ground.name)
+def test_every_held_ground_fits_its_engine(ground: Ground) -> None:
+    spec, few = ground.instance(), replace(ground, requests=100)
+    load = few.workload(ground.loads[0], 0)
+    assert (load.prompt + load.output).max() <= spec.instance.limit
+    assert (np.diff(load.arrival) >= 0).all()
+    assert load.arrival.max() <= few.seconds(ground.loads[0])
+
+
+def held(name: str) -> Ground:
+    return replace(next(ground for ground in HELD if ground.name == name), requests=60)
+
+
+def test_hints_are_certain_and_off_by_three() -> None:
+    ground = held("hints-both")
+    load = ground.workload(0.5, 0)
+    lengths = ground.lengths(load, 0)
+    seen = [lengths.forecast(load.request(i)) for i in range(len(load))]
+    off = np.array([one.mean for one in seen]) / load.output
+    assert {round(one, 3) for one in off[load.output >= 3]} == {3.0, 0.333}
+    assert all(one.spread == 0 for one in seen)
+
+
+def test_an_engine_five_times_slower_takes_five_times_as_long() -> None:
+    slow = held("five-times-slower")
+    fast, batch = replace(slow, pace=1.0), Batch(3, 1000, 200, 20_000)
+    assert slow.latency().seconds(batch) == pytest.approx(5 * fast.latency().seconds(batch))
+    assert held("dear-prompts").latency().seconds(Batch(0, 0, 100)) == pytest.approx(0.25)
+
+
+def test_lines_of_a_batch_come_at_once_beside_plain_requests() -> None:
+    load = held("day-lines").workload(0.7, 0)
+    lines = load.tier == load.tiers.index("line")
+    assert (load.arrival[lines] == 0).all()
+    assert (load.arrival[~lines] > 0).all()
+    assert (load.e2e[lines] == 86_400).all()
+    assert (load.promised == lines).all()
+
+
+def test_an_overload_is_followed_by_calm() -> None:
+    ground = held("surge")
+    load, over = ground.workload(3.0, 0), ground.loaded_seconds(3.0)
+    rates = [(load.arrival < over).sum() / over, (load.arrival >= over).sum() / (ground.seconds(3.0) - over)]
+    assert rates[0] == pytest.approx(3 * capacity(ground), rel=0.2)
+    assert rates[1] == pytest.approx(0.3 * capacity(ground), rel=0.3)
+
+
+def test_tenants_take_turns_in_the_simulation_as_on_the_server() -> None:
+    ground = held("tenants")
+    with_turns, without = (compute(Cell(replace(ground, turns=t), 1.3, 0, DEFAULT)) for t in (True, False))
+    assert with_turns != without
+    assert with_turns.service is not None
+
+
+def test_quick_has_stock_everywhere_and_one_load_of_each_ground() -> None:
+    cells = default.quick_cells(0)
+    grounds = {cell.ground.name for cell in cells}
+    assert grounds == {ground.name for ground in (*GROUNDS, *HELD)}
+    assert {cell.ground.name for cell in cells if cell.system == STOCK} == grounds
+    assert len({cell.setting for cell in cells}) == len(grounds)
 
 
 def test_no_recipe_passes_the_bound_and_the_same_cell_gives_the_same() -> None:
@@ -107,7 +174,7 @@ def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the
     found = [compute(Cell(SMALL, 2.0, 0, HINDSIGHT, trials=trials)).kept for trials in (0, 20, 60)]
     assert found[0] <= found[1] <= found[2] <= few[Cell(SMALL, 2.0, 0, BOUND)].kept
     assert found[2] > max(found[0], few[Cell(SMALL, 2.0, 0, TRUE)].kept)
-    rows = rows_of(low | {Cell(SMALL, 2.0, 0, HINDSIGHT): replace(promised, kept=90)})
+    rows = rows_of(low | {Cell(SMALL, 2.0, 0, HINDSIGHT): replace(promised, kept=90, service=None)})
     assert [row.id for row in rows if row.system == HINDSIGHT and row.setting != "all"] == [
         "attainment.promised", "share_of_bound",
     ]  # fmt: skip
@@ -128,8 +195,8 @@ def test_report_and_plots(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ground = replace(SMALL, name="bursty")
-    few = [Cell(ground, 1.3, 0, system) for system in (BOUND, DEFAULT, "slack")]
-    few += [replace(cell, length_error=f) for cell in few[1:] for f in (1.0, 2.0)]
+    few = [Cell(ground, 1.3, 0, system) for system in (BOUND, DEFAULT, "slack", STOCK)]
+    few += [replace(cell, length_error=f) for cell in few[1:3] for f in (1.0, 2.0)]
     few += [replace(cell, latency_error=0.8) for cell in few[1:3]]
     monkeypatch.setattr(default, "quick_cells", lambda seed: few)
     default.main(quick=True, as_json=True, seed=0, out=tmp_path)
@@ -140,5 +207,11 @@ def test_report_and_plots(
         "bursty, 1.3x", "bursty, 1.3x, lengths off by 1x", "bursty, 1.3x, lengths off by 2x",
         "bursty, 1.3x, latency learned x0.8",
     }  # fmt: skip
-    assert {"matrix.png", "errors.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+    ids = {row["id"] for row in result["rows"] if row["setting"] == "bursty, 1.3x"}
+    assert ids >= {
+        "tardiness.p99", "gap.p99", "gap.over_1s", "unpromised.e2el.p99", "unpromised.e2el.mean",
+        "tokens_per_s", "mean_wait.weighted", "worst_wait", "attainment.weighted", "bound.tokens_per_s",
+    }  # fmt: skip
+    made = {"matrix.png", "measures.png", "spread.png", "errors.png", "report.html"}
+    assert made <= {path.name for path in tmp_path.iterdir()}
     assert default_plots.errors([]) is None

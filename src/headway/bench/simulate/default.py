@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -22,13 +22,26 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
-from headway.bench.simulate import slo_violations
-from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground
+from headway.bench.output.results import SIMULATED, About, Report, Row, deliver
+from headway.bench.simulate import default_rows
+from headway.bench.simulate.default_figures import (
+    BOUND,
+    DEFAULT,
+    HINDSIGHT,
+    STOCK,
+    TRUE,
+    Cell,
+    Figures,
+    figures,
+)
+from headway.bench.simulate.default_rows import HIGH, places_of
+from headway.bench.simulate.default_table import grid, notes
+from headway.bench.simulate.grounds import GROUNDS, Ground
+from headway.bench.simulate.held_grounds import HELD
 from headway.bench.simulate.hindsight import search
-from headway.core.engine_spec import EngineSpec, KeepOptions
+from headway.core.engine_spec import EngineSpec, PromisesConfig
 from headway.pack.promises.packer import Promises
-from headway.ports import Lengths, Packer
+from headway.ports import Lengths, Packer, Planner
 from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
 from headway.sim.bound import bound
@@ -36,91 +49,43 @@ from headway.sim.forecasts import Noisy
 from headway.sim.run import Simulation
 from headway.sim.workload.traffic import Workload
 
-DEFAULT, BOUND = "headway", "bound"
-TRUE = "headway with true lengths"  # as the bound, which knows them, too
-HINDSIGHT = "headway with hindsight"  # and arrivals, too: how close a search comes to the bound
-
 
 def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
-    """Return a packer with other numbers of `KeepOptions`."""
-    return partial(Promises, keep=KeepOptions(**options))
+    """Return a packer with other numbers of `PromisesConfig`."""
+    return partial(Promises, keep=PromisesConfig(**options))
 
 
 ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without selection": _with(selects=False),
     "headway without prompts that yield": _with(yields=False),
-    "headway without a margin of tpot": _with(margin=0.0),
-    "headway without easy deadlines": _with(easy=math.inf),
-    "headway without giving up answers": _with(started=0.0),
+    "headway without a margin of tpot": _with(tpot_margin=0.0),
+    "headway without far deadlines that wait": _with(far_s=math.inf),
+    "headway without the work before far deadlines": _with(far_work=0.0),
+    "headway without giving up answers": _with(begun_size_share=0.0),
     "headway without short prompts first": _with(advances=False),
-    "headway without room to grow": _with(grow=0.0),
+    "headway without room to grow": _with(growth_share=0.0),
     "headway with room to grow always": _with(eager=False),
-    "headway without time for long answers": _with(long=-2.0),
-    "headway without time while nothing is lost": _with(calm_sure=1.5, calm_doubt=2.0),
-    "headway without longer iterations for prompts": _with(wait=0.0),
-    "headway without answers that take turns": _with(turns=0.0),
-    "headway without pausing answers": _with(pause=math.inf),
-    "headway without late before easy": _with(late=0),
+    "headway without time for long answers": _with(long_answer_stds=-2.0),
+    "headway without time while nothing is lost": _with(calm_answer_safety=1.5, calm_lost_below_stds=2.0),
+    "headway without longer iterations for prompts": _with(ttft_share=0.0),
+    "headway without iterations for urgent prompts": _with(alone_share=math.inf),
+    "headway without streams that go on": _with(max_gap_s=1e9),
+    "headway without answers that take turns": _with(turn_capacity=0.0),
+    "headway without pausing answers": _with(pause_lead_tokens=math.inf),
     "headway without swapping": partial(Promises, swaps=False),
 }
 OTHERS = (
     "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",
     "vllm-v0",
 )  # fmt: skip
-_NOT_OTHERS = (DEFAULT, TRUE, HINDSIGHT, BOUND)
 LENGTH_ERRORS = (1.0, 1.5, 2.0, 3.0)  # factors by which a forecast is off, one standard deviation
 LATENCY_ERRORS = (0.8, 1.0, 1.2)  # learned seconds of an iteration, as a share of the true ones
 _WRONG = ("bursty", "sharegpt-idle", "anneal-chat-code", "tight-tpot")  # grounds of both curves
 _WRONG_LOAD, _WRONG_RECIPES = 1.3, (DEFAULT, "slack")
-_CLOSE, _SAME_BE = 1.0, 0.95  # points below the best other, share of its best-effort tokens
-_HIGH, _LOW = 50.0, 80.0  # %: a share of a bound below the first says little; one below the second is little
-_QUICK_OTHERS, _QUICK_REQUESTS = ("slack", "bros", "srtf"), 600
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One simulation.
-
-    system: a recipe, one of `ABLATIONS`, `TRUE`, `HINDSIGHT` or "bound".
-    length_error: forecasts are off by this factor (one standard deviation, and say so); 0 = the ground's.
-    latency_error: `InstanceSpec.latency_error`.
-    trials: simulations of the search, for `HINDSIGHT`.
-    """
-
-    ground: Ground
-    load: float
-    seed: int
-    system: str
-    length_error: float = 0.0
-    latency_error: float = 1.0
-    trials: int = 0
-
-    @property
-    def setting(self) -> str:
-        """Return the ground, the load and what is wrong."""
-        text = f"{self.ground.name}, {self.load:g}x"
-        if self.length_error:
-            text += f", lengths off by {self.length_error:g}x"
-        return text if self.latency_error == 1.0 else f"{text}, latency learned x{self.latency_error:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What a cell came to.
-
-    kept: promised requests on time (of the bound: at most).
-    promised: how many were promised anything.
-    be_tokens: best-effort tokens per second, of answers complete within the arrivals.
-    """
-
-    kept: float
-    promised: int
-    be_tokens: float
-
-    @property
-    def attainment(self) -> float:
-        """Return the share of the promised requests that were on time, in percent."""
-        return 100 * self.kept / self.promised
+_LOW = 80.0  # %: a search with hindsight is made where the share of the bound is below this
+_QUICK_LOAD, _QUICK_OTHERS = 1.3, (STOCK, "slack", "bros", "srtf")
+_QUICK_OTHERS_HELD = (STOCK, "slack", "edf")  # compiled loops, all of them
+_QUICK_REQUESTS, _QUICK_HELD = 600, 200
 
 
 def main(
@@ -144,15 +109,19 @@ def main(
     )
     report = Report(
         "default", "sim", f"The default recipe beside all others ({SIMULATED})", rows,
-        time.perf_counter() - began, About(workload, seed), _grid(rows), notes=_notes(rows),
+        time.perf_counter() - began, About(workload, seed), grid(rows, ABLATIONS),
+        notes=notes(rows, places_of(found)),
     )  # fmt: skip
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(rows))
 
 
 def all_cells(seeds: Sequence[int]) -> list[Cell]:
     """Return every ground, load and recipe for each seed, and the cells of the two curves."""
-    systems = (BOUND, DEFAULT, TRUE, *OTHERS, *ABLATIONS)
-    cells = [Cell(*key) for key in product(GROUNDS, LOADS, seeds, systems)]
+    cells = []
+    for ground in (*GROUNDS, *HELD):
+        parts = () if ground.held else tuple(ABLATIONS)
+        systems = (BOUND, DEFAULT, TRUE, *OTHERS, *ground.rivals, *parts)
+        cells += [Cell(ground, *key) for key in product(ground.loads, seeds, systems)]
     wrong = [ground for ground in GROUNDS if ground.name in _WRONG]
     for ground, recipe, at in product(wrong, _WRONG_RECIPES, seeds):
         cell = Cell(ground, _WRONG_LOAD, at, recipe)
@@ -162,9 +131,16 @@ def all_cells(seeds: Sequence[int]) -> list[Cell]:
 
 
 def quick_cells(seed: int) -> list[Cell]:
-    """Return the cells of a run that ends within a minute."""
-    grounds = [replace(ground, requests=min(ground.requests, _QUICK_REQUESTS)) for ground in GROUNDS]
-    return [Cell(g, 1.3, seed, system) for g in grounds for system in (BOUND, DEFAULT, *_QUICK_OTHERS)]
+    """Return the cells of a run that ends within a minute: one load of each ground, fewer requests."""
+    return [
+        Cell(_fewer(ground), _QUICK_LOAD if _QUICK_LOAD in ground.loads else ground.loads[-1], seed, system)
+        for ground in (*GROUNDS, *HELD)
+        for system in (BOUND, DEFAULT, *(_QUICK_OTHERS_HELD if ground.held else _QUICK_OTHERS))
+    ]
+
+
+def _fewer(ground: Ground) -> Ground:
+    return replace(ground, requests=min(ground.requests, _QUICK_HELD if ground.held else _QUICK_REQUESTS))
 
 
 def hindsight_cells(found: dict[Cell, Figures], trials: int) -> list[Cell]:
@@ -174,8 +150,9 @@ def hindsight_cells(found: dict[Cell, Figures], trials: int) -> list[Cell]:
         replace(cell, system=HINDSIGHT, trials=trials)
         for cell in found
         if cell.system == DEFAULT
+        and not cell.ground.held
         and rows.get(("share_of_bound", DEFAULT, cell.setting), 100.0) < _LOW
-        and rows["attainment.promised", BOUND, cell.setting] > _HIGH
+        and rows["attainment.promised", BOUND, cell.setting] > HIGH
     ]
 
 
@@ -187,8 +164,8 @@ def run(cells: Sequence[Cell], *, bar: bool) -> dict[Cell, Figures]:
     ):
         task = progress.add_task("simulating", total=len(cells))
         found = {}
-        for cell, figures in zip(cells, pool.map(compute, cells, chunksize=_chunk(cells)), strict=True):
-            found[cell] = figures
+        for cell, seen in zip(cells, pool.map(compute, cells, chunksize=_chunk(cells)), strict=True):
+            found[cell] = seen
             progress.advance(task)
     return found
 
@@ -199,22 +176,29 @@ def _chunk(cells: Sequence[Cell]) -> int:
 
 
 def compute(cell: Cell) -> Figures:
-    """Simulate one cell, or bound it."""
+    """Simulate one cell to its last completion, or bound it."""
     workload = cell.ground.workload(cell.load, cell.seed)
     promised = int(np.count_nonzero(workload.promised))
     if cell.system == BOUND:
-        return Figures(bound(workload, cell.ground.instance()), promised, 0.0)
+        return Figures(bound(workload, cell.ground.instance()) if promised else 0.0, promised, 0.0)
     spec = replace(cell.ground.instance(), latency_error=cell.latency_error)
-    seconds = cell.ground.seconds(cell.load)
-    until = max(seconds, last_due(workload))
     if cell.system == HINDSIGHT:
+        until = max(cell.ground.seconds(cell.load), last_due(workload))
         kept = search(find(DEFAULT), spec, workload, until, cell.trials, cell.seed)
         return Figures(kept, promised, 0.0)
-    lengths, recipe = _lengths(cell, workload), _recipe(cell.system)
-    outcome = Simulation(recipe, [spec], workload, lengths, until=until).run()
-    kept = int(np.count_nonzero(slo_violations.met(workload, outcome) & workload.promised))
-    complete = ~workload.promised & (outcome.end <= seconds)
-    return Figures(kept, promised, float(workload.output[complete].sum()) / seconds)
+    recipe, turns = _recipe(cell.system), cell.ground.turns
+    if turns:
+        recipe = replace(recipe, planner=partial(_taking_turns, recipe.planner))
+    lengths = _lengths(cell, workload)
+    outcome = Simulation(recipe, [spec], workload, lengths, fast=not turns).run()  # compiled loops know none
+    return figures(cell, workload, outcome)
+
+
+def _taking_turns(planner: Callable[[], Planner]) -> Planner:
+    """Return a planner that knows of several tenants, as the server tells it."""
+    made = planner()
+    made.take_turns()
+    return made
 
 
 def _recipe(system: str) -> Recipe:
@@ -238,139 +222,19 @@ def _lengths(cell: Cell, workload: Workload) -> Lengths:
     return Noisy.spreading(workload, float(np.log(cell.length_error or 1.0)), rng)
 
 
-# ---- rows
-
-
-def rows_of(found: dict[Cell, Figures]) -> list[Row]:
-    """Return a row per system, setting and figure, and those that sum up the default recipe."""
-    settings = dict.fromkeys(cell.setting for cell in found)
-    rows: list[Row] = []
-    changes: dict[str, dict[str, float]] = {}  # points by ablation and setting
-    for setting in settings:
-        cells = [cell for cell in found if cell.setting == setting]
-        sums = {
-            system: _sum([found[cell] for cell in cells if cell.system == system])
-            for system in dict.fromkeys(cell.system for cell in cells)
-        }
-        for system, seen in sums.items():
-            if system in ABLATIONS:
-                changes.setdefault(system, {})[setting] = seen.attainment - sums[DEFAULT].attainment
-            else:
-                rows += _rows(system, setting, seen, sums.get(BOUND))
-    return rows + _summary(rows) + _ablation_rows(changes)
-
-
-def _ablation_rows(changes: dict[str, dict[str, float]]) -> list[Row]:
-    """Return what the default recipe changes by without each of its parts, on average and where most."""
-    rows = []
-    for system, points in changes.items():
-        least = min(points, key=points.__getitem__)
-        rows += [
-            Row("ablation.mean", system, "all", float(np.mean(list(points.values()))), "points"),
-            Row("ablation.least", system, least, points[least], "points"),
-        ]
-    return rows
-
-
-def _sum(seeds: Sequence[Figures]) -> Figures:
-    be = float(np.mean([one.be_tokens for one in seeds]))
-    return Figures(sum(one.kept for one in seeds), sum(one.promised for one in seeds), be)
-
-
-def _rows(system: str, setting: str, seen: Figures, most: Figures | None) -> list[Row]:
-    rows = [Row("attainment.promised", system, setting, seen.attainment, "%")]
-    if system == BOUND:
-        return rows
-    if most is not None:
-        rows.append(Row("share_of_bound", system, setting, 100 * seen.kept / max(most.kept, 1.0), "%"))
-    if system == HINDSIGHT:  # it drops best effort
-        return rows
-    return [*rows, Row("be.tokens_per_s", system, setting, seen.be_tokens, "tokens/s")]
-
-
-def _summary(rows: Sequence[Row]) -> list[Row]:
-    """Return in how many cells the default recipe falls behind, and its share of the bound."""
-    at = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows}
-    settings = [row.setting for row in rows if row.system == BOUND]
-    behind, short, margins = 0, 0, []
-    for setting in settings:
-        best, be = _best_other(at, setting)
-        margins.append(at["attainment.promised", DEFAULT, setting] - best)
-        behind += margins[-1] < -_CLOSE
-        short += at["be.tokens_per_s", DEFAULT, setting] < _SAME_BE * be
-    figures = (
-        ("cells", float(len(settings)), "cells"), ("cells.behind", float(behind), "cells"),
-        ("cells.less_best_effort", float(short), "cells"), ("margin.least", min(margins), "points"),
-        ("margin.mean", float(np.mean(margins)), "points"),
-    )  # fmt: skip
-    sums = [Row(id, DEFAULT, "all", value, unit) for id, value, unit in figures]
-    return sums + [row for system in (DEFAULT, TRUE, HINDSIGHT) for row in _shares(at, settings, system)]
-
-
-def _shares(at: dict[tuple[str, str, str], float], settings: Sequence[str], system: str) -> list[Row]:
-    """Return a system's share of the bound, the mean and the least; none where it was not run."""
-    seen = {
-        setting: at["share_of_bound", system, setting]
-        for setting in settings
-        if ("share_of_bound", system, setting) in at
-    }
-    if not seen:
-        return []
-    high = [share for name, share in seen.items() if at["attainment.promised", BOUND, name] > _HIGH]
-    return [
-        Row("share_of_bound.mean", system, "all", float(np.mean(list(seen.values()))), "%"),
-        Row("share_of_bound.least", system, "all", min(high, default=0.0), "%"),
-    ]
-
-
-def _best_other(at: dict[tuple[str, str, str], float], setting: str) -> tuple[float, float]:
-    """Return the best attainment of another recipe, and the best-effort tokens of the one that has it."""
-    others = [
-        (kept, at["be.tokens_per_s", system, setting])
-        for (id, system, name), kept in at.items()
-        if id == "attainment.promised" and name == setting and system not in _NOT_OTHERS
-    ]
-    return max(others)
-
-
 # ---- what people see
 
 
-def _grid(rows: Sequence[Row]) -> Grid:
-    """Return the matrix, attainment by setting and system, and below it the sums."""
-    kept = [row for row in rows if row.id == "attainment.promised"]
-    systems = list(dict.fromkeys(row.system for row in kept))
-    at = {(row.setting, row.system): show(row.ours) for row in kept}
-    lines = [
-        [name, *(at.get((name, system), "") for system in systems)]
-        for name in dict.fromkeys(r.setting for r in kept)
-    ]
-    sums = [[row.id, show(row.ours), row.unit] for row in _summed(rows, DEFAULT)]
-    for system in (TRUE, HINDSIGHT):
-        sums += [[f"{row.id}, {row.system}", show(row.ours), row.unit] for row in _summed(rows, system)]
-    removed = [row for row in rows if row.system in ABLATIONS]
-    parts = [[f"{row.system}, {row.setting}", show(row.ours), row.unit] for row in removed]
-    padded = [[[*line, *[""] * (len(systems) - 2)] for line in block] for block in (sums, parts)]
-    return Grid(["promises kept, %", *systems], [lines, *padded])
-
-
-def _summed(rows: Sequence[Row], system: str) -> list[Row]:
-    return [row for row in rows if row.setting == "all" and row.system == system]
-
-
-def _notes(rows: Sequence[Row]) -> list[str]:
-    seen = {row.id: row.ours for row in _summed(rows, DEFAULT)}
-    return [
-        f"headway is more than {_CLOSE:g} point below the best other recipe in {seen['cells.behind']:g} of "
-        f"{seen['cells']:g} cells (least margin {show(seen['margin.least'])} points), and has less than "
-        f"{100 * _SAME_BE:g} % of that recipe's best-effort tokens in {seen['cells.less_best_effort']:g}."
-    ]
+def rows_of(found: Mapping[Cell, Figures]) -> list[Row]:
+    """Return a row per system, setting and figure, and those that sum up the default recipe."""
+    return default_rows.rows_of(found, ABLATIONS)
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, bytes]:
     from headway.bench.simulate import default_plots
 
     made: dict[str, Callable[[Sequence[Row]], bytes | None]] = {
-        "matrix": default_plots.matrix, "errors": default_plots.errors,
+        "matrix": default_plots.matrix, "measures": default_plots.measures, "spread": default_plots.spread,
+        "errors": default_plots.errors,
     }  # fmt: skip
     return {name: png for name, make in made.items() if (png := make(rows)) is not None}

@@ -1,33 +1,44 @@
 """The grounds on which `headway bench default` compares recipes: an engine, traffic, and its promises.
 
 Each paper's own set-up on one instance, and what operators meet besides: bursts, days and nights, long
-prompts, long answers, little KV, few slots, tight pace, weighted classes. Lengths are the built-in published
-statistics.
+prompts, long answers, little KV, few slots, tight pace, several classes. Lengths are the built-in published
+statistics. `held_grounds.py` has those on which the default recipe was not tuned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from headway.bench.papers.ecoserve_setup import with_slo
 from headway.forecast.latency import profiles
+from headway.forecast.latency.laws import LatencyLaw
+from headway.forecast.latency.profiles import FixedLatency
 from headway.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.recipes.registry import find
 from headway.sim.forecasts import Noisy
 from headway.sim.instance import InstanceSpec
 from headway.sim.run import Simulation
-from headway.sim.workload.arrivals import diurnal, gamma
+from headway.sim.workload.arrivals import diurnal, gamma, poisson
 from headway.sim.workload.traffic import TrafficClass, Workload, make
 from headway.types import Floats, Instance, Slo
 
 LOADS = (0.7, 1.0, 1.3, 2.0)
 _BURST = 400  # requests at once that measure a ground's capacity
 _HOST_BYTES = 160e9  # host memory for KV, for recipes that copy
-_LEAST, _MOST = 60.0, 1200.0  # seconds of arrivals
+_LEAST = 60.0  # seconds of arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """Arrivals after those of a ground's load: `load` x capacity for `times` as many seconds."""
+
+    load: float
+    times: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +47,49 @@ class Ground:
 
     profile: name of the latency profile.
     classes: of traffic.
+    loads: arrivals as multiples of the capacity.
     max_running, budget, longest: batch limit, tokens of an iteration, tokens of a request.
     kv_tokens: tokens of KV; None = the profile's.
+    law: seconds of an iteration; None = the profile's.
+    pace: seconds of an iteration as a multiple of the law's.
     burstiness: shape of the gamma-distributed gaps, 1 = Poisson.
     swing: peak of a day to its mean, 1 = even.
+    calm: what arrives when the overload is over; None = nothing.
+    at_once: classes whose requests all arrive at the start.
     idle_scale: e2e targets as a multiple of each request's seconds on an idle engine (EcoServe 4); 0 = the
         classes' own.
     predictor: share of the answers within the predicted length padded by that much (EcoServe 2.3); None =
         lengths are learned per class.
-    requests: about how many arrive.
+    hints: factors by which forecasts are off that claim to be exact, equally likely; () = none is given.
+    turns: the planner is told that there are several tenants, as a server with several keys tells it.
+    rivals: recipes that are run here beside those of every ground.
+    requests: about how many arrive, calm not counted.
+    most: seconds of these arrivals, at most.
+    held: the recipe was not tuned here; the summary has these grounds apart.
     """
 
     name: str
     profile: str
     classes: tuple[TrafficClass, ...]
+    loads: tuple[float, ...] = LOADS
     max_running: int = 256
     budget: int = 2048
     longest: int = 2048
     kv_tokens: int | None = None
+    law: LatencyLaw | None = None
+    pace: float = 1.0
     burstiness: float = 1.0
     swing: float = 1.0
+    calm: Calm | None = None
+    at_once: tuple[str, ...] = ()
     idle_scale: float = 0.0
     predictor: tuple[float, float] | None = None
+    hints: tuple[float, ...] = ()
+    turns: bool = False
+    rivals: tuple[str, ...] = ()
     requests: int = 2000
+    most: float = 1200.0
+    held: bool = False
 
     def instance(self) -> InstanceSpec:
         """Return the simulated engine, with host memory for recipes that copy KV."""
@@ -69,36 +100,62 @@ class Ground:
         slots = max(self.max_running, 1024)
         host = int(_HOST_BYTES // profile.kv_bytes_per_token)
         return InstanceSpec(
-            shape, profile.latency(), slots, self.budget, profile.copy_seconds(), host_tokens=host
+            shape, self.latency(), slots, self.budget, profile.copy_seconds(), host_tokens=host
         )
+
+    def latency(self) -> FixedLatency:
+        """Return the seconds of the engine's iterations."""
+        law = self.law or profiles.load(self.profile).law
+        return FixedLatency(law if self.pace == 1.0 else _slowed(law, self.pace))
 
     def workload(self, load: float, seed: int) -> Workload:
         """Return the requests at `load` x the ground's capacity, none too long for the engine."""
-        rate = load * capacity(self)
-        seconds = self.seconds(load)
         rng = np.random.default_rng(seed)
-        return self.requests_at(self._arrivals(rate, seconds, rng), rng)
+        return self.requests_at(self._arrivals(load, rng), rng)
 
     def lengths(self, workload: Workload, seed: int) -> Lengths:
         """Return the forecasts of answers that every recipe gets."""
-        if self.predictor is None:
-            return TaskLengths()
-        return Noisy.of(workload, *self.predictor, np.random.default_rng([seed, 1]))
+        rng = np.random.default_rng([seed, 1])
+        if self.hints:
+            return Noisy(workload, 0.0, rng.choice(np.array(self.hints), len(workload)), np.ones(1))
+        return TaskLengths() if self.predictor is None else Noisy.of(workload, *self.predictor, rng)
+
+    def loaded_seconds(self, load: float) -> float:
+        """Return the seconds of arrivals at `load` x capacity."""
+        return float(np.clip(self.requests / (load * capacity(self)), _LEAST, self.most))
 
     def seconds(self, load: float) -> float:
-        """Return the seconds of arrivals at `load` x capacity."""
-        return float(np.clip(self.requests / (load * capacity(self)), _LEAST, _MOST))
+        """Return the seconds of all arrivals, the calm ones too."""
+        return self.loaded_seconds(load) * (1.0 if self.calm is None else 1.0 + self.calm.times)
 
-    def _arrivals(self, rate: float, seconds: float, rng: np.random.Generator) -> Floats:
+    def _arrivals(self, load: float, rng: np.random.Generator) -> Floats:
+        rate, seconds = load * capacity(self), self.loaded_seconds(load)
         if self.swing > 1.0:
             return diurnal(rate, self.swing, seconds / 2, seconds, rng)
-        return gamma(rate, self.burstiness, seconds, rng)
+        times = gamma(rate, self.burstiness, seconds, rng)
+        if self.calm is None:
+            return times
+        later = poisson(self.calm.load * capacity(self), self.calm.times * seconds, rng)
+        return np.concatenate([times, seconds + later])
 
     def requests_at(self, at: Floats, rng: np.random.Generator) -> Workload:
         """Return requests that arrive at these seconds, none too long for the engine."""
         whole = make(self.classes, at, rng)
         kept = whole.take(np.flatnonzero(whole.prompt + whole.output <= self.longest))
+        kept = _at_once(kept, self.at_once) if self.at_once else kept
         return with_slo(kept, self.instance(), self.idle_scale) if self.idle_scale else kept
+
+
+def _slowed(law: LatencyLaw, factor: float) -> LatencyLaw:
+    """Return a law that takes `factor` times as long: all laws are linear in their coefficients."""
+    scaled: dict[str, Any] = {field.name: factor * getattr(law, field.name) for field in fields(law)}  # type: ignore[arg-type]
+    return replace(law, **scaled)  # type: ignore[type-var]
+
+
+def _at_once(workload: Workload, names: tuple[str, ...]) -> Workload:
+    """Return the workload with all requests of these classes at its start."""
+    first = np.isin(workload.tier, [i for i, name in enumerate(workload.tiers) if name in names])
+    return replace(workload, arrival=np.where(first, 0.0, workload.arrival)).sorted()
 
 
 @cache
