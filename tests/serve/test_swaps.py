@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from headway.config import Broker, Config, Engine, Server, Sqlite
+from headway.config import Broker, Config, Engine, Server, Sqlite, Tier
 from headway.engines.vllm.process import models
 from headway.events import Event
-from tests.serve.gateway import CLASSES, SAY, serving, until
+from tests.serve.gateway import SAY, serving, until
 from tests.serve.swapping import Swapping, behave, kinds, make_model, note_events, use_fake_engines
 
 
@@ -38,8 +38,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) 
         names = [str(tmp_path / name) for name in "abc"]
         one = Engine(**({"model": names[0], "models": tuple(names[1:]), "max_running": 8} | engine))
         queue = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"), "normal"))
+        classes = {"default": Tier()}  # without targets the engine is not measured at its start
         config = Config(
-            f"tests.serve.swapping:{recipe}", Server(port=8000), (one,), broker=queue, classes=CLASSES
+            f"tests.serve.swapping:{recipe}", Server(port=8000), (one,), broker=queue, classes=classes
         )
         with serving(config) as gateway:
             yield Swapping(**vars(gateway))
