@@ -215,7 +215,7 @@ def default(
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
-    """Compare the default recipe with all others on 16 grounds (SIMULATED), and with an upper bound."""
+    """Compare the default recipe with all others on all grounds (SIMULATED), and with an upper bound."""
     from headway.bench.simulate.default import main
 
     main(seeds=seeds, hindsight=hindsight, quick=quick, as_json=as_json, seed=seed, out=out)

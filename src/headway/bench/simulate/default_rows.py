@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -112,17 +113,25 @@ def places_of(found: Iterable[Cell]) -> list[Place]:
     return list(dict.fromkeys(places))
 
 
+def judged(rows: Iterable[Row], places: Sequence[Place]) -> dict[str, dict[str, bool]]:
+    """Return whether the default recipe is within a limit, by the figure's id and the setting.
+
+    Settings without the figure, or without a limit at their load, are left out.
+    """
+    at = _figures(rows)
+    seen: dict[str, dict[str, bool]] = {goal.id: {} for goal in GOALS}
+    for goal, place in product(GOALS, places):
+        value = at.get((goal.id, DEFAULT, place.setting))
+        bound = at.get(("bound.tokens_per_s", BOUND, place.setting), 1.0)
+        if value is not None and math.isfinite(goal.limit(place.load, bound)):
+            seen[goal.id][place.setting] = goal.holds(value, place.load, bound)
+    return seen
+
+
 def outside(rows: Iterable[Row], places: Sequence[Place]) -> dict[str, list[str]]:
     """Return the settings where the default recipe is outside a limit, by the figure's id."""
-    at = _figures(rows)
     return {
-        goal.id: [
-            place.setting
-            for place in places
-            if (value := at.get((goal.id, DEFAULT, place.setting))) is not None
-            and not goal.holds(value, place.load, at["bound.tokens_per_s", BOUND, place.setting])
-        ]
-        for goal in GOALS
+        id: [name for name, holds in seen.items() if not holds] for id, seen in judged(rows, places).items()
     }
 
 

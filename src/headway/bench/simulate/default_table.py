@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from headway.bench.output.results import Grid, Row, show
 from headway.bench.simulate.default_figures import BOUND, DEFAULT, HINDSIGHT, STOCK, TRUE
-from headway.bench.simulate.default_rows import ALL, CLOSE, GOALS, GROUPS, SAME_BE, Place, outside
+from headway.bench.simulate.default_rows import ALL, CLOSE, GOALS, GROUPS, SAME_BE, Place, judged
 
 # Columns of the second part of the table: heading, id, system
 MEASURES = (
@@ -91,9 +91,11 @@ def notes(rows: Sequence[Row], places: Sequence[Place]) -> list[str]:
 
 
 def _outside_notes(rows: Sequence[Row], places: Sequence[Place], where: str) -> list[str]:
-    says = {goal.id: goal.says for goal in GOALS}
-    return [
-        f"{where}{id} is outside {says[id]} in {len(names)} of {len(places)} cells"
-        + (f": {'; '.join(names)}." if names else ".")
-        for id, names in outside(rows, places).items()
-    ]
+    """Return a line per limit that applies to any of these settings."""
+    lines, says = [], {goal.id: goal.says for goal in GOALS}
+    for id, seen in judged(rows, places).items():
+        names = [name for name, holds in seen.items() if not holds]
+        listed = f": {'; '.join(names)}" if names else ""
+        if seen:
+            lines.append(f"{where}{id} is outside {says[id]} in {len(names)} of {len(seen)} cells{listed}.")
+    return lines
