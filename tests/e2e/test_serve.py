@@ -81,6 +81,35 @@ def test_metrics_join_both_sides(headway: Headway) -> None:
     assert 'instance="e0"' in page.split("vllm:num_preemptions_total{")[1].split("}")[0]
 
 
+def test_the_built_in_chat_is_measured_before_requests_are_taken(
+    headway: Headway, client: openai.OpenAI
+) -> None:
+    """Its promise is one that this machine keeps while it has nothing else to do, however slow it is."""
+    log = (headway.folder / "gateway.log").read_text()
+    assert log.index("engine e0: measured in") < log.index("engine e0 is up")
+    assert "chat: first token" in log
+    assert "class strict: a prompt of 256 tokens takes" in log, "1 ms is stated, and no engine's"
+    before = _total(headway, "headway_slo_met_total"), _total(headway, "headway_slo_owed_total")
+    for _ in range(3):
+        chat = client.chat.completions.create(
+            model="smollm2", messages=QUESTION, max_tokens=16, stream=True, service_tier="priority",
+        )  # fmt: skip
+        assert list(chat)
+    deadline = time.monotonic() + ANSWER_S
+    while (owed := _total(headway, "headway_slo_owed_total")) < before[1] + 3:  # counted after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (_total(headway, "headway_slo_met_total"), owed) == (before[0] + 3, before[1] + 3)
+    assert _total(headway, "headway_stream_gap_seconds_count") >= 3
+
+
+def _total(headway: Headway, name: str) -> float:
+    """Return a metric of class chat, 0 before it has counted anything."""
+    page = httpx.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
+    start = f'{name}{{class="chat",model="smollm2"}}'
+    return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(start)), 0.0)
+
+
 def test_what_no_engine_could_do_on_time_is_refused_where_the_class_asks_for_it(
     headway: Headway, client: openai.OpenAI
 ) -> None:
