@@ -53,6 +53,16 @@ def test_a_measured_class_promises_no_more_than_the_engines_can_do_and_no_less_t
     assert fitted(Tier(tpot_ms=10.0, measured=True), SLOW) == Tier(tpot_ms=400.0, measured=True)
 
 
+def test_a_target_that_is_hardly_met_leaves_too_little_room() -> None:
+    near = replace(QUICK, together=0.13)
+    assert fitted(BUILT_IN, near).tpot_ms == 300.0
+    assert Paces({"e0": near}).told({"chat": BUILT_IN}) == [
+        "chat: first token 1,500 ms, then 300 ms per token (measured: a token takes 130 ms with 4 streams at "
+        "once, 150 ms leaves too little room)"
+    ]
+    assert list(Paces({"e0": near}).warnings({"chat": replace(BUILT_IN, measured=False)})) == []
+
+
 def test_the_slowest_engine_counts() -> None:
     paces, changes = Paces(), list[Tier]()
     assert (paces.fit(CLASSES), paces.told(CLASSES), list(paces.warnings(CLASSES))) == (CLASSES, [], [])
