@@ -47,7 +47,10 @@ class Table:
         def __getattr__(self, name: str) -> NDArray[Any]: ...
 
     def add(self, key: str, **values: float | bool) -> int:
-        """Add a row; columns not given are zero, or as in `DEFAULTS`. Return its index. A key twice is our own mistake."""
+        """Add a row; columns not given are as in `DEFAULTS`, else zero. Return its index.
+
+        A key twice is our own mistake.
+        """
         assert key not in self.row_of, f"row {key} exists"
         if not self._free:
             self._grow()

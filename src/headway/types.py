@@ -133,7 +133,7 @@ class Jobs(Table):
         arrival, first, last: instants; first, last = of the first and of the newest token, 0 before them.
         gap: longest silence between two tokens so far, seconds.
         ttft, tpot, e2e: SLOs in seconds, inf = none.
-        weight, soft: of its `Slo`; soft 0 = none is stated.
+        weight: of its `Slo`. soft: soft target, seconds from the arrival, 0 = none is stated.
         prompt, computed, output_tokens: tokens.
         drafts: tokens that a running row's next step verifies beside the one that it lacks (speculation).
         lookahead: tokens for whose KV that step then holds blocks, too, because the drafter writes it.
@@ -168,13 +168,14 @@ class Backlog(Table):
 
     due: `Slo.due`. tokens: prompt + expected output, longest: prompt + max_tokens. model, instance, tenant:
     codes of `Cluster`. objective: index into `OBJECTIVES`. sent: the request is inside `instance`; otherwise
-    it is still ours to order. serial: order of coming, which decides between equal ranks (traces have many
-    arrivals in one second, and row numbers are reused).
+    it is still ours to order. soft: seconds from the arrival to the soft target, where nothing was promised
+    that is due. serial: order of coming, which decides between equal ranks (traces have many arrivals in one
+    second, and row numbers are reused).
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
-        "arrival": float, "due": float, "priority": int, "prompt": int, "tokens": float, "longest": int,
-        "model": int, "instance": int, "tenant": int, "objective": int, "sent": bool, "serial": int,
+        "arrival": float, "due": float, "soft": float, "priority": int, "prompt": int, "tokens": float,
+        "longest": int, "model": int, "instance": int, "tenant": int, "objective": int, "sent": bool, "serial": int,
     }  # fmt: skip
 
 
@@ -254,12 +255,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a queued request to an engine. rank: its `Jobs.urgency` there, lower first; 0 = the packer's
-    order."""
+    """Hand a queued request to an engine.
+
+    rank: its `Jobs.urgency` there, lower first; 0 = the packer's order.
+    soft: its `Jobs.soft` there, None = as its `Slo` says.
+    """
 
     id: str
     instance: str
     rank: float = 0.0
+    soft: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from headway.core.cluster import Cluster
 from headway.core.drops import Drops, Needs
 from headway.core.old_plans import still_holding
+from headway.core.ranks import SOFT
 from headway.core.shares import Group, QueueShares, Waiting
 from headway.events import (
     Arrived,
@@ -318,6 +319,7 @@ class Controller:
             request.id,
             arrival=request.arrival,
             due=request.slo.due(request.arrival),
+            soft=request.slo.soft or SOFT,
             priority=request.priority,
             prompt=request.prompt_tokens,
             tokens=request.prompt_tokens + forecast.mean,

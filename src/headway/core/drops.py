@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headway.core.engine_spec import KeepOptions
+from headway.core.engine_spec import PromisesConfig
 from headway.core.feasibility import last_start, least_answer, next_token_seconds, pace_at
 from headway.events import Learned
 from headway.types import Forecast, Request, Shortfall
@@ -47,10 +47,10 @@ class Needs(NamedTuple):
 class Drops:
     """The requests of classes that drop which have no token yet, by the instant to look at them again.
 
-    doubt: `KeepOptions.doubt`.
+    doubt: `PromisesConfig.lost_below_stds`.
     """
 
-    doubt: float = KeepOptions().doubt
+    doubt: float = PromisesConfig().lost_below_stds
     _learned: dict[str, Learned] = field(default_factory=dict)  # by instance
     _heap: list[tuple[float, str]] = field(default_factory=list)  # with entries that no longer hold
     _checks: dict[str, float] = field(default_factory=dict)  # request -> the entry that holds

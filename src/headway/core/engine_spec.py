@@ -72,68 +72,66 @@ class KvUse:
     most_empty: bool = False
 
 
-class KeepOptions(NamedTuple):
-    """The numbers of the default recipe's policy (`pack/promises`).
+class PromisesConfig(NamedTuple):
+    """The numbers of the default recipe's policy (`pack/promises`, docs/policy.md).
 
-    sure: a prompt is kept while it has time for this many times its expected answer.
-    doubt: deviations below the expected answer at which its deadline counts as lost.
-    calm_sure, calm_doubt: the same while no request is lost; in between, between the two.
-    grow: share of the expected growth of answers that admission leaves KV for, of those with a deadline.
-    many: share of the requests that are lost from which on admission leaves all of that, and `sure` and
-        `doubt` are as above; below it less.
-    long: deviations above the expected answer that best effort and lost requests leave it time for.
-    easy: seconds to its latest start from which on a request with a deadline yields to all others that were
-        promised anything; inf = never.
-    started: share of its size at which an answer in progress counts when the largest is given up; 0 = none of
-        them is.
-    margin: share of each tpot that answers keep in reserve when prompts take of their time.
-    rest: share of the tightest tpot that an iteration with best effort and lost requests may take.
-    gap: seconds that a stream which has begun may be silent, as far as its KV is there.
-    overdue: share of `gap` after which its next token goes before everything else.
-    near: seconds to its soft target or latest start below which what has begun goes before what has not.
-    soft: soft target of a request without a promise, in seconds that its prompt takes alone.
-    solo: prompts whose first token would be late have iterations without the answers that can wait.
-    whole: chunk of prompts that lead pays for where none fits beside the answers; 0 = none.
-    context: prices chunks with the context that is computed already.
-    wait: share of the tightest ttft among kept prompts that an iteration with them may take; at least
+    answer_safety: a prompt is kept while it has time for this many times its expected answer.
+    lost_below_stds: deviations below the expected answer at which its deadline counts as lost.
+    calm_answer_safety, calm_lost_below_stds: the same while no request is lost; in between, between the two.
+    growth_share: of the expected growth of answers with a deadline, what admission leaves KV for.
+    full_pressure_share: of the requests, those that are lost from which on admission leaves all of that, and
+        `answer_safety` and `lost_below_stds` are as above; below it less.
+    long_answer_stds: deviations above the expected answer that best effort and lost requests leave it time
+        for.
+    far_s: seconds to its latest start from which on a request with a deadline, beyond the work that is ahead,
+        is not kept but waits; inf = none does.
+    far_work: that work counts so many times, for what may come meanwhile.
+    begun_size_share: share of its size at which an answer in progress counts when the largest is given up;
+        0 = none of them is.
+    tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
+    max_gap_s: seconds that a stream which has begun may be silent while its KV is on the device.
+    overdue_share: of `max_gap_s`, after which a stream's next token goes before everything else.
+    near_s: seconds to its soft target or latest start below which what has begun goes before what has not.
+    soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone.
+    alone_share: a prompt that takes more than this share of its ttft beside the answers, and would be late
+        so, has an iteration without those that can wait; inf = none has.
+    ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
-    pause: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host, where there is
-        a pool, when a prompt finds no room; inf = never.
+    pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
+        where there is a pool, when a prompt finds no room; inf = never.
+    turn_capacity: where the batch is too small, answers ahead of their tpot wait for others, with their KV;
+        so many times the batch may be needed by the forecast, which is a cautious one; 0 = none waits.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
     yields: prompts are computed only in time that the answers in progress have to spare; False computes
         `min_chunk` of their tokens in each iteration.
     eager: leaves the less KV for their growth the fewer are lost; False always all of it.
-    turns: where the batch is too small, answers ahead of their tpot wait for others, with their KV; so many
-        times the batch may be needed by the forecast, which is a cautious one; 0 = none waits.
     advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
         computes them by their latest start.
     """
 
-    sure: float = 1.5
-    doubt: float = 2.0
-    calm_sure: float = 0.8
-    calm_doubt: float = 3.0
-    grow: float = 0.5
-    many: float = 0.25
-    long: float = 2.0
-    easy: float = 30.0
-    started: float = 0.5
-    margin: float = 0.01
-    rest: float = 1.0
-    gap: float = 1.0
-    overdue: float = 0.2
-    near: float = 30.0
-    soft: float = 10.0
-    solo: bool = False
-    whole: bool = False
-    context: bool = False
-    wait: float = 0.4
-    pause: float = 200.0
+    answer_safety: float = 1.5
+    lost_below_stds: float = 2.0
+    calm_answer_safety: float = 0.8
+    calm_lost_below_stds: float = 3.0
+    growth_share: float = 0.5
+    full_pressure_share: float = 0.25
+    long_answer_stds: float = 2.0
+    far_s: float = 30.0
+    far_work: float = 2.0
+    begun_size_share: float = 0.5
+    tpot_margin: float = 0.01
+    max_gap_s: float = 1.0
+    overdue_share: float = 0.2
+    near_s: float = 30.0
+    soft_target_factor: float = 10.0
+    alone_share: float = 0.3
+    ttft_share: float = 0.4
+    pause_lead_tokens: float = 200.0
+    turn_capacity: float = 1.3
     selects: bool = True
     yields: bool = True
     eager: bool = True
     advances: bool = True
-    turns: float = 1.3
 
 
 class PackerParams(NamedTuple):
@@ -150,7 +148,7 @@ class PackerParams(NamedTuple):
     min_chunk: int
     max_step: float
     row_chunk: int = UNLIMITED
-    keep: KeepOptions = KeepOptions()
+    keep: PromisesConfig = PromisesConfig()
     host: int = 0
     copy_seconds: float = 0.0
 

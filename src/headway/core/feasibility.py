@@ -21,18 +21,20 @@ class Pace(NamedTuple):
     decodes: how many.
     token: seconds of an iteration of them alone; of a single answer while there are none.
     base: seconds of an empty iteration.
+    mean: seconds of an iteration on average, with the prompts of those that follow these answers.
     """
 
     decodes: int
     token: float
     base: float
+    mean: float
 
 
 @compiled_within
 def pace_at(theta: Floats, decodes: int, context: float) -> Pace:
     """Return the pace of so many answers with so many tokens of context together."""
     token = seconds_of(theta, max(decodes, 1), max(context, _CONTEXT), 0.0, 0.0)
-    return Pace(decodes, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0))
+    return Pace(decodes, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0), token)
 
 
 @compiled_within

@@ -20,6 +20,8 @@ Value = TypeVar("Value", float, Floats)
 ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
 # Levels; only `ATTAINABLE` and least slack use more than the first.
 ON_TIME, LATE, BEST_EFFORT = range(3)
+# Seconds after which the queue wants a request served for which no target is stated; the engine knows better.
+SOFT = 10.0
 # The rank (`Jobs.urgency`) of a promise that is beyond its tenant's part (`plan/tenant_parts.py`): it is the
 # first to be given up where not all can be kept, and otherwise like one of rank 0. Best effort has greater.
 BEYOND = 5e-7

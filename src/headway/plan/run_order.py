@@ -1,9 +1,9 @@
-"""The order of the default recipe: deadlines that can be met, then best effort, in it runs by what they need.
+"""The order of the default recipe: by what is due, promised or not; what is late comes after it.
 
-Requests with a promise are ordered by it, whatever they belong to. Among best effort a request that belongs
-to no run stands where it came; one of a run stands where its run began, and the further behind the more
-service the run still needs (Hermes 3.3): a short run overtakes a long one, but none waits for ever. Where
-there are several tenants, each one's turn takes the place of the instant (`tenant_turns.py`).
+A request without a promise is due at its soft target. One of a run counts from where its run began, and the
+further behind the more service the run still needs (Hermes 3.3): a short run overtakes a long one, but none
+waits for ever. Where there are several tenants, what was not promised comes after what was, in turns of its
+tenants (`tenant_turns.py`).
 
 Ranks of runs are compiled, which takes seconds and 130 MB. A host that must not stand still for that has it
 done in a thread when the first run comes (`prepare`); until then requests of runs stand like those without.
@@ -21,7 +21,7 @@ from headway.apps.prepare import prepare
 from headway.apps.prewarming import Prewarming
 from headway.apps.runs import Futures, RankOptions, Runs
 from headway.core.cluster import Cluster
-from headway.core.ranks import BEST_EFFORT, BEYOND, LATE
+from headway.core.ranks import BEST_EFFORT, BEYOND, LATE, ON_TIME
 from headway.events import Arrived, Event, Failed, Finished, RunEnded, Started, UnitBegan, UnitEnded
 from headway.plan.baselines.vtc import ANSWER_WEIGHT
 from headway.plan.ordered import Ordered
@@ -56,9 +56,8 @@ class RunOrder(Ordered):
         self.runs = Runs(knowledge or Knowledge(), RankOptions(), futures)
         self._stretch = stretch
         self._costs = ServiceCosts()
-        self._stands: dict[str, float] = {}  # by id: the instant that decides among best effort
+        self._stands: dict[str, float] = {}  # by id: from when it counts, or its tenant's turn
         self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
-        self._origin = math.nan  # when the first request of a run came; ranks count from it
         self._turns: TenantTurns | None = None
         self._parts: TenantParts | None = None
         self._beyond: set[str] = set()  # promises beyond their tenants' parts, by id
@@ -85,7 +84,7 @@ class RunOrder(Ordered):
 
     def take_turns(self) -> None:
         """Serve best effort in turns of its tenants, and give up promises beyond their parts first."""
-        self._turns, self._origin, self._parts = TenantTurns(), 0.0, TenantParts()
+        self._turns, self._parts = TenantTurns(), TenantParts()
 
     @property
     def thinks(self) -> bool:
@@ -165,17 +164,16 @@ class RunOrder(Ordered):
                 needs = request.prompt_tokens * runs.costs.delay + expected * runs.costs.output
                 self._plain += _NEWEST * (needs - self._plain) if self._plain else needs
                 if self._turns is not None:
-                    turn = self._turns.take(request.id, request.tenant, request.prompt_tokens, expected)
-                    self._stands[request.id] = turn
+                    instant = request.arrival + (request.slo.soft or 0.0)
+                    self._stands[request.id] = self._stands_at(request, expected, instant)
             return
         runs.arrived(request, expected, now)
-        if math.isnan(self._origin):
-            self._origin = now
-        if not promised:
-            runs.refresh(now)
-            run = runs.run_of(request.id)
-            more = float(runs.rank[run.slot]) - self._plain
-            self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
+        if promised and self._turns is not None:
+            return
+        runs.refresh(now)
+        run = runs.run_of(request.id)
+        more = float(runs.rank[run.slot]) - self._plain
+        self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
 
     def _stands_at(self, request: Request, expected: float, instant: float) -> float:
         """Return where best effort of a run stands: at this instant, or that much off its tenant's turn."""
@@ -195,15 +193,22 @@ class RunOrder(Ordered):
         if entry[0] != BEST_EFFORT:
             beyond = self._beyond and str(backlog.keys[entry[4]]) in self._beyond
             return (LATE, *entry[1:]) if beyond else entry
-        arrival, stands = entry[2], self._stands
-        key = stands.get(str(backlog.keys[entry[4]]), arrival) if stands else arrival
-        return (entry[0], key, *entry[2:])
+        stands, arrival = self._stands, entry[2]
+        at = stands.get(str(backlog.keys[entry[4]]), arrival) if stands else arrival
+        if self._turns is not None:
+            return (BEST_EFFORT, at, *entry[2:])
+        return (ON_TIME, at + backlog.soft.item(entry[4]), *entry[2:])
 
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
-        """Let best effort carry where it stands, so that the packer orders by it, too; `BEYOND` as well."""
-        send, entry = super()._send(cluster, row, name), self._entry(cluster.backlog, row)
+        """Tell the engine where a request stands, so that the packer orders by it, too; `BEYOND` as well."""
+        send, backlog = super()._send(cluster, row, name), cluster.backlog
         if send.id in self._beyond:
             return replace(send, rank=BEYOND)
-        if entry[0] != BEST_EFFORT or math.isnan(self._origin):
+        if send.id not in self._stands:
             return send
-        return replace(send, rank=max(entry[1] - self._origin, _FIRST))
+        stand = self._stands[send.id]
+        if self._turns is not None:
+            return replace(send, rank=max(stand, _FIRST))
+        arrival, due = backlog.arrival.item(row), backlog.due.item(row)
+        target = due - arrival if due < math.inf else backlog.soft.item(row)
+        return replace(send, soft=stand - arrival + target)

@@ -122,7 +122,7 @@ class Dispatcher:
 
     def _send(self, send: Send) -> None:
         in_flight = self.in_flight[send.id]
-        in_flight.rank = send.rank
+        in_flight.rank, in_flight.soft = send.rank, send.soft
         in_flight.sends += ((clock.now(), send.instance),)
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])

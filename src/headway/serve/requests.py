@@ -79,7 +79,7 @@ class InFlightRequest:
     returned: when (monotonic) and why it came back to the queue; None = it has not, or was sent again.
     waited: what it had to wait for when it was queued, as told in a header of its response; None = nothing.
     refusal: what its client is told instead of an answer, None = it is not refused.
-    rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine.
+    rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft: of the latest `Send`.
     attempts: engines that died over it since it was accepted or recovered.
     first_token: instant of the first token, None before it.
     queued: instant at which it was in line for an engine, once it was stored.
@@ -102,6 +102,7 @@ class InFlightRequest:
     waited: str | None = None
     refusal: HeadwayError | None = None
     rank: float = 0.0
+    soft: float | None = None
     attempts: int = 0
     first_token: float | None = None
     queued: float | None = None

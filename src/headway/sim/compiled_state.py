@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.core.engine_spec import PackerParams
-from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY, due_at, first_keys
+from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY, SOFT, due_at, first_keys
 from headway.engines.simulated import kernels as engine
 from headway.engines.simulated.kernels import Limits, Usage
 from headway.forecast.latency.online import OnlineLatency
@@ -138,7 +138,7 @@ def initial_state(
     blocks, size = instance.blocks_total, instance.block_size
     return RunState(
         progress=_progress(), jobs=_jobs(workload), requests=_requests(workload),
-        keys=_keys(workload, planner.kind), order=np.arange(n),
+        keys=_keys(workload, planner), order=np.arange(n),
         output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
         rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
@@ -161,8 +161,8 @@ def outcome(state: RunState) -> Outcome:
     evictions = np.where(np.isnan(state.end), 0, state.jobs["evictions"])
     return Outcome(
         state.first, state.end, np.where(state.jobs["serial"] > 0, 0, -1), evictions,
-        np.where(np.isnan(state.end), 0.0, state.jobs["gap"]), int(progress["iterations"]), float(progress["busy"]), int(progress["preempted"]),
-        int(progress["paused"]),
+        np.where(np.isnan(state.end), 0.0, state.jobs["gap"]), int(progress["iterations"]),
+        float(progress["busy"]), int(progress["preempted"]), int(progress["paused"]),
     )  # fmt: skip
 
 
@@ -196,6 +196,9 @@ def _requests(workload: Workload) -> Rows:
     return requests
 
 
-def _keys(workload: Workload, kind: int) -> Floats:
+def _keys(workload: Workload, planner: Ordered) -> Floats:
     due = due_at(workload.arrival, workload.ttft, workload.e2e)
-    return np.array([first_keys(kind, workload.arrival, workload.priority, due), workload.arrival])
+    if planner.follows_runs:  # `plan/run_order.py`
+        soft = workload.arrival + np.where(workload.soft > 0.0, workload.soft, SOFT)
+        due = np.where(np.isinf(due), soft, due)
+    return np.array([first_keys(planner.kind, workload.arrival, workload.priority, due), workload.arrival])

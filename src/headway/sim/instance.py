@@ -144,7 +144,7 @@ class Submission:
     output: tokens that its answer will have.
     tokens_left: the forecast of them.
     spread: the forecast's standard deviation as a share of it.
-    rank: its urgency inside the engine, lower first.
+    rank, soft: as in `Send`.
     preempted: what it had made before it was taken out of another engine.
     """
 
@@ -153,6 +153,7 @@ class Submission:
     tokens_left: float
     spread: float = 0.0
     rank: float = 0.0
+    soft: float | None = None
     preempted: Preempted | None = None
 
 
@@ -235,7 +236,7 @@ class SimulatedInstance:
         row = self.engine.add(
             request.id, request.prompt_tokens, submission.output, arrival=request.arrival, slo=request.slo,
             priority=request.priority, tokens_left=tokens_left, urgency=submission.rank,
-            spread=submission.spread, prefix=request.prefix,
+            spread=submission.spread, prefix=request.prefix, soft=submission.soft,
         )  # fmt: skip
         if before is not None:
             jobs = self.engine.jobs

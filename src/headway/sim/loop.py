@@ -121,8 +121,8 @@ class Loop:
     def _execute(self, commands: Sequence[Command], now: float) -> None:
         for command in commands:
             match command:
-                case Send(id, name, rank):
-                    self._send(id, self.instances[name], rank, now)
+                case Send(id, name):
+                    self._send(command, self.instances[name], now)
                 case Rerank(name, ranks):
                     # It takes the way of a request, so it never overtakes one that was sent before it.
                     delay = self.instances[name].spec.request_overhead
@@ -159,13 +159,14 @@ class Loop:
 
     # ---- iterations
 
-    def _send(self, id: str, instance: SimulatedInstance, rank: float, now: float) -> None:
+    def _send(self, send: Send, instance: SimulatedInstance, now: float) -> None:
         """Hand a request to an instance, which sees it after the request overhead."""
         if instance.running is not None:
             instance.interruption_s += instance.spec.interruption
-        self._after(instance.spec.request_overhead, now, partial(self._submit, id, instance, rank))
+        self._after(instance.spec.request_overhead, now, partial(self._submit, send, instance))
 
-    def _submit(self, id: str, instance: SimulatedInstance, rank: float, now: float) -> None:
+    def _submit(self, send: Send, instance: SimulatedInstance, now: float) -> None:
+        id = send.id
         if id not in self.controller.requests:
             return  # it was refused on its way
         request, row = self.controller.requests[id], self.workload.row_of(id)
@@ -181,7 +182,8 @@ class Loop:
             if self.observer is not None:
                 self.observer.sent(row, self._numbers[instance.id], now)
             preempted = self._preempted.pop(id, None)
-            instance.submit(Submission(request, output, forecast.mean, forecast.spread, rank, preempted))
+            told = forecast.mean, forecast.spread, send.rank, send.soft
+            instance.submit(Submission(request, output, *told, preempted))
             if instance.running is None:
                 self._begin(instance, now)
 

@@ -196,4 +196,5 @@ def _log_normal(center: float, deviation: float, count: int, rng: np.random.Gene
 
 
 def _times(slo: Slo, scale: float) -> Slo:
-    return Slo(*(None if s is None else s * scale for s in (slo.ttft, slo.tpot, slo.e2e)))
+    ttft, tpot, e2e = (None if s is None else s * scale for s in (slo.ttft, slo.tpot, slo.e2e))
+    return Slo(ttft, tpot, e2e)

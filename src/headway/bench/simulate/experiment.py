@@ -258,5 +258,6 @@ def _slos(workload: Workload) -> list[Slo]:
     """Return each request's SLO; equal ones share an object, so that 100,000 are made quickly."""
     columns = np.stack([workload.ttft, workload.tpot, workload.e2e], axis=1)
     kinds, which = np.unique(columns, axis=0, return_inverse=True)
-    slos = [Slo(*(limit if math.isfinite(limit) else None for limit in kind)) for kind in kinds.tolist()]
+    limits = [[limit if math.isfinite(limit) else None for limit in kind] for kind in kinds.tolist()]
+    slos = [Slo(ttft, tpot, e2e) for ttft, tpot, e2e in limits]
     return [slos[kind] for kind in which.ravel().tolist()]

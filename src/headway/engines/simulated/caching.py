@@ -84,12 +84,12 @@ class CachingEngine(SimulatedEngine):
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
         priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0, prefix: Prefix | None = None,
+        spread: float = 0.0, prefix: Prefix | None = None, soft: float | None = None,
     ) -> int:  # fmt: skip
         assert prefix is None or prefix.fits(prompt), f"{id} of {prompt} tokens cannot begin with {prefix}"
         row = super().add(
             id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
-            urgency=urgency, spread=spread,
+            urgency=urgency, spread=spread, soft=soft,
         )  # fmt: skip
         if self.target.size > self.pool.held.size:
             self.pool = prefix_blocks.resized(self.pool, self.target.size)

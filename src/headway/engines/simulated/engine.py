@@ -104,11 +104,11 @@ class SimulatedEngine:
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
         priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0, prefix: Prefix | None = None,
+        spread: float = 0.0, prefix: Prefix | None = None, soft: float | None = None,
     ) -> int:  # fmt: skip
         """Queue a request that will answer with exactly `output` tokens; return its row.
 
-        tokens_left: expected output tokens, None = the true number. urgency, spread: as in `Jobs`.
+        tokens_left: expected output tokens, None = the true number. urgency, spread, soft: as in `Jobs`.
         prefix: what it has in common with others; of use only to an engine with a prefix cache.
         """
         self._serial += 1
@@ -117,7 +117,7 @@ class SimulatedEngine:
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
             tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency, spread=spread,
             ttft=_or_never(targets.ttft), tpot=_or_never(targets.tpot), e2e=_or_never(targets.e2e),
-            weight=targets.weight, soft=targets.soft or 0.0,
+            weight=targets.weight, soft=(targets.soft or 0.0) if soft is None else soft,
         )  # fmt: skip
         if row >= self.target.size:
             self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])

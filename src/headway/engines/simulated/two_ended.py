@@ -122,11 +122,11 @@ class TwoEndedEngine(HostPoolEngine):
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
         priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0, prefix: Prefix | None = None,
+        spread: float = 0.0, prefix: Prefix | None = None, soft: float | None = None,
     ) -> int:  # fmt: skip
         row = super().add(
             id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
-            urgency=urgency, spread=spread,
+            urgency=urgency, spread=spread, soft=soft,
         )  # fmt: skip
         if self.target.size > self.kv.kind.size:
             self.kv = slots_of.resized(self.kv, self.target.size)

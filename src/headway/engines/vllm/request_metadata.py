@@ -52,15 +52,15 @@ def foreign(xargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_metadata(
-    request: Request, forecast: Forecast, rank: float = 0.0, ahead: float = 0.0
-) -> dict[str, str | float]:  # fmt: skip
+    request: Request, forecast: Forecast, rank: float = 0.0, ahead: float = 0.0, soft: float | None = None
+) -> dict[str, str | float]:
     """Return the metadata as a flat dict for `vllm_xargs`; SLOs that a request does not have are left out.
 
-    rank: `Send.rank`. ahead: seconds by which the engine's clock is ahead of the gateway's.
+    rank, soft: as in `Send`. ahead: seconds by which the engine's clock is ahead of the gateway's.
     """
     slo = request.slo
     values = {
-        "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "soft": slo.soft,
+        "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "soft": slo.soft if soft is None else soft,
         "weight": slo.weight if slo.weight != 1.0 else None, "tokens_left": forecast.mean,
         "spread": forecast.spread, "urgency": finite(rank),
     }  # fmt: skip

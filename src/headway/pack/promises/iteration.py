@@ -12,15 +12,27 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import KeepOptions, PackerParams
+from headway.core.engine_spec import PackerParams, PromisesConfig
 from headway.core.feasibility import Pace
 from headway.core.sorting import before, pop, sort
-from headway.forecast.latency.online import seconds_of
+from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.memory.budget import KvBudget
-from headway.pack.kernels import CompiledStep, Rows, allocate, largest_chunk, missing_of
-from headway.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, can_wait, lead_of, reserved_of
+from headway.pack.kernels import CompiledStep, Rows, allocate, missing_of
+from headway.pack.promises.outlook import (
+    ANSWER,
+    HOPE,
+    PROMPT,
+    WAITS,
+    Outlook,
+    can_wait,
+    lead_of,
+    reserved_of,
+)
 from headway.pack.promises.queue import Queue
 from headway.types import Floats, Ints
+
+_LEAST_CHUNK = 16  # prompt tokens
+_GRAIN = 8  # prompts are sized in steps of so many tokens
 
 
 class Seconds(NamedTuple):
@@ -30,28 +42,36 @@ class Seconds(NamedTuple):
     plain: otherwise.
     spare: with best effort and lost requests.
     tpot: the tightest of the kept answers, inf = none.
+    soonest: until the first of the promised first tokens is due, inf = none is to come.
     """
 
     first: float
     plain: float
     spare: float
     tpot: float
+    soonest: float
 
 
 class Shape(NamedTuple):
-    """An iteration being built: decodes, their context, prompt tokens."""
+    """An iteration being built: decodes, their context, prompt tokens.
+
+    ahead, rest: of the first prompt, the tokens that are computed already and those that are missing.
+    """
 
     decodes: int
     context: float
     prompt: int
+    ahead: float
+    rest: float
 
 
 @compiled
-def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: float, pace: Pace) -> Seconds:
+def seconds_allowed(
+    params: PackerParams, jobs: Rows, outlook: Outlook, now: float, usual: float, pace: Pace
+) -> Seconds:
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
-    # Where even a plain iteration takes that long (a slow or busy machine), another must fit beside it.
-    usual = max(params.max_step, 2.0 * pace.token)
-    first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, _soonest(jobs, outlook, now)
+    soonest = _soonest(jobs, outlook, now)
+    first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, soonest
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] != ANSWER:
@@ -65,7 +85,22 @@ def seconds_allowed(params: PackerParams, jobs: Rows, outlook: Outlook, now: flo
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))
-    return Seconds(first, min(first, tpot), min(first, usual, deadline, params.keep.rest * tpot), tpot)
+    return Seconds(first, min(first, tpot), min(first, usual, deadline, tpot), tpot, soonest)
+
+
+@compiled
+def usual_seconds(params: PackerParams, jobs: Rows, rows: Ints, theta: Floats) -> float:
+    """Return the seconds of a usual iteration: that of all that decode fits twice, or once with a chunk.
+
+    Where even a plain iteration takes that long (a slow or busy machine), another must fit beside it.
+    """
+    decodes, context = 0, 0.0
+    for row in rows:
+        if jobs["running"][row] and missing_of(jobs, row) == 1:
+            decodes, context = decodes + 1, context + jobs["computed"][row]
+    token = seconds_of(theta, decodes, context, 0.0, 0.0)
+    chunk = prefill_of(theta, params.min_chunk) - seconds_of(theta, 0.0, 0.0, 0.0, 0.0)
+    return float(max(params.max_step, 2.0 * token, token + chunk))
 
 
 @compiled
@@ -83,7 +118,7 @@ def _soonest(jobs: Rows, outlook: Outlook, now: float) -> float:
 
 
 @compiled
-def _longest(keep: KeepOptions, jobs: Rows, outlook: Outlook, usual: float) -> float:
+def _longest(keep: PromisesConfig, jobs: Rows, outlook: Outlook, usual: float) -> float:
     """Return the seconds that no iteration should exceed, so that an arrival is seen in time.
 
     Beside prompts whose first token was promised it may be up to twice the usual: a share of the tightest
@@ -93,20 +128,23 @@ def _longest(keep: KeepOptions, jobs: Rows, outlook: Outlook, usual: float) -> f
     for i in range(outlook.rows.size):
         if outlook.level[i] == PROMPT and jobs["output_tokens"][outlook.rows[i]] == 0:
             ttft = min(ttft, jobs["ttft"][outlook.rows[i]])
-    return float(min(max(keep.wait * ttft, usual), 2.0 * usual)) if ttft < np.inf else usual
+    return float(min(max(keep.ttft_share * ttft, usual), 2.0 * usual)) if ttft < np.inf else usual
 
 
 @compiled
-def _each_until(keep: KeepOptions, jobs: Rows, row: int, left: float, pace: Pace) -> float:
+def _each_until(keep: PromisesConfig, jobs: Rows, row: int, left: float, pace: Pace) -> float:
     """Return the seconds per token that a deadline in `left` seconds allows, should the answer be long.
 
     Where even the kept answers alone are too slow for that, it counts as short: others could not save it.
     """
     tokens, spread = jobs["tokens_left"][row], jobs["spread"][row]
-    each = left / max((1.0 + keep.long * spread) * tokens, 1.0)
+    each = left / max((1.0 + keep.long_answer_stds * spread) * tokens, 1.0)
     if each <= pace.token:
-        each = left / max(max(1.0 - keep.doubt * spread, 0.0) * tokens, 1.0)
+        each = left / max(max(1.0 - keep.lost_below_stds * spread, 0.0) * tokens, 1.0)
     return float(each)
+
+
+# ---- answers that wait for others
 
 
 @compiled
@@ -128,7 +166,7 @@ def take_turns(
     while count > params.max_running:
         best, most = -1, 2.0 * pace.token
         for i in range(kept.rows.size):
-            silent = now - jobs["last"][kept.rows[i]] > 0.5 * params.keep.gap
+            silent = now - jobs["last"][kept.rows[i]] > 0.5 * params.keep.max_gap_s
             if kept.level[i] == ANSWER and can_wait(jobs, kept.rows[i]) and not silent:
                 lead = lead_of(params.keep, jobs, kept.rows[i], now)
                 if lead > most:
@@ -137,6 +175,90 @@ def take_turns(
             return
         kept.level[best] = WAITS
         count -= 1
+
+
+@compiled
+def make_way(
+    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, may: Seconds, now: float, pace: Pace
+) -> None:
+    """Let answers wait (WAITS, in place) for a prompt whose first token would be late beside them.
+
+    Those wait that can for as long as the prompt takes alone, where it is in time beside the others
+    (SLOs-Serve, arXiv 2504.08784, so leaves out decodes that are not due). Only for a prompt whose ttft is
+    of the order of an iteration: under overload, any prompt is computed at the last moment.
+    """
+    prompt = _most_urgent(jobs, kept) if params.keep.alone_share < np.inf else -1
+    if prompt < 0:
+        return
+    row = kept.rows[prompt]
+    alone = Shape(0, 0.0, missing_of(jobs, row), float(jobs["computed"][row]), float(missing_of(jobs, row)))
+    beside, _ = _beside(params.keep, jobs, kept, now, pace, alone, -np.inf)
+    takes = _seconds_beside(params, theta, beside, may.first)
+    seconds = _seconds(theta, alone)
+    if beside.decodes == 0 or alone.prompt > params.budget or seconds > may.soonest:
+        return
+    if takes <= max(may.soonest, params.keep.alone_share * jobs["ttft"][row]):
+        return
+    wait = seconds + 2.0 * pace.token
+    shape, least = _beside(params.keep, jobs, kept, now, pace, alone, wait)
+    if _seconds(theta, shape) > min(may.soonest, least):
+        return
+    for i in range(kept.rows.size):
+        if kept.level[i] == ANSWER and _rest_of(params.keep, jobs, kept, i, now) > wait:
+            kept.level[i] = WAITS
+
+
+@compiled
+def _most_urgent(jobs: Rows, kept: Outlook) -> int:
+    """Return the place of the kept prompt whose first token is due soonest, -1 = none is to come."""
+    best, soonest = -1, np.inf
+    for i in range(kept.rows.size):
+        row = kept.rows[i]
+        if kept.level[i] == PROMPT and jobs["output_tokens"][row] == 0:
+            due = jobs["arrival"][row] + jobs["ttft"][row]
+            if due < soonest:
+                best, soonest = i, due
+    return best
+
+
+@compiled
+def _rest_of(keep: PromisesConfig, jobs: Rows, kept: Outlook, i: int, now: float) -> float:
+    """Return the seconds for which an answer can stand still."""
+    row = kept.rows[i]
+    rest = min(lead_of(keep, jobs, row, now), jobs["last"][row] + keep.max_gap_s - now)
+    return float(min(rest, kept.start[i] - now) if jobs["e2e"][row] < np.inf else rest)
+
+
+@compiled
+def _beside(
+    keep: PromisesConfig, jobs: Rows, kept: Outlook, now: float, pace: Pace, prompt: Shape, wait: float
+) -> tuple[Shape, float]:
+    """Return the iteration of a prompt and of the answers that cannot wait so long, and what those allow."""
+    decodes, context, least = 0, 0.0, np.inf
+    for i in range(kept.rows.size):
+        row = kept.rows[i]
+        if kept.level[i] == ANSWER:
+            rest = _rest_of(keep, jobs, kept, i, now)
+            if rest > wait > -np.inf:
+                continue
+            least = min(least, rest if rest > pace.token else max(jobs["tpot"][row], pace.token))
+        if kept.level[i] <= ANSWER:
+            decodes, context = decodes + 1, context + jobs["computed"][row]
+    return Shape(decodes, context, prompt.prompt, prompt.ahead, prompt.rest), float(least)
+
+
+@compiled
+def _seconds_beside(params: PackerParams, theta: Floats, shape: Shape, limit: float) -> float:
+    """Return the seconds that a prompt takes beside answers that allow iterations of `limit` seconds."""
+    whole = _seconds(theta, shape)
+    if whole <= limit:
+        return whole
+    part = Shape(shape.decodes, shape.context, 0, shape.ahead, shape.rest)
+    chunk = _largest(params, theta, part, limit, _least_chunk(params, theta))
+    return float(limit * np.ceil(shape.prompt / chunk))
+
+
+# ---- the step
 
 
 @compiled
@@ -164,20 +286,25 @@ def _kept(
     params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, may: Seconds
 ) -> tuple[Shape, bool]:
     """Return the iteration of the kept rows, and whether a promised first token is to come."""
-    decodes, context, want, fresh = 0, 0.0, 0, False
+    decodes, context, want, fresh, ahead, rest = 0, 0.0, 0, False, 0.0, 0.0
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]
         elif outlook.level[i] == PROMPT or outlook.level[i] == HOPE:
+            if want == 0:
+                ahead, rest = float(jobs["computed"][row]), float(missing_of(jobs, row))
             want += missing_of(jobs, row)
             fresh |= jobs["output_tokens"][row] == 0
+    shape = Shape(decodes, context, 0, ahead, rest)
+    if want == 0:
+        return shape, fresh
     limit = may.first if fresh else may.plain
     if _yields(params, may):
-        chunk = _fitting(params, theta, Shape(decodes, context, 0), limit)
+        chunk = _fitting(params, theta, shape, limit)
     else:
-        chunk = largest_chunk(params, theta, decodes, context, limit)
-    return Shape(decodes, context, min(chunk, want)), fresh
+        chunk = _largest(params, theta, shape, limit, params.min_chunk)
+    return Shape(decodes, context, min(chunk, want), ahead, rest), fresh
 
 
 @compiled
@@ -191,11 +318,47 @@ def _yields(params: PackerParams, may: Seconds) -> bool:
 
 
 @compiled
+def _least_chunk(params: PackerParams, theta: Floats) -> int:
+    """Return the prompt tokens that take half as long as an empty iteration, within bounds."""
+    base = seconds_of(theta, 0.0, 0.0, 0.0, 0.0)
+    each = (prefill_of(theta, params.min_chunk) - base) / params.min_chunk
+    if each <= 0.0:
+        return params.min_chunk
+    return int(min(max(0.5 * base / each, float(_LEAST_CHUNK)), float(params.min_chunk)))
+
+
+@compiled
+def _seconds(theta: Floats, shape: Shape) -> float:
+    """Return the seconds of an iteration."""
+    prompt = float(shape.prompt)
+    pairs = shape.ahead * min(prompt, shape.rest) + prompt * prompt / 2.0
+    return float(seconds_of(theta, shape.decodes, shape.context, prompt, pairs))
+
+
+@compiled
+def _largest(params: PackerParams, theta: Floats, shape: Shape, limit: float, least: int) -> int:
+    """Return the most prompt tokens beside these decodes in an iteration of `limit` seconds.
+
+    At least `least`, whatever the limit; at most what the budget leaves.
+    """
+    low, high = least, max(params.budget - shape.decodes, least)
+    if _seconds(theta, Shape(shape.decodes, shape.context, high, shape.ahead, shape.rest)) <= limit:
+        return high
+    while high - low > _GRAIN:  # seconds grow with the prompt, so halving finds the largest that fits
+        middle = (low + high) // 2
+        if _seconds(theta, Shape(shape.decodes, shape.context, middle, shape.ahead, shape.rest)) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def _fitting(params: PackerParams, theta: Floats, shape: Shape, limit: float) -> int:
     """Return the prompt tokens that fit an iteration of these decodes in `limit` seconds, 0 = none."""
-    chunk = largest_chunk(params, theta, shape.decodes, shape.context, limit)
-    seconds = seconds_of(theta, shape.decodes, shape.context, chunk, chunk * chunk // 2)
-    return chunk if shape.decodes == 0 or seconds <= limit else 0
+    chunk = _largest(params, theta, shape, limit, _least_chunk(params, theta))
+    fits = _seconds(theta, Shape(shape.decodes, shape.context, chunk, shape.ahead, shape.rest)) <= limit
+    return chunk if shape.decodes == 0 or fits else 0
 
 
 @compiled
@@ -212,7 +375,7 @@ def _chosen(
     while at < queue.sorted.size or waiting:
         if waiting and (at == queue.sorted.size or before(keys, serial, heap[0], queue.sorted[at])):
             row = rows[heap[0]]
-            need = reserved_of(jobs, row, kv.size, params.keep.grow)
+            need = reserved_of(jobs, row, kv.size, params.keep.growth_share)
             if blocks + need > kv.total and size > 0:
                 waiting = 0  # no newcomer overtakes one that does not fit
                 continue
@@ -225,7 +388,7 @@ def _chosen(
             continue
         if level > WAITS:
             shape, runs = _with(jobs, row, theta, may.spare, shape)
-        blocks += reserved_of(jobs, row, kv.size, params.keep.grow)
+        blocks += reserved_of(jobs, row, kv.size, params.keep.growth_share)
         if runs:
             order[size], size = row, size + 1
         else:
@@ -253,8 +416,9 @@ def _with(jobs: Rows, row: int, theta: Floats, spare: float, shape: Shape) -> tu
     """Return the iteration with a row that holds KV, and whether it may run: a decode if the time allows."""
     if missing_of(jobs, row) > 1:
         return shape, True  # its tokens come from what is left for prompts
-    more = Shape(shape.decodes + 1, shape.context + jobs["computed"][row], shape.prompt)
-    pairs = shape.prompt * shape.prompt // 2
-    if seconds_of(theta, more.decodes, more.context, more.prompt, pairs) <= spare:
+    more = Shape(
+        shape.decodes + 1, shape.context + jobs["computed"][row], shape.prompt, shape.ahead, shape.rest
+    )
+    if _seconds(theta, more) <= spare:
         return more, True
     return shape, False

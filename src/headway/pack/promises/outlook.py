@@ -11,17 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import KeepOptions, PackerParams
+from headway.core.engine_spec import PackerParams, PromisesConfig
 from headway.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
-from headway.forecast.latency.online import prefill_of
+from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
 # Levels, most urgent first: a stream that has been silent for long; an answer in progress or a prompt that
 # can be on time; one that is on time only if its answer is short; a prompt that can, but has no room yet. All
-# others have one order, by their soft dues, those that go on first: requests without a promise, those whose
-# deadline is far, and the lost, which cannot be on time.
-STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, LOST = range(-1, 7)
+# others go by their soft dues: first those that go on, then requests without a promise together with the
+# lost, which cannot be on time; then what its tenant's turn decides on; the lost beyond their tenant's part;
+# and at last those whose deadline is far.
+STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
 
 
 class Outlook(NamedTuple):
@@ -40,12 +41,16 @@ class Outlook(NamedTuple):
 @compiled
 def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
     """Return the pace of the answers in progress among `rows`."""
-    decodes, context = 0, 0.0
+    decodes, context, rents, tpot = 0, 0.0, 0.0, np.inf
+    base = seconds_of(theta, 0.0, 0.0, 0.0, 0.0)
     for row in rows:
         if jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row):
             decodes += missing_of(jobs, row) == 1
             context += jobs["computed"][row]
-    return pace_at(theta, decodes, context)
+            rents += rent(jobs, row, theta, base)
+            tpot = min(tpot, jobs["tpot"][row])
+    pace = pace_at(theta, decodes, context)
+    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + rents, tpot), pace.token))
 
 
 @compiled
@@ -55,13 +60,13 @@ def prompt_seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
 
 
 @compiled
-def rent(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+def rent(jobs: Rows, row: int, theta: Floats, base: float) -> float:
     """Return the seconds of a row's prompt, spread over the iterations of its answer.
 
     Whatever leaves is followed by another of its kind, so in the long run each iteration computes this much.
     """
     answer = jobs["output_tokens"][row] + jobs["tokens_left"][row]
-    return float((prefill_of(theta, jobs["prompt"][row]) - pace.base) / answer)
+    return float((prefill_of(theta, jobs["prompt"][row]) - base) / answer)
 
 
 @compiled
@@ -79,36 +84,37 @@ def blocks_of(jobs: Rows, row: int, block: int, grow: float) -> float:
 
 
 @compiled
-def growth_of(keep: KeepOptions, outlook: Outlook) -> float:
+def growth_of(keep: PromisesConfig, outlook: Outlook) -> float:
     """Return the share of answers' growth that admission leaves KV for: the more, the more requests are lost.
 
     While none is, a prompt comes in at once, and an answer with time to spare that loses its KV is computed
     again.
     """
     if not keep.eager:
-        return keep.grow
-    return keep.grow * pressure_of(keep, outlook)
+        return keep.growth_share
+    return keep.growth_share * pressure_of(keep, outlook)
 
 
 @compiled
-def pressure_of(keep: KeepOptions, outlook: Outlook) -> float:
+def pressure_of(keep: PromisesConfig, outlook: Outlook) -> float:
     """Return the share of lost requests as one of `many`, at most 1."""
     lost = 0
     for level in outlook.level:
         lost += level == LOST
-    return float(min(lost / max(keep.many * outlook.level.size, 1.0), 1.0))
+    return float(min(lost / max(keep.full_pressure_share * outlook.level.size, 1.0), 1.0))
 
 
 @compiled
 def eased(params: PackerParams, pressure: float) -> PackerParams:
     """Return the parameters under this pressure: while nothing is lost, no request is given up early."""
     k = params.keep
-    sure = k.calm_sure + pressure * (k.sure - k.calm_sure)
-    doubt = k.calm_doubt + pressure * (k.doubt - k.calm_doubt)
-    keep = KeepOptions(
-        sure, doubt, k.calm_sure, k.calm_doubt, k.grow, k.many, k.long, k.easy, k.started, k.margin, k.rest,
-        k.gap, k.overdue, k.near, k.soft, k.solo, k.whole, k.context,
-        k.wait, k.pause, k.selects, k.yields, k.eager, k.advances, k.turns,
+    sure = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
+    doubt = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
+    keep = PromisesConfig(
+        sure, doubt, k.calm_answer_safety, k.calm_lost_below_stds, k.growth_share, k.full_pressure_share,
+        k.long_answer_stds, k.far_s, k.far_work, k.begun_size_share, k.tpot_margin, k.max_gap_s,
+        k.overdue_share, k.near_s, k.soft_target_factor, k.alone_share, k.ttft_share, k.pause_lead_tokens,
+        k.turn_capacity, k.selects, k.yields, k.eager, k.advances,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
@@ -133,7 +139,7 @@ def can_wait(jobs: Rows, row: int) -> bool:
 
 @compiled
 def outlook_of(
-    keep: KeepOptions, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
+    keep: PromisesConfig, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
 ) -> tuple[int, float]:
     """Return the level of a row and its latest start, -inf where that does not matter."""
     made = jobs["output_tokens"][row]
@@ -143,11 +149,12 @@ def outlook_of(
     prompt = prompt_seconds(jobs, row, theta, pace)
     first_due = jobs["arrival"][row] + jobs["ttft"][row]
     end, answer = jobs["arrival"][row] + jobs["e2e"][row] - prompt, jobs["tokens_left"][row] * pace.token
-    least = least_answer(keep.doubt, jobs["spread"][row], answer)
+    least = least_answer(keep.lost_below_stds, jobs["spread"][row], answer)
     to_come = np.inf if made else jobs["ttft"][row]
     lost = last_start(jobs["arrival"][row], to_come, jobs["e2e"][row], prompt, least) < now
     lost |= made > 0 and jobs["first"][row] > first_due
-    start = min(end - keep.sure * answer, first_due - prompt if made == 0 else np.inf)
+    slow = answer * pace.mean / pace.token
+    start = min(end - keep.answer_safety * slow, first_due - prompt if made == 0 else np.inf)
     if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
         due = jobs["first"][row] + made * jobs["tpot"][row] - prompt
         catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
@@ -157,8 +164,8 @@ def outlook_of(
         start = min(start, catch_up)
     if lost:
         return LOST, -np.inf
-    if jobs["tpot"][row] == np.inf and start - now > keep.easy:
-        return OTHER, start
+    if jobs["tpot"][row] == np.inf and start - now > keep.far_s:
+        return FAR, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
     return PROMPT if start >= now or jobs["running"][row] else HOPE, start
@@ -171,33 +178,31 @@ def _is_paused(jobs: Rows, row: int) -> bool:
 
 
 @compiled
-def lead_of(keep: KeepOptions, jobs: Rows, row: int, now: float) -> float:
+def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
     """Return the seconds by which an answer is ahead of its tpot; less the margin that it keeps of it."""
-    kept = (1.0 - keep.margin) * jobs["tpot"][row]
+    kept = (1.0 - keep.tpot_margin) * jobs["tpot"][row]
     return float(jobs["first"][row] + jobs["output_tokens"][row] * kept - now)
 
 
 @compiled
-def soft_due(keep: KeepOptions, jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
-    """Return the instant by which a row that is not kept should be served.
+def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floats) -> float:
+    """Return the instant by which a row that is not kept should be served; the heavier the earlier.
 
-    That of its first token, or the latest start of an answer with a deadline; the heavier the earlier.
+    It does not change as the row is computed: two rows would take each other's KV in turn.
     """
-    ttft, e2e = jobs["ttft"][row], jobs["e2e"][row]
-    if ttft < np.inf:
-        target = ttft
-    elif e2e < np.inf:
-        target = e2e - prompt_seconds(jobs, row, theta, pace) - keep.sure * jobs["tokens_left"][row] * pace.token
-    else:
-        target = jobs["soft"][row] or keep.soft * prefill_of(theta, jobs["prompt"][row])
+    target = jobs["soft"][row]
+    if target == 0.0 or level == FAR:
+        target = min(jobs["ttft"][row], jobs["e2e"][row])
+    if target == np.inf:
+        target = keep.soft_target_factor * prefill_of(theta, jobs["prompt"][row])
     return float(jobs["arrival"][row] + target / jobs["weight"][row])
 
 
 @compiled
-def is_overdue(keep: KeepOptions, jobs: Rows, row: int, now: float) -> bool:
-    """Tell whether a stream that is not kept, and has its KV, has been silent for long."""
+def is_silent(jobs: Rows, row: int, now: float, seconds: float) -> bool:
+    """Tell whether a stream that has its KV has had no token for so many seconds."""
     decodes = jobs["running"][row] and jobs["output_tokens"][row] and missing_of(jobs, row) == 1
-    return bool(decodes and now - jobs["last"][row] > keep.overdue * keep.gap)
+    return bool(decodes and now - jobs["last"][row] > seconds)
 
 
 @compiled

@@ -27,29 +27,32 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import EngineSpec, KeepOptions, KvUse, PackerParams
+from headway.core.engine_spec import EngineSpec, KvUse, PackerParams, PromisesConfig
 from headway.core.feasibility import Pace
 from headway.core.ranks import outer
 from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
 from headway.memory.preemption_cost import are_swapped
 from headway.pack import kernels
-from headway.pack.kernels import CompiledStep, Rows
-from headway.pack.promises.iteration import compose, seconds_allowed, take_turns
+from headway.pack.kernels import CompiledStep, Rows, missing_of
+from headway.pack.promises.iteration import compose, make_way, seconds_allowed, take_turns, usual_seconds
 from headway.pack.promises.outlook import (
     ANSWER,
+    FAR,
     HOPE,
     LOST,
+    PROMPT,
     STREAM,
     WAITS,
     Outlook,
     eased,
     growth_of,
     is_over,
-    is_overdue,
+    is_silent,
     outlook_of,
     pace_of,
     pressure_of,
+    prompt_seconds,
     size_of,
 )
 from headway.pack.promises.queue import queue_of
@@ -72,7 +75,7 @@ class Promises(Packer):
     """
 
     spec: EngineSpec
-    keep: KeepOptions = field(default_factory=KeepOptions)
+    keep: PromisesConfig = field(default_factory=PromisesConfig)
     min_chunk: int = 64
     max_step: float = 0.2
     swaps: bool = True
@@ -120,14 +123,17 @@ def pack(
         outlook = outlooks_of(params, jobs, rows, now, theta, pace)
     else:
         params = calm
+    _keep_near(params.keep, jobs, outlook, now, theta, pace)
     _let_streams_go_on(params.keep, jobs, outlook, now)
     kept = kept_of(jobs, outlook, theta, pace)
-    may = seconds_allowed(params, jobs, kept, now, pace)
+    may = seconds_allowed(params, jobs, kept, now, usual_seconds(params, jobs, rows, theta), pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
     select(params, jobs, kept, room, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
-    if params.keep.turns > 0.0:
+    make_way(params, jobs, kept, theta, may, now, pace)
+    if params.keep.turn_capacity > 0.0:
         take_turns(params, jobs, kept, theta, may, now, pace)
-    return compose(params, jobs, kept, queue_of(params.keep, jobs, kept, outlook, theta, pace, now), others, kv, theta, may)
+    queue = queue_of(params.keep, jobs, kept, outlook, theta, now)
+    return compose(params, jobs, kept, queue, others, kv, theta, may)
 
 
 @compiled
@@ -161,8 +167,37 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
 
 
 @compiled
-def _let_streams_go_on(keep: KeepOptions, jobs: Rows, outlook: Outlook, now: float) -> None:
-    """Make those that are not kept and have been silent for long STREAM, in place."""
+def _keep_near(
+    keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace
+) -> None:
+    """Keep those of the FAR for which there is much to do before, in place.
+
+    The work ahead is the prompts and answers of all that can be on time, in seconds of a batch as it is now.
+    """
+    work, far = 0.0, False
     for i in range(outlook.rows.size):
-        if outlook.level[i] > WAITS and is_overdue(keep, jobs, outlook.rows[i], now):
+        row, level = outlook.rows[i], outlook.level[i]
+        if level in (ANSWER, PROMPT, FAR):
+            prompt = prompt_seconds(jobs, row, theta, pace) - pace.base if missing_of(jobs, row) > 1 else 0.0
+            work += prompt + jobs["tokens_left"][row] * pace.token / max(pace.decodes, 1)
+            far |= level == FAR
+    if not far:
+        return
+    for i in range(outlook.rows.size):
+        row = outlook.rows[i]
+        if outlook.level[i] == FAR and outlook.start[i] - now < keep.far_s + keep.far_work * work:
+            decodes = jobs["output_tokens"][row] and jobs["running"][row] and missing_of(jobs, row) == 1
+            outlook.level[i] = ANSWER if decodes else PROMPT
+
+
+@compiled
+def _let_streams_go_on(keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float) -> None:
+    """Make those that are not kept and have been silent for long STREAM, in place.
+
+    But not the FAR: what they were promised is a whole answer.
+    """
+    seconds = keep.overdue_share * keep.max_gap_s
+    for i in range(outlook.rows.size):
+        waits = outlook.level[i] > WAITS and outlook.level[i] != FAR
+        if waits and is_silent(jobs, outlook.rows[i], now, seconds):
             outlook.level[i] = STREAM

@@ -11,12 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import KeepOptions
-from headway.core.feasibility import Pace
-from headway.core.ranks import outer
+from headway.core.engine_spec import PromisesConfig
+from headway.core.ranks import BEYOND, outer
 from headway.core.sorting import push, sort
 from headway.pack.kernels import Rows
-from headway.pack.promises.outlook import GOES_ON, HOPE, OTHER, WAITS, Outlook, soft_due
+from headway.pack.promises.outlook import FAR, GOES_ON, HOPE, OTHER, SURPLUS, TURN, WAITS, Outlook, soft_due
 from headway.types import Floats, Ints
 
 # Of equals those that were kept come first, then those that hold a slot: more than any serial.
@@ -42,27 +41,28 @@ class Queue(NamedTuple):
 
 @compiled
 def queue_of(
-    keep: KeepOptions, jobs: Rows, kept: Outlook, outlook: Outlook, theta: Floats, pace: Pace, now: float
+    keep: PromisesConfig, jobs: Rows, kept: Outlook, outlook: Outlook, theta: Floats, now: float
 ) -> Queue:
     """Return the queue; kept: in the order of the selection, which may have given up some of them."""
     n = outlook.rows.size
     rows, level, serial = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
     keys, stay, heap = np.empty((3, n)), np.empty(n, np.int64), np.empty(n, np.int64)
     # The loop is another function: calls with arrays that it made itself would cost reference counts.
-    size, waiting = _fill(keep, jobs, kept, outlook, theta, pace, now, rows, level, keys, serial, stay, heap)
+    size, waiting = _fill(keep, jobs, kept, outlook, theta, now, rows, level, keys, serial, stay, heap)
     return Queue(rows, level, keys, serial, sort(keys, serial, stay[:size]), heap[:waiting])
 
 
 @compiled
 def _fill(
-    keep: KeepOptions, jobs: Rows, kept: Outlook, outlook: Outlook, theta: Floats, pace: Pace, now: float,
-    rows: Ints, level: Ints, keys: Floats, serial: Ints, stay: Ints, heap: Ints,
+    keep: PromisesConfig, jobs: Rows, kept: Outlook, outlook: Outlook, theta: Floats, now: float, rows: Ints,
+    level: Ints, keys: Floats, serial: Ints, stay: Ints, heap: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """Fill the columns, the kept rows first; return how many places are in `stay` and in `heap`.
 
-    What is not kept goes by its soft due, those that have begun first unless they can wait. A rank from
-    outside goes before all that, but for positive ones of best effort: those decide within best effort, as
-    the ranks of application runs should (`plan/run_order.py`).
+    What is not kept goes by its soft due, those that have begun first unless they can wait. Of the FAR those
+    that hold a slot come first: what others need of their KV they lose one at a time. A rank from
+    outside goes before all that, but for positive ones of best effort: those are turns, which decide among
+    best effort (`plan/run_order.py`).
     """
     at, size, waiting = kept.rows.size, 0, 0
     rows[:at], level[:at] = kept.rows, kept.level
@@ -74,15 +74,26 @@ def _fill(
         row, running = rows[i], jobs["running"][rows[i]]
         keys[0, i], keys[1, i], keys[2, i] = outer(jobs["urgency"][row]), level[i], -np.inf
         if level[i] > WAITS:
-            keys[2, i] = soft_due(keep, jobs, row, theta, pace)
-            near = jobs["output_tokens"][row] > 0 and keys[2, i] - now < keep.near
-            level[i] = GOES_ON if near else OTHER
-            if keys[0, i] > 0.0:
-                keys[2, i], keys[0, i] = keys[0, i], 0.0
-            keys[1, i] = level[i]
+            due = soft_due(keep, jobs, row, level[i], theta)
+            near = jobs["output_tokens"][row] > 0 and due - now < keep.near_s
+            level[i] = GOES_ON if near else _level_behind(level[i], jobs["urgency"][row])
+            keys[2, i] = keys[0, i] if level[i] == TURN else due
+            if level[i] == FAR and running:
+                keys[2, i] = -np.inf
+            keys[0, i], keys[1, i] = min(keys[0, i], 0.0), level[i]
         serial[i] = i if i < kept.rows.size else jobs["serial"][row] + (_HOLDS if running else _COMES)
         if running or level[i] <= WAITS:
             stay[size], size = i, size + 1
         else:
             waiting = push(keys, serial, heap, waiting, i)
     return size, waiting
+
+
+@compiled
+def _level_behind(level: int, urgency: float) -> int:
+    """Return the level of what is not kept and need not go on."""
+    if level == FAR:
+        return FAR
+    if urgency == BEYOND:
+        return SURPLUS
+    return TURN if urgency > 0.0 else OTHER

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import KeepOptions, PackerParams
+from headway.core.engine_spec import PackerParams, PromisesConfig
 from headway.core.feasibility import Pace
 from headway.core.ranks import outer
 from headway.core.sorting import pop, push
@@ -91,9 +91,10 @@ def _keep_most(
 ) -> None:  # fmt: skip
     """Give up the largest requests until all that are kept can start in time; share: of the time for prompts.
 
-    An answer in progress may be given up, too, unless it has a tpot; it counts with a part of its size.
+    An answer in progress may be given up, too, unless it has a tpot; it counts with a part of its size. What
+    weighs twice as much counts as half as large.
     """
-    n, started = outlook.rows.size, params.keep.started
+    n, started = outlook.rows.size, params.keep.begun_size_share
     largest, serial, heap, size = np.empty((3, n)), -jobs["serial"][outlook.rows], np.empty(n, np.int64), 0
     need, kept, number = np.zeros((n, 2, _RESOURCES)), np.zeros((2, _RESOURCES)), 0
     for i in range(n):
@@ -106,7 +107,7 @@ def _keep_most(
         loses = prompt or (jobs["tpot"][row] == np.inf and started > 0.0)
         if loses and outlook.start[i] > -np.inf:  # else it is the eldest
             largest[0, i] = -jobs["urgency"][row]
-            largest[1, i] = -need[i, 0].max() * (1.0 if prompt else started)
+            largest[1, i] = -need[i, 0].max() * (1.0 if prompt else started) / jobs["weight"][row]
             largest[2, i] = -jobs["priority"][row]
             size = push(largest, serial, heap, size, i)
         if not prompt or outlook.start[i] < now:
@@ -131,7 +132,7 @@ def _demand(
         need[1, 1] = reserved_of(jobs, row, kv.size, grow) / kv.total
     need[1, 2] = 1.0 / params.max_running
     need[0, 1:] = (need[0, 0] + jobs["tokens_left"][row] * pace.token) * need[1, 1:]
-    if params.keep.turns > 0.0 and can_wait(jobs, row):
+    if params.keep.turn_capacity > 0.0 and can_wait(jobs, row):
         need[1, 2] *= min(_rate(params.keep, jobs, row) * pace.token, 1.0)
 
 
@@ -217,7 +218,12 @@ def _admit(
                     outlook.level[i] = WAITS
                     if more.blocks <= kv.total:  # smaller ones may pass it for KV, none for a slot
                         inside = InProgress(
-                            inside.blocks, more.answers, more.context, more.rents, more.steady, more.rate
+                            inside.blocks,
+                            more.answers,
+                            more.context,
+                            more.rents,
+                            more.steady,
+                            more.rate,
                         )
                 else:
                     inside = more
@@ -245,7 +251,7 @@ def _is_full(params: PackerParams, kv: KvBudget, pace: Pace, inside: InProgress)
     Answers that take turns need t / tpot of a slot of the batch each, with iterations of t seconds; each of
     them holds a slot of the engine meanwhile.
     """
-    turns = params.keep.turns
+    turns = params.keep.turn_capacity
     most = kv.slots if turns > 0.0 else min(params.max_running, kv.slots)
     if inside.blocks > kv.total or inside.answers > most:
         return True
@@ -255,9 +261,9 @@ def _is_full(params: PackerParams, kv: KvBudget, pace: Pace, inside: InProgress)
 
 
 @compiled
-def _rate(keep: KeepOptions, jobs: Rows, row: int) -> float:
+def _rate(keep: PromisesConfig, jobs: Rows, row: int) -> float:
     """Return the tokens/s of a row's answer at its tpot, 0 for one that cannot wait for others."""
-    return float(1.0 / ((1.0 - keep.margin) * jobs["tpot"][row])) if can_wait(jobs, row) else 0.0
+    return float(1.0 / ((1.0 - keep.tpot_margin) * jobs["tpot"][row])) if can_wait(jobs, row) else 0.0
 
 
 @compiled
@@ -268,8 +274,8 @@ def _paused(
     """Pause the answers furthest ahead until the others are not too many, or none if that does not do.
 
     inside: with the prompt at place `at`, for which they make room. What an answer is ahead it loses while it
-    waits, so it helps in a burst, and `keep.pause` says how much of it there must be (BROS 4.2 replaces
-    real-time requests by others for the same reason).
+    waits, so it helps in a burst, and `pause_lead_tokens` says how much of it there must be (BROS 4.2
+    replaces real-time requests by others for the same reason).
     """
     chosen, size, wait = np.empty(end - begin, np.int64), 0, max(outlook.start[at] - now, 0.0)
     while _is_full(params, kv, pace, inside):
@@ -277,7 +283,8 @@ def _paused(
         for i in range(begin, end):
             row = outlook.rows[i]
             if outlook.level[i] == ANSWER and can_wait(jobs, row):
-                lead = lead_of(params.keep, jobs, row, now) - wait - params.keep.pause * jobs["tpot"][row]
+                least = params.keep.pause_lead_tokens * jobs["tpot"][row]
+                lead = lead_of(params.keep, jobs, row, now) - wait - least
                 if lead > most:
                     best, most = i, lead
         if best < 0:
@@ -290,7 +297,7 @@ def _paused(
 
 @compiled
 def _without(
-    keep: KeepOptions, inside: InProgress, jobs: Rows, row: int, kv: KvBudget, grow: float, theta: Floats,
+    keep: PromisesConfig, inside: InProgress, jobs: Rows, row: int, kv: KvBudget, grow: float, theta: Floats,
     pace: Pace,
 ) -> InProgress:  # fmt: skip
     """Return the requests in progress without this answer, which can wait."""
@@ -298,7 +305,7 @@ def _without(
         inside.blocks - reserved_of(jobs, row, kv.size, grow),
         inside.answers - 1,
         inside.context - jobs["computed"][row] - jobs["tokens_left"][row] / 2,
-        inside.rents - rent(jobs, row, theta, pace),
+        inside.rents - rent(jobs, row, theta, pace.base),
         inside.steady,
         inside.rate - _rate(keep, jobs, row),
     )
@@ -315,14 +322,14 @@ def _same_rank(jobs: Rows, outlook: Outlook, begin: int) -> int:
 
 @compiled
 def _with(
-    keep: KeepOptions, inside: InProgress, jobs: Rows, row: int, blocks: float, theta: Floats, pace: Pace
+    keep: PromisesConfig, inside: InProgress, jobs: Rows, row: int, blocks: float, theta: Floats, pace: Pace
 ) -> InProgress:
     """Return the requests in progress with one more."""
     return InProgress(
         inside.blocks + blocks,
         inside.answers + 1,
         inside.context + jobs["prompt"][row] + jobs["output_tokens"][row] + jobs["tokens_left"][row] / 2,
-        inside.rents + rent(jobs, row, theta, pace),
+        inside.rents + rent(jobs, row, theta, pace.base),
         inside.steady + (not can_wait(jobs, row)),
         inside.rate + _rate(keep, jobs, row),
     )
@@ -330,7 +337,7 @@ def _with(
 
 @compiled
 def _in_progress(
-    keep: KeepOptions, jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace, grow: float,
+    keep: PromisesConfig, jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace, grow: float,
     inside: InProgress, begin: int, end: int,
 ) -> InProgress:  # fmt: skip
     """Return the requests in progress with those of these rows that are kept and hold a slot."""
@@ -342,7 +349,7 @@ def _in_progress(
             blocks += reserved_of(jobs, row, kv.size, grow)
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2
-            rents += rent(jobs, row, theta, pace)
+            rents += rent(jobs, row, theta, pace.base)
             steady += not can_wait(jobs, row)
             rate += _rate(keep, jobs, row)
     return InProgress(blocks, answers, context, rents, steady, rate)
@@ -357,5 +364,5 @@ def _may(
     context = inside.context * decodes / max(inside.answers, 1)
     seconds = inside.rents + seconds_of(theta, decodes, context, 0.0, 0.0)
     left = jobs["arrival"][row] + jobs["e2e"][row] - now - prompt_seconds(jobs, row, theta, pace)
-    short = max(1.0 - params.keep.doubt / 2 * jobs["spread"][row], 0.0)
+    short = max(1.0 - params.keep.lost_below_stds / 2 * jobs["spread"][row], 0.0)
     return bool(seconds * short * jobs["tokens_left"][row] <= left)

@@ -41,6 +41,10 @@ _TARGETS = ("ttft", "tpot", "e2e")
 _REALS = {"arrival", *_TARGETS, "weight", "soft"}
 
 
+def _no_reals() -> Floats:
+    return np.empty(0)
+
+
 def _no_codes() -> Ints:
     return np.empty(0, np.int64)
 
@@ -87,8 +91,8 @@ class Workload:
     units: tuple[str, ...] = ("",)
     ids: tuple[str, ...] = ()
     drop: Ints = field(default_factory=_no_codes)
-    weight: Floats = field(default_factory=_no_codes)
-    soft: Floats = field(default_factory=_no_codes)
+    weight: Floats = field(default_factory=_no_reals)
+    soft: Floats = field(default_factory=_no_reals)
     prefix: Ints = field(default_factory=_no_codes)
     prefixes: tuple[Prefix | None, ...] = (None,)
 
@@ -151,8 +155,11 @@ class Workload:
             max_tokens=int(self.max_tokens[i]),
             arrival=float(self.arrival[i]),
             slo=Slo(
-                *(_target(getattr(self, name)[i]) for name in _TARGETS),
-                weight=float(self.weight[i]), soft=float(self.soft[i]) or None,
+                _target(self.ttft[i]),
+                _target(self.tpot[i]),
+                _target(self.e2e[i]),
+                float(self.weight[i]),
+                float(self.soft[i]) or None,
             ),
             priority=int(self.priority[i]),
             tenant=self.tenants[self.tenant[i]],
@@ -274,8 +281,11 @@ def single(
     columns = {name: _spread_out(value, n) for name, value in tokens.items()} | codes
     return _built(
         {
-            "arrival": arrival, "priority": np.full(n, priority), "drop": np.full(n, int(drop)),
-            "weight": np.full(n, targets.weight), "soft": np.full(n, targets.soft or 0.0),
+            "arrival": arrival,
+            "priority": np.full(n, priority),
+            "drop": np.full(n, int(drop)),
+            "weight": np.full(n, targets.weight),
+            "soft": np.full(n, targets.soft or 0.0),
         }
         | columns
         | seconds,
@@ -353,8 +363,8 @@ def _drawn(
 
 
 def _scaled(slo: Slo, scale: float) -> Slo:
-    limits = {name: getattr(slo, name) for name in _TARGETS}
-    return replace(slo, **{name: None if limit is None else limit * scale for name, limit in limits.items()})
+    ttft, tpot, e2e = (None if each is None else each * scale for each in (slo.ttft, slo.tpot, slo.e2e))
+    return replace(slo, ttft=ttft, tpot=tpot, e2e=e2e)
 
 
 def _built(columns: dict[str, NDArray[Any]], names: dict[str, tuple[str, ...]]) -> Workload:
