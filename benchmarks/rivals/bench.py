@@ -23,6 +23,14 @@ from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, de
 
 _CLOSE = 1.0  # points below the best rival
 _NARROW = 2.0  # points of lead below which a cell is run with three seeds
+# Whose ground it is -> rivals of a quick run: its own, and the strongest there.
+QUICK = {
+    "QoServe": ("qoserve", "slos-serve"),
+    "SLOs-Serve": ("slos-serve", "scorpio", "qoserve"),
+    "Scorpio": ("scorpio", "slos-serve", "qoserve"),
+    "JITServe": ("jitserve", "slos-serve", "qoserve"),
+    "Headway": ("qoserve",),
+}
 _GROUPS = {"rivals' grounds": False, "own grounds": True}
 
 
@@ -56,12 +64,12 @@ def jobs(seed: int, *, quick: bool) -> list[Job]:
 
 
 def quick_cells(seed: int) -> list[Job]:
-    """Return one load per ground: on the papers' the strongest rivals, on ours QoServe."""
-    cells: list[Job] = []
-    for arena in _shown():
-        names = (DEFAULT, *(ESSENTIAL if arena.base is None else ESSENTIAL[:1]))
-        cells += [Cell(arena.name, arena.quick_load, seed, name, True) for name in names]
-    return cells
+    """Return one load per ground, with the rivals that matter on it."""
+    return [
+        Cell(arena.name, arena.quick_load, seed, name, True)
+        for arena in _shown()
+        for name in (DEFAULT, *QUICK[arena.paper])
+    ]
 
 
 def all_cells(seeds: Sequence[int]) -> list[Job]:
@@ -89,7 +97,7 @@ def _systems(arena: Arena) -> list[str]:
 def more_seeds(found: fidelity.Found, seed: int) -> list[Job]:
     """Return two more seeds of the default and the best rival where the lead is narrow."""
     again: list[Job] = []
-    for setting, cells in _by_setting(found, found).items():
+    for setting, cells in _by_setting(found).items():
         first = [cell for cell in cells if cell.seed == seed and not setting.startswith(FIDELITY_ONLY)]
         kept = {cell.system: _kept(found, cell) for cell in first}
         rivals = [name for name in kept if name not in (DEFAULT, *STOCK)]
@@ -113,18 +121,18 @@ def _kept(found: fidelity.Found, cell: Cell) -> float:
 def rows_of(found: fidelity.Found, asked: Iterable[Job], seed: int, *, quick: bool) -> list[Row]:
     """Return a row per system, setting and figure, the sums, and the rows of fidelity."""
     rows: list[Row] = []
-    for setting, cells in _by_setting(found, asked).items():
+    for setting, cells in _by_setting(asked).items():
         if not any(cell.system == DEFAULT for cell in cells):
             continue
         rows += _setting_rows(setting, _seeds(found, cells))
     return [*rows, *_summary(rows), *fidelity.rows(found, seed, quick=quick)]
 
 
-def _by_setting(found: fidelity.Found, asked: Iterable[Job]) -> dict[str, list[Cell]]:
-    """Return the cells by ground and load."""
+def _by_setting(asked: Iterable[Job]) -> dict[str, list[Cell]]:
+    """Return the cells of the default, stock vLLM and the rivals by ground and load."""
     made: dict[str, list[Cell]] = {}
     for job in asked:
-        if isinstance(job, Cell):
+        if isinstance(job, Cell) and (job.system in (DEFAULT, *STOCK) or rival_of(job.system) in RIVALS):
             made.setdefault(job.setting, []).append(job)
     return made
 

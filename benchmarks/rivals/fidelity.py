@@ -19,7 +19,7 @@ _SERVERS = ("slos-serve", "fairbatching", "vllm")
 _MISSED = 1.0  # % that QoServe's headline lets miss; SLOs-Serve's lets ten
 _TEN = 10.0
 _OVERLOAD = 2.0  # x capacity, at which the quick run shows the ablation
-_QUICK_SECONDS = 60.0
+_QUICK_SECONDS, _FULL_SECONDS = 45.0, 480.0  # of arrivals in a search; a backlog shows only after minutes
 Found = Mapping[Job, Figures | float]
 
 UNREPRODUCED = (
@@ -35,15 +35,20 @@ def jobs(seed: int, *, quick: bool) -> list[Job]:
 
 
 def _headline_jobs(seed: int, quick: bool) -> list[Job]:
-    seconds = _QUICK_SECONDS if quick else 0.0
+    seconds = _QUICK_SECONDS if quick else _FULL_SECONDS
     return [Search("G1-conv", seed, name, _MISSED, seconds=seconds) for name in ("qoserve", "headway")]
 
 
 def _ladder_jobs(seed: int, quick: bool) -> list[Job]:
     if quick:
         return [Cell("G1-conv", _OVERLOAD, seed, name, quick) for name in LADDER]
-    searches: list[Job] = [Search("G1-conv", seed, name, _MISSED, "line") for name in LADDER]
+    searches: list[Job] = [_step(seed, name) for name in LADDER]
     return searches + [Search("G2-chat", seed, name, _TEN) for name in _SERVERS]
+
+
+def _step(seed: int, name: str) -> Search:
+    """Return the search for the load of a step of QoServe's ablation, by its token line."""
+    return Search("G1-conv", seed, name, _MISSED, "line", _FULL_SECONDS)
 
 
 def _cell_jobs(seed: int, quick: bool) -> list[Job]:
@@ -78,7 +83,7 @@ def _ablation(found: Found, seed: int, quick: bool) -> list[Row]:
             Row("fidelity.qoserve.missed", name, f"{at}, {_OVERLOAD:g}x", missed[name], "%", paper.get(name))
             for name in LADDER
         ]
-    loads = {name: _load(found, Search(at, seed, name, _MISSED, "line")) for name in LADDER}
+    loads = {name: _load(found, _step(seed, name)) for name in LADDER}
     paper = {EDF: 2.75, "edf + chunks": 3.3, "edf + chunks + relegation": 3.6, QOSERVE: 3.65}
     steps = [
         Row("fidelity.qoserve.ablation", name, at, _ratio(loads[name], loads[EDF]), "x edf", value / 2.75)

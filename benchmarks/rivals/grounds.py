@@ -28,7 +28,7 @@ LOADS = (0.9, 1.2, 1.3, 2.0)
 _PROFILE = "llama-2-7b-a100"
 _BURST = 400  # requests at once that measure an arena's capacity
 _ROWS = 4000  # drawn once from the built-in statistics of Azure's conversations
-_SHORT_OWN = 40.0  # seconds of arrivals on one of our grounds, in a quick run
+_SHORT_OWN = 30.0  # seconds of arrivals on one of our grounds, in a quick run
 _RECORDED = "azure_conv_2023"
 # Quantiles of that trace: conversations of Azure's LLM inference trace of 2023, 19,366 rows (Splitwise,
 # ISCA 2024; Azure/AzurePublicDataset), in the manner of `sim/workload/lengths.py`.
@@ -103,7 +103,9 @@ class Arena:
         if self.base is None:
             return self.quick if quick else self.seconds
         whole = self.base.seconds(load)
-        return whole if not quick or self.base.swing > 1 else min(whole, max(_SHORT_OWN, whole / 6))
+        if self.base.swing > 1:  # a day of two
+            return whole / 2 if quick else whole
+        return min(whole, max(_SHORT_OWN, whole / 8)) if quick else whole
 
     def workload(self, load: float, seed: int, *, quick: bool = False) -> Workload:
         """Return the requests at `load` x the engine's capacity."""
@@ -200,14 +202,14 @@ FIDELITY_ONLY = ("G5-slai",)
 ARENAS: dict[str, Arena] = {
     arena.name: arena
     for arena in (
-        Arena("G1-conv", "QoServe", _qoserve(0.1), quick=75.0, quick_load=2.0),
-        Arena("G1-conv-published", "QoServe", _qoserve(1.0), quick=60.0, quick_load=2.0),
-        Arena("G1-transient", "QoServe", _qoserve(0.1), 540.0, 80.0, swing=(0.57, 1.43), loads=(1.0, 1.2),
+        Arena("G1-conv", "QoServe", _qoserve(0.1), quick=60.0, quick_load=2.0),
+        Arena("G1-conv-published", "QoServe", _qoserve(1.0), quick=45.0, quick_load=2.0),
+        Arena("G1-transient", "QoServe", _qoserve(0.1), 540.0, 60.0, swing=(0.57, 1.43), loads=(1.0, 1.2),
               quick_load=1.2),
-        Arena("G1-hour", "QoServe", _qoserve(1.0), 3600.0, 90.0, loads=(1.2,), quick_load=1.2),
+        Arena("G1-hour", "QoServe", _qoserve(1.0), 3600.0, 60.0, loads=(1.2,), quick_load=1.2),
         Arena("G2-chat", "SLOs-Serve", (_CHAT,), quick_load=1.2),
         Arena("G2-chat-short", "SLOs-Serve", (_SHORT,), quick=40.0, quick_load=1.2),
-        Arena("G2-summary", "SLOs-Serve", (_SUMMARY,), quick=60.0, quick_load=1.2),
+        Arena("G2-summary", "SLOs-Serve", (_SUMMARY,), quick=45.0, quick_load=1.2),
         Arena("G2-mix", "SLOs-Serve", (_TIGHT, _SUMMARY), quick=45.0, quick_load=1.2),
         Arena("G3", "Scorpio", _SIX, quick=30.0, loads=(*LOADS, 3.0), quick_load=3.0),
         Arena("G4", "JITServe", _JITSERVE, quick=30.0, quick_load=2.0),

@@ -12,7 +12,7 @@ from headway.recipes.registry import find
 DEFAULT = "headway"
 MODULES = (qoserve, slos_serve, fairbatching, scorpio, jitserve, slai, composite)
 RIVALS: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in MODULES}
-ESSENTIAL = ("qoserve", "slos-serve", "scorpio")  # the strongest, of a quick run
+ESSENTIAL = ("qoserve", "slos-serve", "scorpio")  # the strongest, where a run takes minutes
 STOCK = ("vllm",)
 
 # Rival -> its settings beside that of its recipe; "line": by the papers' token line.
