@@ -17,7 +17,7 @@ from headway.bench.live.systems import standard_engine
 from headway.bench.load import mix
 from headway.bench.load.records import Record
 from headway.bench.simulate.beside import ALONE, BESIDE
-from headway.config import Tier, load
+from headway.config import BATCH, Tier, load
 from headway.types import Slo
 from tests.bench.fake import fake, serving
 
@@ -83,7 +83,7 @@ def test_a_gateway_knows_the_classes_of_the_mix(tmp_path: Path) -> None:
     names = mix.BUILTIN["deadlines"].names
     child = systems.gateway("headway", (ENGINE,), 1, tmp_path, names)
     known = load(Path(child.argv[child.argv.index("--config") + 1])).classes
-    assert {name: known[name] for name in names} == dict.fromkeys(("chat", "code", "batch"), Tier())
+    assert {name: known[name] for name in names} == {"chat": Tier(), "code": Tier(), "batch": BATCH}
 
 
 # ---- beside --real

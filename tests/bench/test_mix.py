@@ -61,7 +61,7 @@ def test_chat_batch_is_what_it_says(data):
     batch = next(call for call in dealt if call.tier == "batch")
     assert (chat.max_tokens, chat.ignore_eos, chat.priority) == (128, False, 0)
     assert chat.slo == Slo(ttft=1.5, tpot=0.15)
-    assert (batch.max_tokens, batch.ignore_eos, batch.priority, batch.slo) == (256, True, 10, Slo())
+    assert (batch.max_tokens, batch.ignore_eos, batch.priority, batch.slo) == (256, True, 10, Slo(soft=600.0))
 
 
 def test_deadlines_promise_first_tokens_and_whole_answers(no_data):
@@ -69,7 +69,7 @@ def test_deadlines_promise_first_tokens_and_whole_answers(no_data):
     count = Counter(call.tier for call in dealt)
     assert [count[tier] for tier in ("chat", "code", "batch")] == pytest.approx([250, 150, 100], abs=35)
     promised = {call.tier: call.slo for call in dealt}
-    assert promised == {"chat": Slo(ttft=1.5, tpot=0.15), "code": Slo(e2e=8.0), "batch": Slo()}
+    assert promised == {"chat": Slo(ttft=1.5, tpot=0.15), "code": Slo(e2e=8.0), "batch": Slo(soft=600.0)}
     assert dealt == mix.calls(mix.load("deadlines"), TIMES, rng(), warn=lambda line: None)
 
 

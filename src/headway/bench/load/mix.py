@@ -87,7 +87,7 @@ class Mix:
 
 _CHAT = Tier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
 _BATCH = Tier(
-    "batch", 0.4, Slo(), "sharegpt_mixed_roles", max_tokens=256, ignore_eos=True, priority=10,
+    "batch", 0.4, Slo(soft=600.0), "sharegpt_mixed_roles", max_tokens=256, ignore_eos=True, priority=10,
     prompt_tokens=(200, 1000),
 )  # fmt: skip
 # Promised as a whole: about twice what its longest answer takes in a full batch (SmolLM2 on 2 cores).
