@@ -16,7 +16,7 @@ from benchmarks.rivals.measures import Figures, figures
 from benchmarks.rivals.systems import system
 from headway.sim.run import Simulation
 
-STEPS = tuple(round(0.05 * k, 2) for k in range(4, 61))  # loads that a search looks at
+STEPS = tuple(round(0.05 * k, 2) for k in range(4, 41))  # loads that a search looks at
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,11 +202,11 @@ FIDELITY_ONLY = ("G5-slai",)
 ARENAS: dict[str, Arena] = {
     arena.name: arena
     for arena in (
-        Arena("G1-conv", "QoServe", _qoserve(0.1), quick=60.0, quick_load=2.0),
+        Arena("G1-conv", "QoServe", _qoserve(0.1), quick=90.0, quick_load=2.0),
         Arena("G1-conv-published", "QoServe", _qoserve(1.0), quick=45.0, quick_load=2.0),
-        Arena("G1-transient", "QoServe", _qoserve(0.1), 540.0, 60.0, swing=(0.57, 1.43), loads=(1.0, 1.2),
+        Arena("G1-transient", "QoServe", _qoserve(0.1), 540.0, 45.0, swing=(0.57, 1.43), loads=(1.0, 1.2),
               quick_load=1.2),
-        Arena("G1-hour", "QoServe", _qoserve(1.0), 3600.0, 60.0, loads=(1.2,), quick_load=1.2),
+        Arena("G1-hour", "QoServe", _qoserve(1.0), 3600.0, 45.0, loads=(1.2,), quick_load=1.2),
         Arena("G2-chat", "SLOs-Serve", (_CHAT,), quick_load=1.2),
         Arena("G2-chat-short", "SLOs-Serve", (_SHORT,), quick=40.0, quick_load=1.2),
         Arena("G2-summary", "SLOs-Serve", (_SUMMARY,), quick=45.0, quick_load=1.2),
