@@ -25,8 +25,8 @@ Found = Mapping[Job, Figures | float]
 UNREPRODUCED = (
     "Not reproduced: SLOs-Serve's 2.2 times over vLLM includes speculation (1.66) and routing (1.19); one "
     "engine without drafts has neither. JITServe's compound requests are plain ones with a deadline here. "
-    "QoServe's factors are smaller here, in the same order: chunks of 256 tokens cost the simulated engine less "
-    "than theirs beside answers of 200 tokens. Models and machines are others, so ratios are compared.",
+    "QoServe's factors are smaller here, in the same order: chunks of 256 tokens cost the simulated engine "
+    "less than theirs beside answers of 200 tokens. Models and machines are others, so ratios are compared.",
 )
 
 
