@@ -14,7 +14,7 @@ from headway.apps.demand import SAMPLES, Costs, Draw
 from headway.apps.knowledge import Knowledge
 from headway.apps.run import Run
 from headway.core.controller import Controller
-from headway.core.ranks import ATTAINABLE
+from headway.core.ranks import ATTAINABLE, SOFT
 from headway.events import Arrived, Finished, InstanceDown, InstanceUp, RunEnded, Started
 from headway.forecast.lengths.task import TaskLengths
 from headway.plan.ordered import Ordered
@@ -99,27 +99,28 @@ def test_a_later_step_stands_where_its_run_began() -> None:
     assert drain(place, 5.0) == ["a1", "b1", "a2", "c1"]
 
 
-def test_promises_go_first_whatever_run_they_belong_to() -> None:
+def test_promises_and_soft_targets_have_one_order() -> None:
+    """The short run is due ten seconds after it began, before both deadlines; the batch, after them."""
     place = Place(knowing(short=0.1), instance("e0", 1, lead=0))
     place.come(ask("first", slo=Slo(e2e=10.0)))
     place.come(ask("short", 1.0, stage=stage("short")))
     place.come(ask("due", 2.0, slo=Slo(e2e=50.0), stage=stage("long")))
+    place.come(ask("batch", 2.0, slo=Slo(soft=600.0)))
     place.come(ask("sooner", 3.0, slo=Slo(e2e=40.0)))
-    assert drain(place, 4.0) == ["first", "sooner", "due", "short"]
+    assert drain(place, 4.0) == ["first", "short", "sooner", "due", "batch"]
 
 
-def test_best_effort_carries_where_it_stands_once_there_are_runs() -> None:
+def test_engines_are_told_where_requests_of_runs_stand() -> None:
     place = Place(knowing(run=2.0), instance("e0", 4))
     assert place.come(ask("before", 5.0)) == [Send("before", "e0")]
     [send] = place.come(ask("run", 6.0, stage=stage("run")))
     assert isinstance(send, Send)
-    assert send.rank > 0
-    [plain] = place.come(ask("after", 10.0))
-    assert isinstance(plain, Send)
-    assert plain.rank == pytest.approx(4.0)  # counted from the first run's request
-    assert place.come(ask("promised", 11.0, slo=Slo(ttft=1.0), stage=stage("run"))) == [
-        Send("promised", "e0")
-    ]
+    assert send.soft is not None
+    assert send.soft > SOFT, "behind where its run began, as it still needs service"
+    assert place.come(ask("after", 10.0)) == [Send("after", "e0")]
+    [late] = place.come(ask("promised", 16.0, slo=Slo(ttft=1.0), stage=stage("run")))
+    assert isinstance(late, Send)
+    assert late.soft == pytest.approx(send.soft - SOFT - 10.0 + 1.0), "lost, it counts as its run"
 
 
 def test_runs_are_compared_with_what_a_request_without_a_run_needs() -> None:
@@ -141,13 +142,14 @@ events = st.lists(
 
 
 @given(events=events)
-def test_without_runs_it_is_the_order_of_deadlines(events: list[tuple[int, int, float, bool]]) -> None:
+def test_without_runs_it_is_the_order_of_what_is_due(events: list[tuple[int, int, float, bool]]) -> None:
+    """A request without a promise stands where one with a deadline of ten seconds would."""
     places = [
         Place(planner, instance("e0", 2, lead=1), instance("e1", 1, lead=0))
         for planner in (RunOrder(ATTAINABLE), Ordered(ATTAINABLE))
     ]
-    for place in places:
-        play(place, events, runs=False)
+    for place, plain in zip(places, (Slo(), Slo(e2e=SOFT)), strict=True):
+        play(place, events, runs=False, plain=plain)
     assert places[0].order == places[1].order
 
 
@@ -167,13 +169,15 @@ def test_whatever_comes_is_sent_once_and_forgotten(events: list[tuple[int, int, 
     assert not planner._stands
 
 
-def play(place: Place, events: list[tuple[int, int, float, bool]], *, runs: bool) -> None:
+def play(
+    place: Place, events: list[tuple[int, int, float, bool]], *, runs: bool, plain: Slo | None = None
+) -> None:
     """Let requests come and go: (what, which run or request, seconds later, promised)."""
     now = 0.0
     for i, (what, which, later, promised) in enumerate(events):
         now += later
         if what < 3:
-            slo = Slo(e2e=5.0 + 10 * which) if promised else Slo()
+            slo = Slo(e2e=5.0 + 10 * which) if promised else plain or Slo()
             more = {"stage": stage(str(which))} if runs and what else {}
             place.come(ask(f"r{i}", now, slo=slo, **more))  # type: ignore[arg-type]
         elif place.inside:

@@ -95,6 +95,8 @@ class PromisesConfig(NamedTuple):
     soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone.
     alone_share: a prompt that takes more than this share of its ttft beside the answers, and would be late
         so, has an iteration without those that can wait; inf = none has.
+    leading_share: share of the tightest tpot that an iteration with what is not kept may take while kept
+        prompts wait for the time that answers gain.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
     pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
@@ -125,6 +127,7 @@ class PromisesConfig(NamedTuple):
     near_s: float = 30.0
     soft_target_factor: float = 10.0
     alone_share: float = 0.3
+    leading_share: float = 0.9
     ttft_share: float = 0.4
     pause_lead_tokens: float = 200.0
     turn_capacity: float = 1.3

@@ -72,8 +72,11 @@ def seconds_allowed(
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
     soonest = _soonest(jobs, outlook, now)
     first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, soonest
+    share = 1.0
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
+        if outlook.level[i] == PROMPT:
+            share = params.keep.leading_share
         if outlook.level[i] != ANSWER:
             continue
         each = jobs["tpot"][row]
@@ -85,7 +88,7 @@ def seconds_allowed(
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))
-    return Seconds(first, min(first, tpot), min(first, usual, deadline, tpot), tpot, soonest)
+    return Seconds(first, min(first, tpot), min(first, usual, deadline, share * tpot), tpot, soonest)
 
 
 @compiled
