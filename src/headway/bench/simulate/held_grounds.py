@@ -100,7 +100,7 @@ HELD = (
         _TWO, turns=True, rivals=("vtc",), requests=300, held=True,
     ),
     Ground(
-        "surge", _A40, (*_MIX, TrafficClass("plain", 3)), (3.0,), calm=Calm(0.3, 5.0), requests=100_000,
+        "surge", _A40, (*_MIX, TrafficClass("plain", 3)), (3.0,), calm=Calm(0.3, 7.0), requests=100_000,
         most=600.0, held=True,
     ),
     Ground(
