@@ -119,7 +119,7 @@ class PromisesConfig(NamedTuple):
     full_pressure_share: float = 0.25
     long_answer_stds: float = 2.0
     far_s: float = 30.0
-    far_work: float = 2.0
+    far_work: float = 4.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     max_gap_s: float = 1.0

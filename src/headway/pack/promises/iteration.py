@@ -56,6 +56,7 @@ class Shape(NamedTuple):
     """An iteration being built: decodes, their context, prompt tokens.
 
     ahead, rest: of the first prompt, the tokens that are computed already and those that are missing.
+    behind: those that are computed already of the first prompt that is not kept.
     """
 
     decodes: int
@@ -63,6 +64,7 @@ class Shape(NamedTuple):
     prompt: int
     ahead: float
     rest: float
+    behind: float
 
 
 @compiled
@@ -194,7 +196,9 @@ def make_way(
     if prompt < 0:
         return
     row = kept.rows[prompt]
-    alone = Shape(0, 0.0, missing_of(jobs, row), float(jobs["computed"][row]), float(missing_of(jobs, row)))
+    alone = Shape(
+        0, 0.0, missing_of(jobs, row), float(jobs["computed"][row]), float(missing_of(jobs, row)), 0.0
+    )
     beside, _ = _beside(params.keep, jobs, kept, now, pace, alone, -np.inf)
     takes = _seconds_beside(params, theta, beside, may.first)
     seconds = _seconds(theta, alone)
@@ -247,7 +251,7 @@ def _beside(
             least = min(least, rest if rest > pace.token else max(jobs["tpot"][row], pace.token))
         if kept.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]
-    return Shape(decodes, context, prompt.prompt, prompt.ahead, prompt.rest), float(least)
+    return Shape(decodes, context, prompt.prompt, prompt.ahead, prompt.rest, 0.0), float(least)
 
 
 @compiled
@@ -256,7 +260,7 @@ def _seconds_beside(params: PackerParams, theta: Floats, shape: Shape, limit: fl
     whole = _seconds(theta, shape)
     if whole <= limit:
         return whole
-    part = Shape(shape.decodes, shape.context, 0, shape.ahead, shape.rest)
+    part = Shape(shape.decodes, shape.context, 0, shape.ahead, shape.rest, shape.behind)
     chunk = _largest(params, theta, part, limit, _least_chunk(params, theta))
     return float(limit * np.ceil(shape.prompt / chunk))
 
@@ -299,7 +303,7 @@ def _kept(
                 ahead, rest = float(jobs["computed"][row]), float(missing_of(jobs, row))
             want += missing_of(jobs, row)
             fresh |= jobs["output_tokens"][row] == 0
-    shape = Shape(decodes, context, 0, ahead, rest)
+    shape = Shape(decodes, context, 0, ahead, rest, 0.0)
     if want == 0:
         return shape, fresh
     limit = may.first if fresh else may.plain
@@ -307,7 +311,7 @@ def _kept(
         chunk = _fitting(params, theta, shape, limit)
     else:
         chunk = _largest(params, theta, shape, limit, params.min_chunk)
-    return Shape(decodes, context, min(chunk, want), ahead, rest), fresh
+    return Shape(decodes, context, min(chunk, want), ahead, rest, 0.0), fresh
 
 
 @compiled
@@ -334,7 +338,8 @@ def _least_chunk(params: PackerParams, theta: Floats) -> int:
 def _seconds(theta: Floats, shape: Shape) -> float:
     """Return the seconds of an iteration."""
     prompt = float(shape.prompt)
-    pairs = shape.ahead * min(prompt, shape.rest) + prompt * prompt / 2.0
+    pairs = shape.ahead * min(prompt, shape.rest) + shape.behind * max(prompt - shape.rest, 0.0)
+    pairs += prompt * prompt / 2.0
     return float(seconds_of(theta, shape.decodes, shape.context, prompt, pairs))
 
 
@@ -345,11 +350,19 @@ def _largest(params: PackerParams, theta: Floats, shape: Shape, limit: float, le
     At least `least`, whatever the limit; at most what the budget leaves.
     """
     low, high = least, max(params.budget - shape.decodes, least)
-    if _seconds(theta, Shape(shape.decodes, shape.context, high, shape.ahead, shape.rest)) <= limit:
+    if (
+        _seconds(theta, Shape(shape.decodes, shape.context, high, shape.ahead, shape.rest, shape.behind))
+        <= limit
+    ):
         return high
     while high - low > _GRAIN:  # seconds grow with the prompt, so halving finds the largest that fits
         middle = (low + high) // 2
-        if _seconds(theta, Shape(shape.decodes, shape.context, middle, shape.ahead, shape.rest)) <= limit:
+        if (
+            _seconds(
+                theta, Shape(shape.decodes, shape.context, middle, shape.ahead, shape.rest, shape.behind)
+            )
+            <= limit
+        ):
             low = middle
         else:
             high = middle
@@ -360,7 +373,10 @@ def _largest(params: PackerParams, theta: Floats, shape: Shape, limit: float, le
 def _fitting(params: PackerParams, theta: Floats, shape: Shape, limit: float) -> int:
     """Return the prompt tokens that fit an iteration of these decodes in `limit` seconds, 0 = none."""
     chunk = _largest(params, theta, shape, limit, _least_chunk(params, theta))
-    fits = _seconds(theta, Shape(shape.decodes, shape.context, chunk, shape.ahead, shape.rest)) <= limit
+    fits = (
+        _seconds(theta, Shape(shape.decodes, shape.context, chunk, shape.ahead, shape.rest, shape.behind))
+        <= limit
+    )
     return chunk if shape.decodes == 0 or fits else 0
 
 
@@ -390,6 +406,9 @@ def _chosen(
         if level == WAITS and not jobs["running"][row]:
             continue
         if level > WAITS:
+            if shape.behind == 0.0 and missing_of(jobs, row) > 1:
+                computed = float(jobs["computed"][row])
+                shape = Shape(shape.decodes, shape.context, shape.prompt, shape.ahead, shape.rest, computed)
             shape, runs = _with(jobs, row, theta, may.spare, shape)
         blocks += reserved_of(jobs, row, kv.size, params.keep.growth_share)
         if runs:
@@ -419,9 +438,8 @@ def _with(jobs: Rows, row: int, theta: Floats, spare: float, shape: Shape) -> tu
     """Return the iteration with a row that holds KV, and whether it may run: a decode if the time allows."""
     if missing_of(jobs, row) > 1:
         return shape, True  # its tokens come from what is left for prompts
-    more = Shape(
-        shape.decodes + 1, shape.context + jobs["computed"][row], shape.prompt, shape.ahead, shape.rest
-    )
+    decodes, context = shape.decodes + 1, shape.context + jobs["computed"][row]
+    more = Shape(decodes, context, shape.prompt, shape.ahead, shape.rest, shape.behind)
     if _seconds(theta, more) <= spare:
         return more, True
     return shape, False

@@ -35,7 +35,13 @@ from headway.memory.budget import KvBudget
 from headway.memory.preemption_cost import are_swapped
 from headway.pack import kernels
 from headway.pack.kernels import CompiledStep, Rows, missing_of
-from headway.pack.promises.iteration import compose, make_way, seconds_allowed, take_turns, usual_seconds
+from headway.pack.promises.iteration import (
+    compose,
+    make_way,
+    seconds_allowed,
+    take_turns,
+    usual_seconds,
+)
 from headway.pack.promises.outlook import (
     ANSWER,
     FAR,
