@@ -175,7 +175,8 @@ class Backlog(Table):
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "due": float, "soft": float, "priority": int, "prompt": int, "tokens": float,
-        "longest": int, "model": int, "instance": int, "tenant": int, "objective": int, "sent": bool, "serial": int,
+        "longest": int, "model": int, "instance": int, "tenant": int, "objective": int, "sent": bool,
+        "serial": int,
     }  # fmt: skip
 
 

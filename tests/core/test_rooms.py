@@ -106,7 +106,8 @@ HOSTS = {
 PLUGIN = "headway.engines.vllm.plugin"
 # Outside the plugin only what compares it with the simulated engine, or measures it, runs its code.
 PLUGIN_USERS = {"bench/validate/", "bench/live/hook_overhead.py", "bench/papers/", "engines/vllm/oracle.py"}
-FILE_LINES, FUNCTION_LINES = 400, 40
+# A file is as long as its idea.
+FILE_LINES, FUNCTION_LINES = 600, 40
 # Exceptions to these limits. An entry leaves the list with the code that needed it: a stale one fails, too.
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS: set[str] = {"engines/simulated/two_ended.py::run"}  # the hottest loop of the simulator

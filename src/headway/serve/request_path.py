@@ -257,9 +257,7 @@ class RequestPath:
         forecast = self._lengths.lengths.forecast(in_flight.request)
         in_flight.forecast = forecast.mean
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
-        metadata = write_metadata(
-            in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft
-        )
+        metadata = write_metadata(in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft)
         headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
         if in_flight.kind in POOLING:
             return [upstream.content], headers | as_header(metadata)
