@@ -200,14 +200,6 @@ def test_a_batch_due_tomorrow_comes_last() -> None:
     assert order_at(86395.0, line, {"arrival": 86395.0}) == [0, 1], "in time by its latest start"
 
 
-def test_a_far_deadline_is_kept_once_the_work_ahead_fills_the_time_until_then() -> None:
-    far = {"e2e": 100.0, "tokens_left": 200.0}
-    plain = {"soft": 0.001}
-    assert order_at(0.0, plain, far) == [0, 1]
-    work = [far | {"prompt": 2000, "e2e": 100.0} for _ in range(400)]
-    assert order_at(0.0, plain, *work)[0] != 0
-
-
 def test_what_weighs_more_is_given_up_later_and_served_earlier() -> None:
     rows = [{"prompt": 1500, "ttft": 0.25, "weight": weight} for weight in (1.0, 4.0, 1.0)]
     assert order_at(0.0, *rows)[0] == 1

@@ -83,9 +83,8 @@ class PromisesConfig(NamedTuple):
         `answer_safety` and `lost_below_stds` are as above; below it less.
     long_answer_stds: deviations above the expected answer that best effort and lost requests leave it time
         for.
-    far_s: seconds to its latest start from which on a request with a deadline, beyond the work that is ahead,
-        is not kept but waits; inf = none does.
-    far_work: that work counts so many times, for what may come meanwhile.
+    far_s: seconds to its latest start from which on a request with a deadline yields to all others; inf =
+        none does.
     begun_size_share: share of its size at which an answer in progress counts when the largest is given up;
         0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
@@ -96,7 +95,7 @@ class PromisesConfig(NamedTuple):
     alone_share: a prompt that takes more than this share of its ttft beside the answers, and would be late
         so, has an iteration without those that can wait; inf = none has.
     leading_share: share of the tightest tpot that an iteration with what is not kept may take while kept
-        prompts wait for the time that answers gain.
+        prompts wait for the time that answers gain, or answers are less than two tokens ahead.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
     pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
@@ -119,7 +118,6 @@ class PromisesConfig(NamedTuple):
     full_pressure_share: float = 0.25
     long_answer_stds: float = 2.0
     far_s: float = 30.0
-    far_work: float = 4.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     max_gap_s: float = 1.0

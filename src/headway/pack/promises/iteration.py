@@ -87,6 +87,8 @@ def seconds_allowed(
             # One that is behind catches up at its tpot; to stop all prompts for it would not save it.
             first = min(first, lead if lead > pace.token else max(each, pace.token))
             tpot = min(tpot, each)
+            if lead < 2.0 * each:  # or it would never get ahead again
+                share = params.keep.leading_share
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))

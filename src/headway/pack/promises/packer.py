@@ -34,7 +34,7 @@ from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
 from headway.memory.preemption_cost import are_swapped
 from headway.pack import kernels
-from headway.pack.kernels import CompiledStep, Rows, missing_of
+from headway.pack.kernels import CompiledStep, Rows
 from headway.pack.promises.iteration import (
     compose,
     make_way,
@@ -47,7 +47,6 @@ from headway.pack.promises.outlook import (
     FAR,
     HOPE,
     LOST,
-    PROMPT,
     STREAM,
     WAITS,
     Outlook,
@@ -58,7 +57,6 @@ from headway.pack.promises.outlook import (
     outlook_of,
     pace_of,
     pressure_of,
-    prompt_seconds,
     size_of,
 )
 from headway.pack.promises.queue import queue_of
@@ -129,7 +127,6 @@ def pack(
         outlook = outlooks_of(params, jobs, rows, now, theta, pace)
     else:
         params = calm
-    _keep_near(params.keep, jobs, outlook, now, theta, pace)
     _let_streams_go_on(params.keep, jobs, outlook, now)
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, usual_seconds(params, jobs, rows, theta), pace)
@@ -170,30 +167,6 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
         keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
     order = ordered(keys, jobs["serial"][rows])
     return Outlook(rows[order], level[order], start[order])
-
-
-@compiled
-def _keep_near(
-    keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace
-) -> None:
-    """Keep those of the FAR for which there is much to do before, in place.
-
-    The work ahead is the prompts and answers of all that can be on time, in seconds of a batch as it is now.
-    """
-    work, far = 0.0, False
-    for i in range(outlook.rows.size):
-        row, level = outlook.rows[i], outlook.level[i]
-        if level in (ANSWER, PROMPT, FAR):
-            prompt = prompt_seconds(jobs, row, theta, pace) - pace.base if missing_of(jobs, row) > 1 else 0.0
-            work += prompt + jobs["tokens_left"][row] * pace.token / max(pace.decodes, 1)
-            far |= level == FAR
-    if not far:
-        return
-    for i in range(outlook.rows.size):
-        row = outlook.rows[i]
-        if outlook.level[i] == FAR and outlook.start[i] - now < keep.far_s + keep.far_work * work:
-            decodes = jobs["output_tokens"][row] and jobs["running"][row] and missing_of(jobs, row) == 1
-            outlook.level[i] = ANSWER if decodes else PROMPT
 
 
 @compiled
