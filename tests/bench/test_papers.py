@@ -27,7 +27,7 @@ from headway.sim.workload.traffic import concat, single
 
 def outcome(first: list[float], end: list[float]) -> Outcome:
     none, lost = np.zeros(len(first), np.int64), np.ones(len(first), np.int64)
-    return Outcome(np.array(first), np.array(end), none, lost, iterations=10, busy=2.0)
+    return Outcome(np.array(first), np.array(end), none, lost, np.zeros(len(first)), iterations=10, busy=2.0)
 
 
 def test_figures_by_hand() -> None:
