@@ -31,7 +31,7 @@ class RunningRows:
     def __init__(self, scheduler: Any) -> None:
         self._jobs: Jobs = scheduler.jobs
         self._size, self._lookahead = int(scheduler.block_size), int(scheduler.num_lookahead_tokens)
-        self._drafts = bool(scheduler.num_spec_tokens)
+        self._drafts = int(scheduler.num_spec_tokens)
         self._requests: list[Any] = []
         self.ids: list[str] = []
         self.rows: list[int] = []
@@ -51,6 +51,8 @@ class RunningRows:
         self.missing = follow(jobs.data, self.array, output_tokens, computed, self._size, now)
         if self._drafts:
             jobs.drafts[self.array] = np.fromiter(map(len, map(_DRAFTS, running)), np.int64, size)
+            # An answer that comes back is padded with as many drafts as fit, where no prompt runs beside it.
+            jobs.lookahead[:] = np.where(jobs.output_tokens > 0, self._drafts, 0)
             jobs.lookahead[self.array] = self._lookahead
 
 
