@@ -397,3 +397,29 @@ async def test_many_lines_are_closed_and_deleted_in_parts(store: PostgresStore, 
     assert batch.failed == 2500
     assert await custom_ids(store, batch.error_file) == [line.custom_id for line in lines]
     assert count(address, "lines") == 0
+
+
+async def test_a_slow_server_gets_smaller_parts(store: PostgresStore, address: Address) -> None:
+    """60 lines of 10 ms each are not done within 0.4 s, 30 are; one that takes longer alone is an error."""
+    sql(address, "CREATE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN PERFORM pg_sleep(0.01); RETURN coalesce(new, old); END'")  # fmt: skip
+    sql(address, "CREATE TRIGGER slow BEFORE INSERT OR UPDATE OR DELETE ON {s}.lines FOR EACH ROW "
+        "EXECUTE FUNCTION {s}.slow()")  # fmt: skip
+    await store.close()
+    impatient = await asyncio.to_thread(PostgresStore, replace(address, timeout_s=0.4), LEASE_S)
+    try:
+        assert await impatient.hold()
+        await add(impatient)
+        await impatient.add_batch(BATCH, 1)
+        await impatient.add_lines(BATCH.id, [Line(number, number * 10, 9, "c") for number in range(1, 61)])
+        assert await impatient.begin(BATCH.id, 2.0) == 60
+        assert await impatient.close_lines(BATCH.id, CANCELLED) == 60
+        await impatient.clear_lines(BATCH.id)
+        assert count(address, "lines") == 0
+        sql(address, "CREATE OR REPLACE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql AS "
+            "'BEGIN PERFORM pg_sleep(1); RETURN new; END'")  # fmt: skip
+        with pytest.raises(HeadwayError, match="is slow") as error:
+            await impatient.add_lines(BATCH.id, [Line(1, 10, 9, "c"), Line(2, 20, 9, "c")])
+        assert error.value.status == 503
+    finally:
+        await impatient.close()

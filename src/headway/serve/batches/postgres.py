@@ -23,7 +23,7 @@ from headway.broker.postgres_link import Address
 from headway.errors import HeadwayError
 from headway.serve.batches.port import PIECE
 from headway.serve.batches.postgres_files import PostgresFiles
-from headway.serve.batches.postgres_session import Work, down
+from headway.serve.batches.postgres_session import Slow, Work, down
 from headway.serve.batches.records import EXPIRED, Batch, EndedLine, Line, StoredFile, too_many_open
 
 _LINES = 1000  # changed or deleted per transaction, so that it ends in time however many there are
@@ -194,14 +194,13 @@ class PostgresStore(PostgresFiles):
 
     async def clear_lines(self, id: str) -> None:
         """Forget lines of a batch whose check was cut short."""
-        while await self._value_as_holder(_FORGET, id, _LINES):
-            pass
+        await self._in_parts(_FORGET, id)
 
     async def add_lines(self, id: str, lines: Sequence[Line]) -> None:
         """Add lines that are valid."""
         rows = [(line.number, line.start, line.size, stored(line.custom_id)) for line in lines]
         if rows:
-            await self._value_as_holder(_ADD_LINES, id, *(list(column) for column in zip(*rows, strict=True)))
+            await self._add_rows(id, rows)
 
     async def refuse(self, id: str, problems: Sequence[Mapping[str, Any]], now: float) -> None:
         """End a batch whose lines are wrong; it is cancelled if that was asked for meanwhile."""
@@ -226,10 +225,35 @@ class PostgresStore(PostgresFiles):
 
     async def close_lines(self, id: str, end: int) -> int:
         """End all lines that have no end yet, some at a time; return how many."""
-        closed = 0
-        while some := await self._value_as_holder(_CLOSE, id, end, _LINES):
-            closed += some
-        return closed
+        return await self._in_parts(_CLOSE, id, end)
+
+    async def _in_parts(self, sql: str, *values: Any) -> int:
+        """Carry out a statement until it finds no line, and return the sum of what it returns.
+
+        Its last parameter is how many lines; they become half as many when the server is too slow for them.
+        """
+        done, most = 0, _LINES
+        while True:
+            try:
+                some = await self._value_as_holder(sql, *values, most)
+            except Slow:
+                if most == 1:
+                    raise
+                most //= 2
+                continue
+            if not some:
+                return done
+            done += some
+
+    async def _add_rows(self, id: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        columns = (list(column) for column in zip(*rows, strict=True))
+        try:
+            await self._value_as_holder(_ADD_LINES, id, *columns)
+        except Slow:
+            if len(rows) == 1:
+                raise
+            await self._add_rows(id, rows[: len(rows) // 2])
+            await self._add_rows(id, rows[len(rows) // 2 :])
 
     async def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
         """Return up to `limit` lines behind that number which have an end, in order, within `PIECE`."""

@@ -25,8 +25,13 @@ from headway.serve.batches.postgres_schema import prepare
 T = TypeVar("T")
 Work = Callable[[Connection], Awaitable[T]]
 _IDLE = "SELECT set_config('idle_in_transaction_session_timeout', $1, false)"
+_CANCELED = "57014"  # by `statement_timeout`
 _TRIES = 5  # of work that PostgreSQL ends in favour of another gateway's
 log = logging.getLogger("headway.serve")
+
+
+class Slow(HeadwayError):
+    """A statement that took longer than `timeout_s` and has done nothing; a smaller one may be in time."""
 
 
 class Session:
@@ -49,8 +54,8 @@ class Session:
     async def ask(self, work: Work[T], *, undo: Work[None] | None = None) -> T:
         """Return what `work` makes of the connection. A caller that is cancelled does not end the work.
 
-        HeadwayError (503) when the server cannot be reached, refuses or is too slow. undo: is carried out
-        before all later work if the end of the connection has hidden the outcome.
+        HeadwayError (503) when the server cannot be reached or refuses, `Slow` when it is too slow. undo: is
+        carried out before all later work if the end of the connection has hidden the outcome.
         """
         if self._closed:
             raise down("it is closed")
@@ -146,6 +151,11 @@ class Session:
                 "PostgreSQL cannot hold a value of a file or batch: %s (%s)", type(error).__name__, state
             )
             return RequestError("PostgreSQL cannot hold this.", "Send a smaller or well-formed request.")
+        if state == _CANCELED:
+            log.warning("PostgreSQL is slow: a statement of batches was not done in time")
+            fix = "Look at the PostgreSQL server's load, or raise timeout_s in [queue.postgres]."
+            why = "The store of files and batches is slow: a statement took longer than its timeout_s."
+            return Slow(why, fix, status=503, kind="server_error")
         log.error("PostgreSQL refuses calls of batches: %s (%s)", error.args[0], state)
         if state in STALE:
             self._link.drop("its server takes no writes")
