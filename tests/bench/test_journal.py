@@ -287,6 +287,11 @@ def test_advice_is_the_fewest_instances_that_keep_the_promises(run: Run, told: P
     assert rows["advise.instances", "2x"] >= rows["advise.instances", "1x"] > 1
 
 
+def test_weights_and_soft_targets_are_replayed() -> None:
+    work = past.workload_of([request("a", weight=3.0, soft=600.0), request("b")])
+    assert (work.weight.tolist(), work.soft.tolist()) == ([3.0, 1.0], [600.0, 0.0])
+
+
 def test_the_class_that_is_worst_off_counts() -> None:
     from headway.bench.journal.served import records_of
 

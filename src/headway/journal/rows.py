@@ -18,7 +18,7 @@ import numpy as np
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": tells a journal's files from other programs' SQLite files
-VERSION = 1  # of the tables below, in PRAGMA user_version
+VERSION = 2  # of the tables below, in PRAGMA user_version
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -31,7 +31,8 @@ class RequestRow:
     arrival, queued, ended: instants; queued = stored, and in line for an engine.
     sent, resent: to an engine, for the first and the last time. first: its first token.
     forecast: output tokens that were expected when it was last sent.
-    ttft, tpot, e2e: SLOs in seconds. priority: lower is more urgent.
+    ttft, tpot, e2e: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
+    priority: lower is more urgent.
     instance: the last engine. requeues: how often it came back from an engine.
     outcome: as `headway_requests` counts it: finished, refused, cancelled or failed.
     met: 1 = it kept its SLO, 0 = it did not, None = it had none or does not count (cancelled).
@@ -57,6 +58,8 @@ class RequestRow:
     ttft: float | None
     tpot: float | None
     e2e: float | None
+    weight: float
+    soft: float | None
     priority: int
     instance: str | None
     requeues: int
