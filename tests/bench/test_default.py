@@ -102,13 +102,6 @@ def test_an_overload_is_followed_by_calm() -> None:
     assert rates[1] == pytest.approx(0.3 * capacity(ground), rel=0.3)
 
 
-def test_tenants_take_turns_in_the_simulation_as_on_the_server() -> None:
-    ground = held("tenants")
-    with_turns, without = (compute(Cell(replace(ground, turns=t), 1.3, 0, DEFAULT)) for t in (True, False))
-    assert with_turns != without
-    assert with_turns.service is not None
-
-
 def test_quick_has_stock_everywhere_and_one_load_of_each_ground() -> None:
     cells = default.quick_cells(0)
     grounds = {cell.ground.name for cell in cells}

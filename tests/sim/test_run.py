@@ -9,7 +9,7 @@ import pytest
 
 from headway.recipes.registry import RECIPES
 from headway.sim.run import InstanceSpec, Outcome, Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson, single
+from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Batch, Floats, Instance, Ints, Slo
 
 
@@ -138,6 +138,18 @@ def test_promises_are_kept_that_first_come_first_served_breaks() -> None:
     }
     assert met["slack"] > 1.5 * met["vllm"]
     assert met["edf"] > 1.5 * met["vllm"]
+
+
+def test_tenants_take_turns_as_on_the_server() -> None:
+    """A small tenant waits for its turns only; as the same tenant, for all that came before."""
+    work = concat(
+        single(np.zeros(200), 50, 20, tenant="large"), single(np.full(5, 0.1), 50, 20, tenant="small")
+    )
+    one = replace(work, tenant=np.zeros(205, np.int64), tenants=("large",))
+    apart, together = (
+        Simulation(RECIPES["headway"], fleet(1), load).run().end[200:].max() for load in (work, one)
+    )
+    assert apart < 0.2 * together
 
 
 def test_progress_is_told() -> None:

@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from headway.core.controller import Controller
 from headway.errors import ConfigError
 from headway.forecast.lengths.padding import QUANTILE, Padded
 from headway.forecast.lengths.task import TaskLengths
-from headway.ports import Lengths
+from headway.ports import Lengths, Planner
 from headway.recipes.recipe import Recipe
 from headway.sim import compiled_loop, compiled_state
 from headway.sim.fleet import check_fleet
@@ -36,7 +38,7 @@ def no_time(queued: int) -> float:
 
 @dataclass(slots=True)
 class Simulation:
-    """One run.
+    """One run. Several tenants take turns, as on a server whose keys name several.
 
     instances: the fleet.
     lengths: forecasts output lengths (default: learned per task during the run). A recipe that is meant for
@@ -82,8 +84,10 @@ class Simulation:
         check(self.instances)
         check_fleet(self.instances, self.workload, swaps=planner.swaps)
         self._check_failures()
-        if self.fast and observer is None and (outcome := self._compiled(progress)) is not None:
+        if self.fast and observer is None and (outcome := self._compiled(planner, progress)) is not None:
             return outcome
+        if self._several_tenants:
+            planner.take_turns()
         instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
         controller = Controller(planner, self.lengths, self.max_queued)
         loop = Loop(
@@ -92,11 +96,17 @@ class Simulation:
         )  # fmt: skip
         return loop.run(progress, self.until)
 
-    def _compiled(self, progress: Callable[[int], None] | None) -> Outcome | None:
+    @property
+    def _several_tenants(self) -> bool:
+        return np.unique(self.workload.tenant).size > 1
+
+    def _compiled(self, planner: Planner, progress: Callable[[int], None] | None) -> Outcome | None:
         """Run as one compiled loop; None when a part of this run cannot be compiled."""
+        if self._several_tenants and type(planner).take_turns is not Planner.take_turns:
+            return None
         plain = len(self.instances) == 1 and not self.failures and self.plan_seconds is no_time
         one = self.instances[0]
-        plain = plain and self.recipe.planner().pull and not one.others and not one.delays
+        plain = plain and planner.pull and not one.others and not one.delays
         plain = plain and not self.workload.drop.any() and not one.prefix_caching
         if not plain:
             return None

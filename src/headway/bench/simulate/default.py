@@ -41,7 +41,7 @@ from headway.bench.simulate.held_grounds import HELD
 from headway.bench.simulate.hindsight import search
 from headway.core.engine_spec import EngineSpec, PromisesConfig
 from headway.pack.promises.packer import Promises
-from headway.ports import Lengths, Packer, Planner
+from headway.ports import Lengths, Packer
 from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
 from headway.sim.bound import bound
@@ -186,19 +186,8 @@ def compute(cell: Cell) -> Figures:
         until = max(cell.ground.seconds(cell.load), last_due(workload))
         kept = search(find(DEFAULT), spec, workload, until, cell.trials, cell.seed)
         return Figures(kept, promised, 0.0)
-    recipe, turns = _recipe(cell.system), cell.ground.turns
-    if turns:
-        recipe = replace(recipe, planner=partial(_taking_turns, recipe.planner))
-    lengths = _lengths(cell, workload)
-    outcome = Simulation(recipe, [spec], workload, lengths, fast=not turns).run()  # compiled loops know none
+    outcome = Simulation(_recipe(cell.system), [spec], workload, _lengths(cell, workload)).run()
     return figures(cell, workload, outcome)
-
-
-def _taking_turns(planner: Callable[[], Planner]) -> Planner:
-    """Return a planner that knows of several tenants, as the server tells it."""
-    made = planner()
-    made.take_turns()
-    return made
 
 
 def _recipe(system: str) -> Recipe:

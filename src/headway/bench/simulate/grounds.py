@@ -61,7 +61,6 @@ class Ground:
     predictor: share of the answers within the predicted length padded by that much (EcoServe 2.3); None =
         lengths are learned per class.
     hints: factors by which forecasts are off that claim to be exact, equally likely; () = none is given.
-    turns: the planner is told that there are several tenants, as a server with several keys tells it.
     rivals: recipes that are run here beside those of every ground.
     requests: about how many arrive, calm not counted.
     most: seconds of these arrivals, at most.
@@ -85,7 +84,6 @@ class Ground:
     idle_scale: float = 0.0
     predictor: tuple[float, float] | None = None
     hints: tuple[float, ...] = ()
-    turns: bool = False
     rivals: tuple[str, ...] = ()
     requests: int = 2000
     most: float = 1200.0

@@ -97,7 +97,7 @@ HELD = (
         (TrafficClass("chat", 2, _CHAT, tenants=("large", "small")),
          TrafficClass("be", 4, priority=10, lengths="bros-best-effort", tenants=("large",)),
          TrafficClass("be", 1, priority=10, lengths="bros-best-effort", tenants=("small",))),
-        _TWO, turns=True, rivals=("vtc",), requests=300, held=True,
+        _TWO, rivals=("vtc",), requests=300, held=True,
     ),
     Ground(
         "surge", _A40, (*_MIX, TrafficClass("plain", 3)), (3.0,), calm=Calm(0.3, 7.0), requests=100_000,
