@@ -43,6 +43,7 @@ class Engine:
     drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
     max_running: requests computed in one iteration.
     slots: requests that may hold KV, running or paused.
+    max_gap_s: seconds that a stream which has begun may be silent while it holds its KV.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
     dtype: of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
@@ -65,6 +66,7 @@ class Engine:
     port: Port | None = None
     max_running: Count = 16
     slots: Count | None = None
+    max_gap_s: Positive = 1.0
     max_model_len: Count = 2048
     max_batched_tokens: Count = 2048
     kv_gib: Count = 1

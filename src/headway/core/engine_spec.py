@@ -39,6 +39,7 @@ class EngineSpec:
     latency: what iterations take, as learned on this engine.
     why_not: ability (a field's name) -> why the engine lacks it.
     row_chunk: prompt tokens of one request in an iteration (vLLM's `long_prefill_token_threshold`).
+    max_gap_s: seconds that a stream which has begun may be silent while its KV is on the device.
     """
 
     max_running: int
@@ -52,6 +53,7 @@ class EngineSpec:
     latency: OnlineLatency = field(default_factory=OnlineLatency)
     why_not: Mapping[str, Obstacle] = field(default_factory=dict)
     row_chunk: int = UNLIMITED
+    max_gap_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,8 @@ class PromisesConfig(NamedTuple):
     begun_size_share: share of its size at which an answer in progress counts when the largest is given up;
         0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
-    max_gap_s: seconds that a stream which has begun may be silent while its KV is on the device.
-    overdue_share: of `max_gap_s`, after which a stream's next token goes before everything else.
+    overdue_share, kept_overdue_share: of `EngineSpec.max_gap_s`, after which a stream's next token goes before
+        everything else; the second of those that are kept or whose deadline is far.
     near_s: seconds to its soft target or latest start below which what has begun goes before what has not.
     soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone.
     alone_share: a prompt that takes more than this share of its ttft beside the answers, and would be late
@@ -120,8 +122,8 @@ class PromisesConfig(NamedTuple):
     far_s: float = 30.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
-    max_gap_s: float = 1.0
     overdue_share: float = 0.2
+    kept_overdue_share: float = 0.6
     near_s: float = 30.0
     soft_target_factor: float = 10.0
     alone_share: float = 0.3
@@ -140,7 +142,7 @@ class PackerParams(NamedTuple):
 
     keep: of `promises.Promises` only.
     host: tokens that rows' KV on the host may take, 0 = it is not copied there.
-    copy_seconds: of one token.
+    copy_seconds: of one token. max_gap: `EngineSpec.max_gap_s`.
     """
 
     kind: int
@@ -152,6 +154,7 @@ class PackerParams(NamedTuple):
     keep: PromisesConfig = PromisesConfig()
     host: int = 0
     copy_seconds: float = 0.0
+    max_gap: float = math.inf
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

@@ -11,6 +11,7 @@ from headway.core.engine_spec import EngineSpec, KvUse
 from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
 from headway.memory.preemption_cost import are_swapped
+from headway.pack import kernels
 from headway.pack.allocation import allocate, free_to_run
 from headway.ports import Packer
 from headway.types import Jobs, Step
@@ -38,6 +39,7 @@ class ByRank(Packer):
         spec, rows = self.spec, free_to_run(jobs)
         columns = np.array([jobs.urgency[rows], jobs.arrival[rows]], float)
         order = rows[ordered(columns, jobs.serial[rows])]
+        order = kernels.streams_first(jobs.data, order, now, spec.max_gap_s)
         step = allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget, spec.row_chunk)
         if not (step.evict.size and self.kv.saves):
             return step

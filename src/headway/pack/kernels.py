@@ -246,12 +246,26 @@ def pack(
         return _slack(params, jobs, rows, others, kv_budget, now, theta)
     ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
     if params.kind != FCFS:
-        budget = params.budget
+        ranked, budget = streams_first(jobs, ranked, now, params.max_gap), params.budget
         return allocate(jobs, ranked, others, kv_budget, params.max_running, budget, budget, params.row_chunk)
     running = np.count_nonzero(jobs["running"][ranked])
     inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
     order = np.concatenate((inside, waiting))
     return CompiledStep(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
+
+
+@compiled
+def streams_first(jobs: Rows, ranked: Ints, now: float, max_gap: float) -> Ints:
+    """Return the ranking with those first that have made tokens, but none for half of `max_gap` seconds.
+
+    They hold their KV, so each takes one token of an iteration and evicts nothing but for a block to grow.
+    """
+    silent = np.zeros(ranked.size, np.bool_)
+    for i in range(ranked.size):
+        row = ranked[i]
+        made = jobs["running"][row] and jobs["output_tokens"][row] > 0
+        silent[i] = made and now - jobs["last"][row] > 0.5 * max_gap
+    return np.concatenate((ranked[silent], ranked[~silent])) if silent.any() else ranked
 
 
 @compiled
@@ -286,12 +300,13 @@ def _slack(
     order = ordered(keys, serial)
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
     most, each = params.max_running, params.row_chunk
-    step = allocate(jobs, rows[order], others, kv_budget, most, params.budget, chunk, each)
+    ranked = streams_first(jobs, rows[order], now, params.max_gap)
+    step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
-        order = ordered(keys, serial)
-        step = allocate(jobs, rows[order], others, kv_budget, most, params.budget, chunk, each)
+        ranked = streams_first(jobs, rows[ordered(keys, serial)], now, params.max_gap)
+        step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
     return step
 
 

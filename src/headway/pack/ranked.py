@@ -6,6 +6,7 @@ which vLLM's priority policy does not (its issue 40004).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,12 +82,16 @@ class StockPriority(Packer):
 
 @dataclass(frozen=True, slots=True)
 class Ranked(Packer):
-    """The most urgent `max_running` jobs run, wherever they stand; urgency set from outside goes first."""
+    """The most urgent `max_running` jobs run, wherever they stand; urgency set from outside goes first.
+
+    max_gap: seconds that a stream may be silent while it holds its KV.
+    """
 
     rank: Rank
     max_running: int
     budget: int
     row_chunk: int = UNLIMITED
+    max_gap: float = math.inf
 
     @property
     def params(self) -> PackerParams | None:
@@ -94,7 +99,7 @@ class Ranked(Packer):
         kind = _KINDS.get(self.rank)
         if kind is None:
             return None
-        return PackerParams(kind, self.max_running, self.budget, 0, 0.0, self.row_chunk)
+        return PackerParams(kind, self.max_running, self.budget, 0, 0.0, self.row_chunk, max_gap=self.max_gap)
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that gives slots, blocks and tokens in rank order."""
@@ -105,5 +110,6 @@ class Ranked(Packer):
             )
         rows = free_to_run(jobs)
         columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
-        order = ordered(np.array(columns, float), jobs.serial[rows])
-        return allocate(jobs, rows[order], kv_budget, self.max_running, self.budget, self.row_chunk)
+        order = rows[ordered(np.array(columns, float), jobs.serial[rows])]
+        order = kernels.streams_first(jobs.data, order, now, self.max_gap)
+        return allocate(jobs, order, kv_budget, self.max_running, self.budget, self.row_chunk)

@@ -7,6 +7,7 @@ from the smallest slack among the answers in progress, by the learned latency.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from headway.core.engine_spec import UNLIMITED, PackerParams
@@ -27,6 +28,7 @@ class Slack(Packer):
     min_chunk: prompt tokens computed in any iteration, so that no prompt starves.
     max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
     row_chunk: prompt tokens of one request in an iteration.
+    max_gap: seconds that a stream may be silent while it holds its KV.
     """
 
     max_running: int
@@ -35,12 +37,14 @@ class Slack(Packer):
     min_chunk: int = 64
     max_step: float = 0.5
     row_chunk: int = UNLIMITED
+    max_gap: float = math.inf
 
     @property
     def params(self) -> PackerParams:
         """What compiled loops take for this packer."""
         return PackerParams(
-            kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step, self.row_chunk
+            kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step, self.row_chunk,
+            max_gap=self.max_gap,
         )  # fmt: skip
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from headway.apps.knowledge import Knowledge
 from headway.core import ranks
+from headway.core.engine_spec import EngineSpec
 from headway.pack.promises.packer import Promises
-from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
+from headway.pack.ranked import Fcfs, Rank, Ranked, by_due, by_priority
 from headway.pack.slack import Slack
 from headway.plan import ordered
 from headway.plan.by_fleet import ByFleet
@@ -20,6 +21,10 @@ _AHEAD = 1024  # as many as the packer should choose among in an iteration
 def _swapping() -> Qlm:
     """Return the planner of a fleet that swaps models; what runs inside an engine is the packer's choice."""
     return Qlm(QlmOptions(ranks=False))
+
+
+def _ranked(rank: Rank, spec: EngineSpec) -> Ranked:
+    return Ranked(rank, spec.max_running, spec.token_budget, spec.row_chunk, spec.max_gap_s)
 
 
 def headway(knowledge: Knowledge | None = None) -> Recipe:
@@ -46,19 +51,25 @@ DEFAULT = {
             "priority",
             "vLLM's priorities, which also displace running work when the batch is full",
             lambda: ordered.Ordered(ranks.PRIORITY),
-            lambda spec: Ranked(by_priority, spec.max_running, spec.token_budget, spec.row_chunk),
+            lambda spec: _ranked(by_priority, spec),
         ),
         Recipe(
             "edf",
             "earliest deadline first, in the queue and in the engine",
             lambda: ordered.Ordered(ranks.DUE),
-            lambda spec: Ranked(by_due, spec.max_running, spec.token_budget, spec.row_chunk),
+            lambda spec: _ranked(by_due, spec),
         ),
         Recipe(
             "slack",
             "least slack first, prompt chunks sized so that running answers keep their promises (BROS 4.2)",
             lambda: ordered.Ordered(ranks.ATTAINABLE),
-            lambda spec: Slack(spec.max_running, spec.token_budget, spec.latency, row_chunk=spec.row_chunk),
+            lambda spec: Slack(
+                spec.max_running,
+                spec.token_budget,
+                spec.latency,
+                row_chunk=spec.row_chunk,
+                max_gap=spec.max_gap_s,
+            ),
         ),
     )
 }

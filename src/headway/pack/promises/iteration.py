@@ -173,7 +173,7 @@ def take_turns(
     while count > params.max_running:
         best, most = -1, 2.0 * pace.token
         for i in range(kept.rows.size):
-            silent = now - jobs["last"][kept.rows[i]] > 0.5 * params.keep.max_gap_s
+            silent = now - jobs["last"][kept.rows[i]] > 0.5 * params.max_gap
             if kept.level[i] == ANSWER and can_wait(jobs, kept.rows[i]) and not silent:
                 lead = lead_of(params.keep, jobs, kept.rows[i], now)
                 if lead > most:
@@ -201,7 +201,7 @@ def make_way(
     alone = Shape(
         0, 0.0, missing_of(jobs, row), float(jobs["computed"][row]), float(missing_of(jobs, row)), 0.0
     )
-    beside, _ = _beside(params.keep, jobs, kept, now, pace, alone, -np.inf)
+    beside, _ = _beside(params, jobs, kept, now, pace, alone, -np.inf)
     takes = _seconds_beside(params, theta, beside, may.first)
     seconds = _seconds(theta, alone)
     if beside.decodes == 0 or alone.prompt > params.budget or seconds > may.soonest:
@@ -209,11 +209,11 @@ def make_way(
     if takes <= max(may.soonest, params.keep.alone_share * jobs["ttft"][row]):
         return
     wait = seconds + 2.0 * pace.token
-    shape, least = _beside(params.keep, jobs, kept, now, pace, alone, wait)
+    shape, least = _beside(params, jobs, kept, now, pace, alone, wait)
     if _seconds(theta, shape) > min(may.soonest, least):
         return
     for i in range(kept.rows.size):
-        if kept.level[i] == ANSWER and _rest_of(params.keep, jobs, kept, i, now) > wait:
+        if kept.level[i] == ANSWER and _rest_of(params, jobs, kept, i, now) > wait:
             kept.level[i] = WAITS
 
 
@@ -231,23 +231,23 @@ def _most_urgent(jobs: Rows, kept: Outlook) -> int:
 
 
 @compiled
-def _rest_of(keep: PromisesConfig, jobs: Rows, kept: Outlook, i: int, now: float) -> float:
+def _rest_of(params: PackerParams, jobs: Rows, kept: Outlook, i: int, now: float) -> float:
     """Return the seconds for which an answer can stand still."""
     row = kept.rows[i]
-    rest = min(lead_of(keep, jobs, row, now), jobs["last"][row] + keep.max_gap_s - now)
+    rest = min(lead_of(params.keep, jobs, row, now), jobs["last"][row] + params.max_gap - now)
     return float(min(rest, kept.start[i] - now) if jobs["e2e"][row] < np.inf else rest)
 
 
 @compiled
 def _beside(
-    keep: PromisesConfig, jobs: Rows, kept: Outlook, now: float, pace: Pace, prompt: Shape, wait: float
+    params: PackerParams, jobs: Rows, kept: Outlook, now: float, pace: Pace, prompt: Shape, wait: float
 ) -> tuple[Shape, float]:
     """Return the iteration of a prompt and of the answers that cannot wait so long, and what those allow."""
     decodes, context, least = 0, 0.0, np.inf
     for i in range(kept.rows.size):
         row = kept.rows[i]
         if kept.level[i] == ANSWER:
-            rest = _rest_of(keep, jobs, kept, i, now)
+            rest = _rest_of(params, jobs, kept, i, now)
             if rest > wait > -np.inf:
                 continue
             least = min(least, rest if rest > pace.token else max(jobs["tpot"][row], pace.token))

@@ -112,13 +112,13 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
     doubt = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
     keep = PromisesConfig(
         sure, doubt, k.calm_answer_safety, k.calm_lost_below_stds, k.growth_share, k.full_pressure_share,
-        k.long_answer_stds, k.far_s, k.begun_size_share, k.tpot_margin, k.max_gap_s,
-        k.overdue_share, k.near_s, k.soft_target_factor, k.alone_share, k.leading_share, k.ttft_share,
+        k.long_answer_stds, k.far_s, k.begun_size_share, k.tpot_margin, k.overdue_share, k.kept_overdue_share,
+        k.near_s, k.soft_target_factor, k.alone_share, k.leading_share, k.ttft_share,
         k.pause_lead_tokens, k.turn_capacity, k.selects, k.yields, k.eager, k.advances,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
-        keep, params.host, params.copy_seconds,
+        keep, params.host, params.copy_seconds, params.max_gap,
     )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ class Promises(Packer):
         return PackerParams(
             kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,
             spec.row_chunk, self.keep, int(spec.host_tokens or 0) if self.kv.saves else 0, spec.copy_seconds,
+            spec.max_gap_s,
         )  # fmt: skip
 
     @property
@@ -127,7 +128,7 @@ def pack(
         outlook = outlooks_of(params, jobs, rows, now, theta, pace)
     else:
         params = calm
-    _let_streams_go_on(params.keep, jobs, outlook, now)
+    _let_streams_go_on(params, jobs, outlook, now)
     kept = kept_of(jobs, outlook, theta, pace)
     may = seconds_allowed(params, jobs, kept, now, usual_seconds(params, jobs, rows, theta), pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
@@ -170,13 +171,14 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
 
 
 @compiled
-def _let_streams_go_on(keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float) -> None:
-    """Make those that are not kept and have been silent for long STREAM, in place.
+def _let_streams_go_on(params: PackerParams, jobs: Rows, outlook: Outlook, now: float) -> None:
+    """Make streams that have been silent for long STREAM, in place.
 
-    But not the FAR: what they were promised is a whole answer.
+    Those that are kept, or owed a whole answer by a far deadline, may be silent for longer.
     """
-    seconds = keep.overdue_share * keep.max_gap_s
+    keep = params.keep
     for i in range(outlook.rows.size):
         waits = outlook.level[i] > WAITS and outlook.level[i] != FAR
-        if waits and is_silent(jobs, outlook.rows[i], now, seconds):
+        share = keep.overdue_share if waits else keep.kept_overdue_share
+        if is_silent(jobs, outlook.rows[i], now, share * params.max_gap):
             outlook.level[i] = STREAM

@@ -64,7 +64,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
         running = int(options.get("max_running") or stock.max_num_active_reqs)
         self._limits = {"max_running": running, "token_budget": int(stock.max_num_scheduled_tokens)}
         self.recipe = find(options.get("recipe", "vllm"))
-        self.spec = spec_of(self, running)
+        self.spec = spec_of(self, running, float(options.get("max_gap_s", 1.0)))
         self.packer = self.recipe.packer(self.spec)
         check(self.spec, self.packer.kv, self.recipe.name)
         self.jobs = Jobs()

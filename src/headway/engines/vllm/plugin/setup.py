@@ -14,7 +14,7 @@ from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
 _log = logging.getLogger(__name__)
 
 
-def spec_of(scheduler: Any, max_running: int) -> EngineSpec:
+def spec_of(scheduler: Any, max_running: int, max_gap_s: float) -> EngineSpec:
     """Return the spec of a scheduler's engine; scheduler: the hook."""
     pool = scheduler.connector if isinstance(scheduler.connector, HostPool) else None
     obstacles = {"two_ended": two_ended.obstacle(scheduler), "reservations": reservations.obstacle(scheduler)}
@@ -31,6 +31,7 @@ def spec_of(scheduler: Any, max_running: int) -> EngineSpec:
         latency=scheduler.latency,
         why_not=why_not,
         row_chunk=scheduler.scheduler_config.long_prefill_token_threshold or UNLIMITED,
+        max_gap_s=max_gap_s,
     )
 
 

@@ -110,7 +110,9 @@ def spec(engine: Engine) -> EngineSpec:
 
 
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
-    config = {"headway": {"recipe": recipe, "max_running": engine.max_running}}
+    config = {"headway": {
+        "recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s,
+    }}  # fmt: skip
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
     line += ["--worker-extension-cls", f"{_PLUGIN}.worker.LoadingWorker"] if engine.models else []
     use = find(recipe).packer(spec(engine)).kv
