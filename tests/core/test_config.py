@@ -226,7 +226,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.engines == (
         Engine(
             model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
-            slots=9, max_gap_s=0.5, max_model_len=1024, max_batched_tokens=512, kv_gib=2, host_kv_gib=2.0, blocks=96,
+            slots=9, max_gap_s=0.5, max_model_len=1024, max_batched_tokens=512, kv_gib=2, host_kv_gib=2.0,
+            blocks=96,
             models=("org/other-model", Model("/models/third", "third")),
             adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5, api_key=SECRET,
             sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
