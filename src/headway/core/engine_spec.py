@@ -90,7 +90,7 @@ class PromisesConfig(NamedTuple):
     begun_size_share: share of its size at which an answer in progress counts when the largest is given up;
         0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
-    overdue_share, kept_overdue_share: of `EngineSpec.max_gap_s`, after which a stream's next token goes first;
+    overdue_share, kept_overdue_share: of `EngineSpec.max_gap_s`, after which a stream goes first;
         the second of those that are kept or whose deadline is far.
     near_s: seconds to its soft target or latest start below which what has begun goes before what has not.
     soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone.
