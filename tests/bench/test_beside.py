@@ -26,6 +26,8 @@ def test_the_default_recipe_keeps_both_promises() -> None:
     assert at["ttft.p99_ratio", "headway", BESIDE] < 2 < at["ttft.p99_ratio", "vllm", BESIDE]
     assert at["batch.in_time", "headway", BESIDE] > 90
     assert at["attainment.interactive", "headway", BESIDE] > 99
+    assert at["plain.ttft.p99_ratio", "headway", BESIDE] < 2 < at["plain.ttft.p99_ratio", "vllm", BESIDE]
+    assert at["gap.max", "headway", BESIDE] < 1000
     assert ("batch.in_time", "headway", ALONE) not in at
 
 
@@ -37,6 +39,7 @@ def test_report_and_plot(
     printed = json.loads(capsys.readouterr().out)
     assert (printed["bench"], printed["host"]) == ("beside", "sim")
     assert {row["id"] for row in printed["rows"]} == {
-        "ttft.p99", "attainment.interactive", "ttft.p99_ratio", "batch.in_time",
+        "ttft.p99", "attainment.interactive", "ttft.p99_ratio", "batch.in_time", "plain.ttft.p99",
+        "plain.ttft.p99_ratio", "gap.max",
     }  # fmt: skip
     assert (tmp_path / "beside.png").stat().st_size > 1000

@@ -1,4 +1,7 @@
-"""The applications of examples/ on a real engine with recipe hermes: they end, and their units are known."""
+"""Application runs on a real engine with recipe hermes: told through the client, learned, kept on disk.
+
+Some of them are the examples: they end, and their units are known.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 import headway
@@ -19,6 +23,7 @@ from tests.helpers.examples import EXAMPLES, example
 
 TEXT = "The river rises in the hills. It feeds the mill below the old town. " * 12
 TASK, NEVER = "add(a, b), which returns the sum", "raise AssertionError('never right')"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 APPS = {"map-reduce-summary", "code-check", "react"}
 
 
@@ -45,6 +50,22 @@ def units(server: Headway, run: Run) -> list[tuple[str, str, int]]:
     told = get(server, f"runs/{run.id}?app={run.app}")
     assert told["status"] == "live"
     return [(unit["unit"], unit["backend"], unit["requests"]) for unit in told["units"]]
+
+
+def test_runs_are_counted_and_teach_the_graph(server: Headway) -> None:
+    ask = {"model": "smollm2", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for number in range(2):
+            run = headway.run("facts", base_url=f"{server.url}/v1", deadline=ANSWER_S, id=f"r{number}")
+            with run:
+                client.chat.completions.create(**ask, extra_headers=run.unit("ask"))
+                with run.outside("search", backend="web"):
+                    told = get(server, f"runs/{run.id}?app=facts")
+                client.chat.completions.create(**ask, extra_headers=run.unit("verify"))
+    assert [unit["unit"] for unit in told["units"]] == ["ask", "search"]
+    assert told["expected_rest_s"] > 0, "the first run has taught what comes after a search"
+    page = httpx.get(f"{server.url}/metrics", timeout=ANSWER_S).text
+    assert 'headway_runs_total{app="facts",outcome="in_time"} 2.0' in page
 
 
 def test_the_gateway_knows_the_runs_by_their_units(server: Headway, tmp_path: Path) -> None:
@@ -123,6 +144,8 @@ def test_their_graphs_have_loops_and_parallel_requests(server: Headway, ran: obj
     """Ends the gateway, which then writes its graphs."""
     assert server.interrupt() == (0, [])
     graphs = GraphFiles(server.queue.with_suffix(".apps")).load()
+    assert graphs["default", "facts"].runs == 2
+    assert graphs["default", "facts"].units["search"].next_units == {"verify": 1.0}
     mapped, code, react = (
         graphs["default", name].units for name in ("map-reduce-summary", "code-check", "react")
     )

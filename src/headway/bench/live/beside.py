@@ -7,6 +7,7 @@ gets the interactive requests alone and the same ones beside the batch.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from headway.bench.simulate.beside import ALONE, BESIDE, Figures
 from headway.config import Engine
 from headway.types import Slo
 
-_INTERACTIVE = mix.Tier("interactive", 1.0, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
+_INTERACTIVE = mix.Tier("interactive", 0.5, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
 _PHASES = 6  # three bursts, each followed by idle time
 _QUICK_SECONDS, _QUICK_TOKENS, _QUICK_CAPACITY = 4.0, 32, 6.0  # with such short answers, requests/s
 
@@ -37,7 +38,7 @@ class Trial:
 
     seconds: until the batch is due; the interactive requests arrive in as many
     capacity: requests/s of the engine; None = measured on the first system
-    interactive: the class of the interactive requests; those of the batch are the same but for their promise
+    interactive: the class of half of the interactive requests; all others are the same but for their promise
     """
 
     engine: Engine
@@ -49,6 +50,11 @@ class Trial:
     interactive: mix.Tier = _INTERACTIVE
 
     @property
+    def plain(self) -> mix.Tier:
+        """The class of interactive requests that promise nothing."""
+        return replace(self.interactive, name=beside.PLAIN, slo=Slo())
+
+    @property
     def batch(self) -> mix.Tier:
         """The class of the batch: to be complete by the deadline, less urgent than all others."""
         return replace(self.interactive, name="batch", slo=Slo(e2e=self.seconds), priority=10)
@@ -58,7 +64,8 @@ class Trial:
         rng = np.random.default_rng([self.seed, number])
         at = beside.bursts(capacity, _PHASES, self.seconds / _PHASES, rng)
         due = np.zeros(max(round(capacity * beside.LEFT * beside.USED * self.seconds), 1))
-        alone, batch = (mix.Mix(tier.name, (tier,)) for tier in (self.interactive, self.batch))
+        alone = mix.Mix("interactive", (self.interactive, self.plain))
+        batch = mix.Mix("batch", (self.batch,))
         said = _silent if number else None  # the first round's interactive requests say it for all
         return mix.calls(alone, at, rng, warn=said), mix.calls(batch, due, rng, warn=_silent)
 
@@ -77,8 +84,8 @@ async def run(trial: Trial) -> Outcome:
     Raises ConfigError or EngineError when one cannot be run.
     """
     setup = compare.Setup(
-        mix.Mix("beside", (trial.interactive, trial.batch)), _without_prefixes(trial.engine), trial.systems,
-        rounds=trial.rounds, seed=trial.seed, together=True,
+        mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)), _without_prefixes(trial.engine),
+        trial.systems, rounds=trial.rounds, seed=trial.seed, together=True,
     )  # fmt: skip
     async with compare.started(setup) as systems:
         capacity = trial.capacity or await systems.capacity()
@@ -105,10 +112,15 @@ def _silent(_: str) -> None:
 def figures(records: Sequence[Record]) -> Figures:
     """Return the figures of a run; a request without a first token has an infinite ttft."""
     batch = [record for record in records if record.tier == "batch"]
-    mine = [record for record in records if record.tier != "batch"]
+    plain = [record for record in records if record.tier == beside.PLAIN]
+    mine = [record for record in records if record.tier not in ("batch", beside.PLAIN)]
+    silence = max((float(np.max(one.itl, initial=0.0)) for one in mine + plain), default=0.0)
+    return Figures(_p99(mine), _p99(plain), silence, attainment(mine) or 0.0, attainment(batch))
+
+
+def _p99(records: Sequence[Record]) -> float:
     with np.errstate(invalid="ignore"):  # between two infinite values it is NaN
-        p99 = float(np.quantile([record.ttft for record in mine], 0.99))
-    return Figures(p99, attainment(mine) or 0.0, attainment(batch))
+        return float(np.quantile([record.ttft for record in records], 0.99)) if records else math.nan
 
 
 def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
@@ -136,8 +148,9 @@ def _describe(trial: Trial, outcome: Outcome) -> str:
     records = next(found for (_, setting), found in outcome.found.items() if setting == BESIDE)
     batch = sum(record.tier == "batch" for record in records)
     measured = "" if trial.capacity else ", measured on the first system"
+    classes = mix.describe(mix.Mix("beside", (trial.interactive, trial.plain)))
     return (
-        f"{mix.describe(mix.Mix('beside', (trial.interactive,)))}; {len(records) - batch} requests in "
+        f"{classes}; {len(records) - batch} requests in "
         f"{trial.seconds / _PHASES:g} s bursts at {beside.BURST:g} x capacity and as long at "
         f"{beside.IDLE:g} x (capacity {outcome.capacity:.3f} req/s{measured}); a batch of {batch} such "
         f"requests, due after {trial.seconds:g} s; {trial.rounds} x {trial.seconds:g} s, batch limit "

@@ -4,7 +4,8 @@ The shape of a published trial of a batch gateway (llm-d/llm-d-batch-gateway, is
 that alternates between bursts and idle time, and a batch that should be complete by a deadline. There the
 ttft p99 of interactive requests rose to 7 to 11 times that without the batch. Here a batch of 30 jobs of 100
 requests takes about three quarters of what the interactive traffic leaves of the engine. `live/beside.py`
-has the same on real engines.
+has the same on real engines. Half of the interactive requests promise nothing (class `plain`), as those of
+clients that know of no SLOs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from headway.types import Floats, Slo
 
 SYSTEMS = ("vllm", "vllm-priority", "slack", "headway")
 ALONE, BESIDE = "interactive alone", "beside the batch"
-_INTERACTIVE = TrafficClass("interactive", 1.0, Slo(ttft=1.0, tpot=0.1), 0, "sharegpt")
-GROUND = Ground("beside", "opt-13b-a100", (_INTERACTIVE,))
+PLAIN = "plain"
+_INTERACTIVE = TrafficClass("interactive", 0.5, Slo(ttft=1.0, tpot=0.1), 0, "sharegpt")
+_PLAIN = TrafficClass(PLAIN, 0.5, lengths="sharegpt")
+GROUND = Ground("beside", "opt-13b-a100", (_INTERACTIVE, _PLAIN))
 BURST, IDLE = 0.6, 0.04  # arrivals as a share of the engine's capacity; the trial's ratio of 15 to 1
 _PHASE = 45.0  # seconds of a burst, and of the idle time after it
 _JOBS, _JOB = 30, 100
@@ -40,12 +43,15 @@ LEFT = 1.0 - (BURST + IDLE) / 2  # of the engine, by the interactive traffic
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What interactive requests and the batch got: ttft p99 in s, shares in percent.
+    """What interactive requests and the batch got: ttft p99 and silence in s, shares in percent.
 
+    plain: ttft p99 of interactive requests without a promise. silence: the longest of an interactive stream.
     in_time: of the batch's requests, complete by the deadline; None without a batch.
     """
 
     ttft_p99: float
+    plain: float
+    silence: float
     attainment: float
     in_time: float | None
 
@@ -82,11 +88,17 @@ def measure(system: str, workload: Workload) -> Figures:
 
 def figures(workload: Workload, outcome: Outcome) -> Figures:
     """Return the figures of a run; the class "batch" is the batch."""
-    seen = slo_violations.seen(workload, outcome)
+    ttft = slo_violations.seen(workload, outcome)["ttft"]
     met = slo_violations.met(workload, outcome)
-    mine = np.array([workload.tiers[tier] == "interactive" for tier in workload.tier])
-    in_time = 100 * float(met[~mine].mean()) if not mine.all() else None
-    return Figures(float(np.quantile(seen["ttft"][mine], 0.99)), 100 * float(met[mine].mean()), in_time)
+    mine, plain, batch = (
+        np.array([workload.tiers[tier] == name for tier in workload.tier])
+        for name in ("interactive", PLAIN, "batch")
+    )
+    return Figures(
+        float(np.quantile(ttft[mine], 0.99)), float(np.quantile(ttft[plain], 0.99)),
+        float(outcome.gap[mine | plain].max()), 100 * float(met[mine].mean()),
+        100 * float(met[batch].mean()) if batch.any() else None,
+    )  # fmt: skip
 
 
 def rows_of(found: dict[tuple[str, str], Figures]) -> list[Row]:
@@ -98,12 +110,15 @@ def rows_of(found: dict[tuple[str, str], Figures]) -> list[Row]:
     for (system, setting), seen in found.items():
         rows += [
             Row("ttft.p99", system, setting, _known(1000 * seen.ttft_p99), "ms"),
+            Row("plain.ttft.p99", system, setting, _known(1000 * seen.plain), "ms"),
+            Row("gap.max", system, setting, _known(1000 * seen.silence), "ms"),
             Row("attainment.interactive", system, setting, seen.attainment, "%"),
         ]
         if seen.in_time is not None:
             alone = found[system, ALONE]
             rows += [
                 Row("ttft.p99_ratio", system, setting, _known(seen.ttft_p99 / alone.ttft_p99), "x"),
+                Row("plain.ttft.p99_ratio", system, setting, _known(seen.plain / alone.plain), "x"),
                 Row("batch.in_time", system, setting, seen.in_time, "%"),
             ]
     return rows
@@ -152,8 +167,11 @@ def plot(rows: Sequence[Row], mark: str = "") -> bytes:
     systems = list(dict.fromkeys(row.system for row in rows))
     figure, (left, right) = sheet(1, 2, 9, 4)
     place = np.arange(len(systems))
-    for offset, setting in ((-0.2, ALONE), (0.2, BESIDE)):
-        left.bar(place + offset, [at["ttft.p99", s, setting] for s in systems], 0.4, label=setting)
+    bars = [("ttft.p99", "with a promise"), ("plain.ttft.p99", "without")]
+    for k, (id, kind) in enumerate(bars):
+        for offset, setting in ((-0.3, ALONE), (0.1, BESIDE)):
+            height = [at[id, s, setting] for s in systems]
+            left.bar(place + offset + 0.2 * k, height, 0.2, label=f"{kind}, {setting}")
     left.set(ylabel="ttft p99, ms (log)", yscale="log")
     left.legend()
     right.bar(place, [at["batch.in_time", s, BESIDE] for s in systems], 0.4)
