@@ -35,18 +35,8 @@ def contract(*words: str) -> dict[str, Any]:
 
 
 def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
-    result = contract(
-        "compare",
-        "--quick",
-        "--mix",
-        "deadlines",
-        "--burstiness",
-        "0.3",
-        "--rate",
-        "3",
-        "--out",
-        str(tmp_path),
-    )
+    words = "compare --quick --mix deadlines --burstiness 0.3 --rate 3 --out"
+    result = contract(*words.split(), str(tmp_path))
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
     assert {id for id, _, _ in rows} >= COMPARE
     whole = "all, deadlines, burstiness 0.3"
