@@ -30,7 +30,8 @@ def figures(results: Results) -> list[Row]:
     """Return every figure of every system: classes with an SLO first, then the others, then `all`.
 
     Per class: requests, failed, attainment.CLASS, goodput.req_per_s, throughput.tokens_per_s (prompt and
-    output), throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} in ms.
+    output), throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} in ms, and gap.max, the
+    longest silence of a stream in ms.
     Once per system: lateness.{mean,p50,p90,p99} (ms by which the generator sent late), preemptions,
     be.tokens_per_s (prompt and output of classes without an SLO, if any) and the figures of `memory`.
     Percentiles are interpolated linearly, as in vLLM. No value is NaN or infinite.
@@ -134,6 +135,8 @@ def _of(setting: str, records: Sequence[Record], span: float | None) -> Iterator
     yield "throughput.output_tokens_per_s", _per(out, span), "tokens/s"
     for metric in METRICS:
         yield from _spread(metric, values(done, metric))
+    gaps = values(done, "itl")
+    yield "gap.max", float(gaps.max() * 1000) if gaps.size else None, "ms"
 
 
 def _best_effort(records: Sequence[Record], span: float | None) -> Iterator[Figure]:
