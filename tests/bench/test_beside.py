@@ -26,7 +26,7 @@ def test_the_default_recipe_keeps_both_promises() -> None:
     assert at["ttft.p99_ratio", "headway", BESIDE] < 2 < at["ttft.p99_ratio", "vllm", BESIDE]
     assert at["batch.in_time", "headway", BESIDE] > 90
     assert at["attainment.interactive", "headway", BESIDE] > 99
-    assert at["plain.ttft.p99_ratio", "headway", BESIDE] < 2 < at["plain.ttft.p99_ratio", "vllm", BESIDE]
+    assert at["plain.ttft.p99_ratio", "headway", BESIDE] < 4 < at["plain.ttft.p99_ratio", "vllm", BESIDE]
     assert at["gap.max", "headway", BESIDE] < 1000
     assert ("batch.in_time", "headway", ALONE) not in at
 

@@ -242,7 +242,7 @@ def test_a_prompt_is_priced_with_the_context_that_is_computed_already() -> None:
 
     def chunk(computed: int) -> int:
         row = {"prompt": 20_000, "computed": computed, "blocks": -(-computed // 16), "running": computed > 0}
-        table = jobs(answer(ttft=1.0, tpot=0.2), row | {"ttft": 9.0})
+        table = jobs(answer(ttft=1.0, tpot=0.2), row | {"ttft": 90.0})
         step = packer().pack(table, KvBudget(2000, 2000, 16, 64), 0.2)
         assert step.tokens is not None
         return int(step.tokens[step.order == 1].sum())
@@ -385,10 +385,25 @@ def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
     params = packer().params
     assert eased(params, 1.0) == params
     calm = params.keep._replace(
-        answer_safety=params.keep.calm_answer_safety, lost_below_stds=params.keep.calm_lost_below_stds
-    )
+        answer_safety=params.keep.calm_answer_safety, lost_below_stds=params.keep.calm_lost_below_stds,
+        burst_lead_s=0.0,
+    )  # fmt: skip
     assert eased(params, 0.0) == params._replace(keep=calm)
     assert calm.answer_safety < eased(params, 0.5).keep.answer_safety < params.keep.answer_safety
+
+
+def test_while_promises_are_lost_answers_get_a_second_ahead_first() -> None:
+    """Of 0.2 s what is not kept has 0.3, until the answer could wait for a burst of prompts."""
+
+    def chunk(seconds: float) -> int:
+        lost = {"arrival": -50.0, "ttft": 1.0, "prompt": 5000}
+        ahead = {"output_tokens": 20, "computed": 119, "blocks": 8, "first": -4.0 + seconds}
+        table = jobs(answer(ttft=1.0, tpot=0.2, last=0.1) | ahead, lost)
+        step = packer().pack(table, KvBudget(2000, 2000, 16, 64), 0.2)
+        assert step.tokens is not None
+        return int(step.tokens[step.order == 1].sum())
+
+    assert chunk(0.5) < 0.5 * chunk(2.0)
 
 
 def test_what_is_lost_gives_its_kv_to_what_is_kept() -> None:

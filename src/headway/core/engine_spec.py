@@ -98,6 +98,8 @@ class PromisesConfig(NamedTuple):
         so, has an iteration without those that can wait; inf = none has.
     leading_share: share of the tightest tpot that an iteration with what is not kept may take while kept
         prompts wait for the time that answers gain, or answers are less than two tokens ahead.
+    burst_share, burst_lead_s: the same, while promises are lost and an answer is ahead of its tpot by less
+        than so many seconds: what it is ahead is what the prompts of a burst can have.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
     pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
@@ -128,6 +130,8 @@ class PromisesConfig(NamedTuple):
     soft_target_factor: float = 10.0
     alone_share: float = 0.3
     leading_share: float = 0.9
+    burst_lead_s: float = 1.0
+    burst_share: float = 0.3
     ttft_share: float = 0.4
     pause_lead_tokens: float = 200.0
     turn_capacity: float = 1.3

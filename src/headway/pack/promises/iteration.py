@@ -78,7 +78,7 @@ def seconds_allowed(
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
         if outlook.level[i] == PROMPT:
-            share = params.keep.leading_share
+            share = min(share, params.keep.leading_share)
         if outlook.level[i] != ANSWER:
             continue
         each = jobs["tpot"][row]
@@ -88,7 +88,9 @@ def seconds_allowed(
             first = min(first, lead if lead > pace.token else max(each, pace.token))
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again
-                share = params.keep.leading_share
+                share = min(share, params.keep.leading_share)
+            if lead < params.keep.burst_lead_s:  # where promises are lost, a burst of prompts needs more
+                share = min(share, params.keep.burst_share)
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))

@@ -113,7 +113,8 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
     keep = PromisesConfig(
         sure, doubt, k.calm_answer_safety, k.calm_lost_below_stds, k.growth_share, k.full_pressure_share,
         k.long_answer_stds, k.far_s, k.begun_size_share, k.tpot_margin, k.overdue_share, k.kept_overdue_share,
-        k.near_s, k.soft_target_factor, k.alone_share, k.leading_share, k.ttft_share,
+        k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
+        k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share,
         k.pause_lead_tokens, k.turn_capacity, k.selects, k.yields, k.eager, k.advances,
     )  # fmt: skip
     return PackerParams(
