@@ -81,8 +81,8 @@ class PromisesConfig(NamedTuple):
     lost_below_stds: deviations below the expected answer at which its deadline counts as lost.
     calm_answer_safety, calm_lost_below_stds: the same while no request is lost; in between, between the two.
     growth_share: of the expected growth of answers with a deadline, what admission leaves KV for.
-    full_pressure_share: of the requests, those that are lost from which on admission leaves all of that, and
-        `answer_safety` and `lost_below_stds` are as above; below it less.
+    full_pressure_share: share of the requests that are lost at which `growth_share`, `answer_safety` and
+        `lost_below_stds` apply in full; below it proportionally less.
     long_answer_stds: deviations above the expected answer that best effort and lost requests leave it time
         for.
     far_s: seconds to its latest start from which on a request with a deadline yields to all others; inf =
@@ -98,18 +98,19 @@ class PromisesConfig(NamedTuple):
         so, has an iteration without those that can wait; inf = none has.
     leading_share: share of the tightest tpot that an iteration with what is not kept may take while kept
         prompts wait for the time that answers gain, or answers are less than two tokens ahead.
-    burst_share, burst_lead_s: the same, while promises are lost and an answer is ahead of its tpot by less
-        than so many seconds: what it is ahead is what the prompts of a burst can have.
+    burst_share, burst_lead_s: the same, while promises are lost and an answer is less than that many seconds
+        ahead of its tpot: its lead is the time that a burst of prompts can use.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
         `max_step`, at most twice that.
     pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
         where there is a pool, when a prompt finds no room; inf = never.
     turn_capacity: where the batch is too small, answers ahead of their tpot wait for others, with their KV;
-        so many times the batch may be needed by the forecast, which is a cautious one; 0 = none waits.
+        by the (cautious) forecast they may need up to this many times the batch; 0 = none waits.
     selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
     yields: prompts are computed only in time that the answers in progress have to spare; False computes
         `min_chunk` of their tokens in each iteration.
-    eager: leaves the less KV for their growth the fewer are lost; False always all of it.
+    eager: admission leaves KV for the growth of answers in proportion to the requests that are lost; False
+        always `growth_share`.
     advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
         computes them by their latest start.
     """
@@ -142,8 +143,9 @@ class PromisesConfig(NamedTuple):
 
 
 class PackerParams(NamedTuple):
-    """A packer as compiled loops take it; the fields are those of `Slack`, the first says which packer.
+    """A packer as compiled loops take it.
 
+    kind: which packer (`kernels.FCFS`, `SLACK`, `PROMISES`, ...); the other fields are that packer's.
     keep: of `promises.Promises` only.
     host: tokens that rows' KV on the host may take, 0 = it is not copied there.
     copy_seconds: of one token. max_gap: `EngineSpec.max_gap_s`.

@@ -246,7 +246,7 @@ def pack(
         return _slack(params, jobs, rows, others, kv_budget, now, theta)
     ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
     if params.kind != FCFS:
-        ranked, budget = streams_first(jobs, ranked, now, params.max_gap), params.budget
+        ranked, budget = silent_streams_first(jobs, ranked, now, params.max_gap), params.budget
         return allocate(jobs, ranked, others, kv_budget, params.max_running, budget, budget, params.row_chunk)
     running = np.count_nonzero(jobs["running"][ranked])
     inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
@@ -255,8 +255,8 @@ def pack(
 
 
 @compiled
-def streams_first(jobs: Rows, ranked: Ints, now: float, max_gap: float) -> Ints:
-    """Return the ranking with those first that have made tokens, but none for half of `max_gap` seconds.
+def silent_streams_first(jobs: Rows, ranked: Ints, now: float, max_gap: float) -> Ints:
+    """Return the ranking with silent streams first: those that made no token for half of `max_gap` seconds.
 
     They hold their KV, so each takes one token of an iteration and evicts nothing but for a block to grow.
     """
@@ -300,12 +300,12 @@ def _slack(
     order = ordered(keys, serial)
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
     most, each = params.max_running, params.row_chunk
-    ranked = streams_first(jobs, rows[order], now, params.max_gap)
+    ranked = silent_streams_first(jobs, rows[order], now, params.max_gap)
     step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
-        ranked = streams_first(jobs, rows[ordered(keys, serial)], now, params.max_gap)
+        ranked = silent_streams_first(jobs, rows[ordered(keys, serial)], now, params.max_gap)
         step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
     return step
 

@@ -38,7 +38,7 @@ class Trial:
 
     seconds: until the batch is due; the interactive requests arrive in as many
     capacity: requests/s of the engine; None = measured on the first system
-    interactive: the class of half of the interactive requests; all others are the same but for their promise
+    interactive: the class of interactive requests with a promise; the others are copies with other SLOs
     """
 
     engine: Engine

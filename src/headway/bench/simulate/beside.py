@@ -43,7 +43,7 @@ LEFT = 1.0 - (BURST + IDLE) / 2  # of the engine, by the interactive traffic
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What interactive requests and the batch got: ttft p99 and silence in s, shares in percent.
+    """Latency of interactive requests and the batch in time: ttft p99 and silence in s, shares in percent.
 
     plain: ttft p99 of interactive requests without a promise. silence: the longest of an interactive stream.
     in_time: of the batch's requests, complete by the deadline; None without a batch.

@@ -1,7 +1,7 @@
 """What can still become of each request: its level, and when it must start at the latest. Compiled.
 
 A request is kept as long as it can be on time by the learned latency and its length forecast. One that
-cannot is served after best effort, so that it costs no other request its promise.
+cannot is served with best effort, earliest due first, after all that are kept.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def prompt_seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
 def rent(jobs: Rows, row: int, theta: Floats, base: float) -> float:
     """Return the seconds of a row's prompt, spread over the iterations of its answer.
 
-    Whatever leaves is followed by another of its kind, so in the long run each iteration computes this much.
+    Each request that ends is followed by one like it, so on average each iteration computes this much.
     """
     answer = jobs["output_tokens"][row] + jobs["tokens_left"][row]
     return float((prefill_of(theta, jobs["prompt"][row]) - base) / answer)
@@ -97,7 +97,7 @@ def growth_of(keep: PromisesConfig, outlook: Outlook) -> float:
 
 @compiled
 def pressure_of(keep: PromisesConfig, outlook: Outlook) -> float:
-    """Return the share of lost requests as one of `many`, at most 1."""
+    """Return the share of requests that are lost, divided by `full_pressure_share`, at most 1."""
     lost = 0
     for level in outlook.level:
         lost += level == LOST

@@ -2,20 +2,19 @@
 
 No paper has this policy; it takes from several. In each iteration:
 
-1. Outlook (`outlook.py`): by the learned latency and its length forecast each request is kept, doubtful
-   (on time only if its answer is short), easy (its deadline is far away), best effort, or lost: it cannot be
-   on time any more. SLO-aware scheduling (4.2) forecasts so; it never gives up a request.
+1. Outlook (`outlook.py`): by the learned latency and its length forecast each request is kept, hopeful
+   (`HOPE`: on time only if its answer is short), far (`FAR`: its deadline is far away), best effort, or lost:
+   it cannot be on time any more. SLO-aware scheduling (4.2) forecasts so; it never gives up a request.
 2. Selection (`selection.py`): under overload the largest set of requests that can still be on time (Moore and
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when it and the answers in progress have
    KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot
    pause, with their KV in the host pool; where it finds no slot they take turns.
 3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
-   (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, easy
-   requests, best effort and the lost, the shortest of those first.
+   (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, best
+   effort and lost requests, the one that is due first before the others, and far deadlines last.
 
-Lost requests are served late, not refused: some of them before easy requests, which have the time to wait for
-them, the others whenever nothing kept needs the engine, and after `patience` one at a time before all others,
-so that nothing waits for ever. KV is never lent; that of what gives way is copied to the host where there is
+Lost requests are served late, not refused: with best effort, earliest due first (`queue.py`), so that nothing
+waits for ever. Streams that have begun go on (docs/policy.md). KV is never lent; that of what gives way is copied to the host where there is
 a pool and that costs less than to compute it again (QLM 5), else evicted (docs/decisions.md).
 """
 

@@ -23,10 +23,10 @@ from headway.broker.postgres_link import Address
 from headway.errors import HeadwayError
 from headway.serve.batches.port import PIECE
 from headway.serve.batches.postgres_files import PostgresFiles
-from headway.serve.batches.postgres_session import Slow, Work, down
+from headway.serve.batches.postgres_session import StatementTimeout, Work, down
 from headway.serve.batches.records import EXPIRED, Batch, EndedLine, Line, StoredFile, too_many_open
 
-_LINES = 1000  # changed or deleted per transaction, so that it ends in time however many there are
+_LINES = 1000  # changed or deleted per transaction, so that no statement exceeds `timeout_s`
 _BATCH = ", ".join(f'"{field.name}"' for field in fields(Batch))
 
 _COUNT = "SELECT count(*) FROM {s}.batches WHERE ended IS NULL AND tenant = $1"
@@ -228,15 +228,15 @@ class PostgresStore(PostgresFiles):
         return await self._in_parts(_CLOSE, id, end)
 
     async def _in_parts(self, sql: str, *values: Any) -> int:
-        """Carry out a statement until it finds no line, and return the sum of what it returns.
+        """Run a statement on some lines at a time until it finds none; return the total.
 
-        Its last parameter is how many lines; they become half as many when the server is too slow for them.
+        Its last parameter is how many; it is halved after each timeout.
         """
         done, most = 0, _LINES
         while True:
             try:
                 some = await self._value_as_holder(sql, *values, most)
-            except Slow:
+            except StatementTimeout:
                 if most == 1:
                     raise
                 most //= 2
@@ -246,10 +246,11 @@ class PostgresStore(PostgresFiles):
             done += some
 
     async def _add_rows(self, id: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert rows; after a timeout, each half by itself."""
         columns = (list(column) for column in zip(*rows, strict=True))
         try:
             await self._value_as_holder(_ADD_LINES, id, *columns)
-        except Slow:
+        except StatementTimeout:
             if len(rows) == 1:
                 raise
             await self._add_rows(id, rows[: len(rows) // 2])

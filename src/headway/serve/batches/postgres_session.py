@@ -30,8 +30,8 @@ _TRIES = 5  # of work that PostgreSQL ends in favour of another gateway's
 log = logging.getLogger("headway.serve")
 
 
-class Slow(HeadwayError):
-    """A statement that took longer than `timeout_s` and has done nothing; a smaller one may be in time."""
+class StatementTimeout(HeadwayError):
+    """A statement was canceled after `timeout_s` and changed nothing; one with fewer rows may succeed."""
 
 
 class Session:
@@ -54,7 +54,7 @@ class Session:
     async def ask(self, work: Work[T], *, undo: Work[None] | None = None) -> T:
         """Return what `work` makes of the connection. A caller that is cancelled does not end the work.
 
-        HeadwayError (503) when the server cannot be reached or refuses, `Slow` when it is too slow. undo: is
+        HeadwayError (503) when the server cannot be reached or refuses, `StatementTimeout` when it is too slow. undo: is
         carried out before all later work if the end of the connection has hidden the outcome.
         """
         if self._closed:
@@ -155,7 +155,7 @@ class Session:
             log.warning("PostgreSQL is slow: a statement of batches was not done in time")
             fix = "Look at the PostgreSQL server's load, or raise timeout_s in [queue.postgres]."
             why = "The store of files and batches is slow: a statement took longer than its timeout_s."
-            return Slow(why, fix, status=503, kind="server_error")
+            return StatementTimeout(why, fix, status=503, kind="server_error")
         log.error("PostgreSQL refuses calls of batches: %s (%s)", error.args[0], state)
         if state in STALE:
             self._link.drop("its server takes no writes")
