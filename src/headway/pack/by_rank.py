@@ -39,7 +39,7 @@ class ByRank(Packer):
         spec, rows = self.spec, free_to_run(jobs)
         columns = np.array([jobs.urgency[rows], jobs.arrival[rows]], float)
         order = rows[ordered(columns, jobs.serial[rows])]
-        order = kernels.silent_streams_first(jobs.data, order, now, spec.max_gap_s)
+        order = kernels.silent_streams_first(jobs.data, order, kv_budget, now, spec.max_gap_s)
         step = allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget, spec.row_chunk)
         if not (step.evict.size and self.kv.saves):
             return step

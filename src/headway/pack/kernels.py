@@ -246,7 +246,7 @@ def pack(
         return _slack(params, jobs, rows, others, kv_budget, now, theta)
     ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
     if params.kind != FCFS:
-        ranked, budget = silent_streams_first(jobs, ranked, now, params.max_gap), params.budget
+        ranked, budget = silent_streams_first(jobs, ranked, kv_budget, now, params.max_gap), params.budget
         return allocate(jobs, ranked, others, kv_budget, params.max_running, budget, budget, params.row_chunk)
     running = np.count_nonzero(jobs["running"][ranked])
     inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
@@ -255,17 +255,38 @@ def pack(
 
 
 @compiled
-def silent_streams_first(jobs: Rows, ranked: Ints, now: float, max_gap: float) -> Ints:
+def silent_streams_first(jobs: Rows, ranked: Ints, kv_budget: KvBudget, now: float, max_gap: float) -> Ints:
     """Return the ranking with silent streams first: those that made no token for half of `max_gap` seconds.
 
-    They hold their KV, so each takes one token of an iteration and evicts nothing but for a block to grow.
+    They hold their KV, so each takes one token; one that needs a block goes first only if one is free.
     """
-    silent = np.zeros(ranked.size, np.bool_)
+    places, size, free = np.empty(ranked.size, np.int64), 0, kv_budget.free
     for i in range(ranked.size):
-        row = ranked[i]
-        made = jobs["running"][row] and jobs["output_tokens"][row] > 0
-        silent[i] = made and now - jobs["last"][row] > 0.5 * max_gap
-    return np.concatenate((ranked[silent], ranked[~silent])) if silent.any() else ranked
+        if decodes(jobs, ranked[i]) and now - jobs["last"][ranked[i]] > 0.5 * max_gap:
+            places[size], size = i, size + 1
+    if size == 0:
+        return ranked
+    silent, first = np.zeros(ranked.size, np.bool_), np.empty(size, np.int64)
+    count = 0
+    for k in np.argsort(jobs["last"][ranked[places[:size]]], kind="mergesort"):
+        row, needs = ranked[places[k]], needs_block(jobs, ranked[places[k]], kv_budget.size)
+        if not needs or free > 0:
+            silent[places[k]], first[count] = True, row
+            count, free = count + 1, free - needs
+    return np.concatenate((first[:count], ranked[~silent]))
+
+
+@compiled
+def decodes(jobs: Rows, row: int) -> bool:
+    """Tell whether a row has begun its answer, holds all its KV, and makes a token whenever it runs."""
+    return bool(jobs["running"][row] and jobs["output_tokens"][row] > 0 and missing_of(jobs, row) == 1)
+
+
+@compiled
+def needs_block(jobs: Rows, row: int, size: int) -> bool:
+    """Tell whether the next token of a row that decodes needs another KV block of `size` tokens."""
+    end = jobs["computed"][row] + 1 + jobs["drafts"][row] + jobs["lookahead"][row]
+    return bool(end > jobs["blocks"][row] * size)
 
 
 @compiled
@@ -300,12 +321,12 @@ def _slack(
     order = ordered(keys, serial)
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
     most, each = params.max_running, params.row_chunk
-    ranked = silent_streams_first(jobs, rows[order], now, params.max_gap)
+    ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)
     step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
-        ranked = silent_streams_first(jobs, rows[ordered(keys, serial)], now, params.max_gap)
+        ranked = silent_streams_first(jobs, rows[ordered(keys, serial)], kv_budget, now, params.max_gap)
         step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
     return step
 

@@ -111,5 +111,5 @@ class Ranked(Packer):
         rows = free_to_run(jobs)
         columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
         order = rows[ordered(np.array(columns, float), jobs.serial[rows])]
-        order = kernels.silent_streams_first(jobs.data, order, now, self.max_gap)
+        order = kernels.silent_streams_first(jobs.data, order, kv_budget, now, self.max_gap)
         return allocate(jobs, order, kv_budget, self.max_running, self.budget, self.row_chunk)

@@ -16,7 +16,7 @@ from headway.plan.baselines.vtc import ANSWER_WEIGHT, PROMPT_WEIGHT
 
 class _Turn(NamedTuple):
     tenant: str
-    at: float
+    start: float
     prompt: int
     answer: float
 
@@ -37,18 +37,17 @@ class TenantTurns:
         """
         start = max(self._next.get(tenant, 0.0), self._now)
         self._next[tenant] = start + PROMPT_WEIGHT * prompt + ANSWER_WEIGHT * answer
-        turn = _Turn(tenant, max(start + shift, self._now), prompt, answer)
-        self._turns[id] = turn
-        return turn.at
+        self._turns[id] = _Turn(tenant, start, prompt, answer)
+        return max(start + shift, self._now)
 
     def began(self, id: str) -> None:
         """Take note of a first token: service is at this turn now."""
         if id in self._turns:
-            self._now = max(self._now, self._turns[id].at)
+            self._now = max(self._now, self._turns[id].start)
 
     def ended(self, id: str, answer: int | None) -> None:
         """Charge what was really served; answer: tokens, None = the request failed."""
         turn = self._turns.pop(id, None)
         if turn is not None and answer is not None:
-            self._now = max(self._now, turn.at)
+            self._now = max(self._now, turn.start)
             self._next[turn.tenant] += ANSWER_WEIGHT * (answer - turn.answer)

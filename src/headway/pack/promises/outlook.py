@@ -14,7 +14,7 @@ from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams, PromisesConfig
 from headway.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
 from headway.forecast.latency.online import prefill_of, seconds_of
-from headway.pack.kernels import Rows, exclusive_of, missing_of, promised
+from headway.pack.kernels import Rows, decodes, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
 # Levels, most urgent first: a stream that has been silent for long; an answer in progress or a prompt that
@@ -202,8 +202,7 @@ def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floa
 @compiled
 def is_silent(jobs: Rows, row: int, now: float, seconds: float) -> bool:
     """Tell whether a stream that has its KV has had no token for so many seconds."""
-    decodes = jobs["running"][row] and jobs["output_tokens"][row] and missing_of(jobs, row) == 1
-    return bool(decodes and now - jobs["last"][row] > seconds)
+    return bool(decodes(jobs, row) and now - jobs["last"][row] > seconds)
 
 
 @compiled

@@ -14,8 +14,9 @@ No paper has this policy; it takes from several. In each iteration:
    effort and lost requests, the one that is due first before the others, and far deadlines last.
 
 Lost requests are served late, not refused: with best effort, earliest due first (`queue.py`), so that nothing
-waits for ever. Streams that have begun go on (docs/policy.md). KV is never lent; that of what gives way is copied to the host where there is
-a pool and that costs less than to compute it again (QLM 5), else evicted (docs/decisions.md).
+waits for ever. Streams that have begun go on (docs/policy.md). KV is never lent; that of what gives way is
+copied to the host where there is a pool and that costs less than to compute it again (QLM 5), else evicted
+(docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ def pack(
         outlook = outlooks_of(params, jobs, rows, now, theta, pace)
     else:
         params = calm
-    _let_streams_go_on(params, jobs, outlook, now)
+    usual = usual_seconds(params, jobs, rows, theta)
+    _let_streams_go_on(params, jobs, outlook, kv, now, usual)
     kept = kept_of(jobs, outlook, theta, pace)
-    may = seconds_allowed(params, jobs, kept, now, usual_seconds(params, jobs, rows, theta), pace)
+    may = seconds_allowed(params, jobs, kept, now, usual, pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
     select(params, jobs, kept, room, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
     make_way(params, jobs, kept, theta, may, now, pace)
@@ -165,19 +167,36 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
         # Of what waits, that beyond a tenant's part comes last; an answer in progress keeps its pace.
         keys[0, i], keys[1, i] = outer(rank) if level[i] <= ANSWER else rank, level[i]
         keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
+        if level[i] == STREAM:
+            keys[2, i] = jobs["last"][rows[i]]
     order = ordered(keys, jobs["serial"][rows])
     return Outlook(rows[order], level[order], start[order])
 
 
 @compiled
-def _let_streams_go_on(params: PackerParams, jobs: Rows, outlook: Outlook, now: float) -> None:
-    """Make streams that have been silent for long STREAM, in place.
+def _let_streams_go_on(
+    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, usual: float
+) -> None:
+    """Make streams that have been silent for long STREAM, in place, those first that were silent longest.
 
-    Those that are kept, or owed a whole answer by a far deadline, may be silent for longer.
+    Those that are kept, or owed a whole answer by a far deadline, may be silent for longer. Of the others no
+    more come at once than take turns within `max_gap` seconds, if iterations take `usual` seconds: they would
+    fill the batch of an engine that is slow.
     """
-    keep = params.keep
+    keep, free, places, size, holders = params.keep, kv.free, np.empty(outlook.rows.size, np.int64), 0, 0
     for i in range(outlook.rows.size):
         waits = outlook.level[i] > WAITS and outlook.level[i] != FAR
+        holders += waits and kernels.decodes(jobs, outlook.rows[i])
         share = keep.overdue_share if waits else keep.kept_overdue_share
         if is_silent(jobs, outlook.rows[i], now, share * params.max_gap):
-            outlook.level[i] = STREAM
+            places[size], size = i, size + 1
+    if size == 0:
+        return
+    turns = np.ceil(holders * usual / params.max_gap)
+    for k in np.argsort(jobs["last"][outlook.rows[places[:size]]], kind="mergesort"):
+        row = outlook.rows[places[k]]
+        needs = kernels.needs_block(jobs, row, kv.size)
+        overdue = is_silent(jobs, row, now, keep.kept_overdue_share * params.max_gap)
+        if (overdue or turns > 0) and (not needs or free > 0):
+            outlook.level[places[k]] = STREAM
+            turns, free = turns - 1, free - needs

@@ -54,8 +54,8 @@ class Session:
     async def ask(self, work: Work[T], *, undo: Work[None] | None = None) -> T:
         """Return what `work` makes of the connection. A caller that is cancelled does not end the work.
 
-        HeadwayError (503) when the server cannot be reached or refuses, `StatementTimeout` when it is too slow. undo: is
-        carried out before all later work if the end of the connection has hidden the outcome.
+        HeadwayError (503) when the server cannot be reached or refuses, `StatementTimeout` when it is slow.
+        undo: is carried out before all later work if the end of the connection has hidden the outcome.
         """
         if self._closed:
             raise down("it is closed")
