@@ -75,7 +75,7 @@ peers: requirements-peers.lock
 
 test: install chromium clients docker postgres rabbitmq
 	$(BIN)/headway model fetch
-	$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 # Decisions only: no engine, no server. Compiled code is cached, so the first run takes minutes longer.
 test-fast: install

@@ -36,9 +36,8 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
-# `make test` has three workers. One runs these folders and files, whose engines fill a core each (two engines
-# at a time take several times as long); the others run all else, file by file:
-# many of those tests wait.
+# `make test` has two workers. One runs these folders and files, whose engines fill a core each (two engines
+# at a time take several times as long); the other runs all else, file by file.
 IN_PROCESS = ("exact", "two_ends", "every_feature", "prewarming")
 ENGINES = ("tests/e2e/", *(f"tests/engine/test_{name}.py" for name in IN_PROCESS))
 assert all((ROOT.parent / path).exists() for path in ENGINES), "a path in ENGINES has moved"
