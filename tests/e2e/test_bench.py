@@ -39,7 +39,7 @@ def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
     result = contract(*words.split(), str(tmp_path))
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
     assert {id for id, _, _ in rows} >= COMPARE
-    whole = "all, deadlines, burstiness 0.3"
+    whole = "all, deadlines, 3 req/s, burstiness 0.3"
     counts = {rows["requests", system, whole] for system in ("vllm-fcfs", "headway")}
     assert len(counts) == 1
     assert counts.pop() > 8
