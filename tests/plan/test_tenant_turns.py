@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.apps.knowledge import Knowledge
 from headway.core.ranks import ATTAINABLE
 from headway.events import Failed, Finished, Started
-from headway.forecast.latency.online import OnlineLatency
 from headway.plan.by_fleet import ByFleet
 from headway.plan.qlm import Qlm
 from headway.plan.run_order import RunOrder
 from headway.plan.tenant_turns import TenantTurns
-from headway.ports import Planner
 from headway.recipes.registry import find
-from headway.sim.run import InstanceSpec, Simulation
-from headway.sim.workload.traffic import concat, single
-from headway.types import Instance, Send, Slo
+from headway.types import Send, Slo
 from tests.plan.place import Place, ask, instance
 
 
@@ -136,23 +129,3 @@ def test_other_recipes_take_no_turns() -> None:
     at.tell(Failed("a1", "gone"), 5.0)
     assert isinstance(at.tell(Finished("a0", 1), 5.0)[0], Send)
     assert at.order[-1] == "a2"
-
-
-def test_a_flood_inside_an_engine_holds_up_no_other_tenant() -> None:
-    """Hundreds wait inside the simulated engine; there the turn that was sent with each decides."""
-
-    def turned() -> Planner:
-        planner = find("headway").planner()
-        planner.take_turns()
-        return planner
-
-    first = single(np.zeros(300), 100, 20, tenant="a")
-    load = concat(first, single(2.0 + np.arange(5.0), 100, 20, tenant="b"))
-    one = Instance("e0", "default", max_running=16, blocks_total=2000, block_size=16, max_model_len=2000)
-    waits = {}
-    for name, recipe in (("plain", find("headway")), ("turns", replace(find("headway"), planner=turned))):
-        spec = InstanceSpec(one, OnlineLatency(), slots=32, budget=1024)
-        out = Simulation(recipe, [spec], load, fast=False).run()
-        waits[name] = float((out.first - load.arrival)[load.tenant == 1].max())
-        assert np.isfinite(out.end).all(), "all are served"
-    assert waits["turns"] < waits["plain"] / 5

@@ -141,7 +141,7 @@ def test_promises_are_kept_that_first_come_first_served_breaks() -> None:
 
 
 def test_tenants_take_turns_as_on_the_server() -> None:
-    """A small tenant waits for its turns only; as the same tenant, for all that came before."""
+    """All wait inside the engine; a small tenant for its turns only, as the same tenant for all before it."""
     work = concat(
         single(np.zeros(200), 50, 20, tenant="large"), single(np.full(5, 0.1), 50, 20, tenant="small")
     )
