@@ -180,7 +180,7 @@ def _let_streams_go_on(
     """Make streams that have been silent for long STREAM, in place, those first that were silent longest.
 
     Those that are kept, or owed a whole answer by a far deadline, may be silent for longer. Of the others no
-    more come at once than take turns within `max_gap` seconds, if iterations take `usual` seconds: they would
+    more come at once than take turns in half of `max_gap`, if iterations take `usual` seconds: they would
     fill the batch of an engine that is slow.
     """
     keep, free, places, size, holders = params.keep, kv.free, np.empty(outlook.rows.size, np.int64), 0, 0
@@ -192,7 +192,7 @@ def _let_streams_go_on(
             places[size], size = i, size + 1
     if size == 0:
         return
-    turns = np.ceil(holders * usual / params.max_gap)
+    turns = np.ceil(2.0 * holders * usual / params.max_gap)
     for k in np.argsort(jobs["last"][outlook.rows[places[:size]]], kind="mergesort"):
         row = outlook.rows[places[k]]
         needs = kernels.needs_block(jobs, row, kv.size)
