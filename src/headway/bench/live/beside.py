@@ -17,7 +17,7 @@ import numpy as np
 
 from headway.bench.live import compare
 from headway.bench.load import mix, report
-from headway.bench.load.metrics import attainment
+from headway.bench.load.metrics import attainment, values
 from headway.bench.load.records import Call, Record, Results
 from headway.bench.output.results import About, Report, deliver, row_grid
 from headway.bench.simulate import beside
@@ -114,7 +114,7 @@ def figures(records: Sequence[Record]) -> Figures:
     batch = [record for record in records if record.tier == "batch"]
     plain = [record for record in records if record.tier == beside.PLAIN]
     mine = [record for record in records if record.tier not in ("batch", beside.PLAIN)]
-    silence = max((float(np.max(one.itl, initial=0.0)) for one in mine + plain), default=0.0)
+    silence = float(values(mine + plain, "itl").max(initial=0.0))
     return Figures(_p99(mine), _p99(plain), silence, attainment(mine) or 0.0, attainment(batch))
 
 

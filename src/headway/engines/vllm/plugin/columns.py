@@ -51,7 +51,7 @@ class RunningRows:
         self.missing = follow(jobs.data, self.array, output_tokens, computed, self._size, now)
         if self._drafts:
             jobs.drafts[self.array] = np.fromiter(map(len, map(_DRAFTS, running)), np.int64, size)
-            # An answer that comes back is padded with as many drafts as fit, where no prompt runs beside it.
+            # vLLM pads a resumed answer with drafts when no prompt runs in the same iteration.
             jobs.lookahead[:] = np.where(jobs.output_tokens > 0, self._drafts, 0)
             jobs.lookahead[self.array] = self._lookahead
 
