@@ -101,7 +101,9 @@ class PromisesConfig(NamedTuple):
     burst_share, burst_lead_s: the same, while promises are lost and an answer is less than that many seconds
         ahead of its tpot: its lead is the time that a burst of prompts can use.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
-        `max_step`, at most twice that.
+        `max_step`, at most twice that. Also the share of the time left until the next promised first token is
+        due that the iteration which makes it may take.
+    ttft_margin: share of that time that requests which are not kept leave in reserve.
     pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
         where there is a pool, when a prompt finds no room; inf = never.
     turn_capacity: where the batch is too small, answers ahead of their tpot wait for others, with their KV;
@@ -134,6 +136,7 @@ class PromisesConfig(NamedTuple):
     burst_lead_s: float = 1.0
     burst_share: float = 0.3
     ttft_share: float = 0.4
+    ttft_margin: float = 0.1
     pause_lead_tokens: float = 200.0
     turn_capacity: float = 1.3
     selects: bool = True

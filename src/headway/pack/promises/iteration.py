@@ -42,7 +42,7 @@ class Seconds(NamedTuple):
     plain: otherwise.
     spare: with best effort and lost requests.
     tpot: the tightest of the kept answers, inf = none.
-    soonest: until the first of the promised first tokens is due, inf = none is to come.
+    soonest: until the first of the promised first tokens is due, less a margin; inf = none is to come.
     """
 
     first: float
@@ -72,7 +72,7 @@ def seconds_allowed(
     params: PackerParams, jobs: Rows, outlook: Outlook, now: float, usual: float, pace: Pace
 ) -> Seconds:
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
-    soonest = _soonest(jobs, outlook, now)
+    soonest = (1.0 - params.keep.ttft_margin) * _soonest(jobs, outlook, now)
     first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, soonest
     share = 1.0
     for i in range(outlook.rows.size):
@@ -166,7 +166,7 @@ def take_turns(
     """
     if kept.rows.size <= params.max_running:
         return
-    chunk, count = _kept(params, jobs, kept, theta, may)[0].prompt, 0
+    chunk, count = _kept(params, jobs, kept, theta, may, now)[0].prompt, 0
     for i in range(kept.rows.size):
         if kept.level[i] <= ANSWER:
             count += 1
@@ -275,10 +275,10 @@ def _seconds_beside(params: PackerParams, theta: Floats, shape: Shape, limit: fl
 @compiled
 def compose(
     params: PackerParams, jobs: Rows, kept: Outlook, queue: Queue, others: int, kv: KvBudget, theta: Floats,
-    may: Seconds,
+    may: Seconds, now: float,
 ) -> CompiledStep:  # fmt: skip
     """Return the step of the queue; others: rows that hold a slot and are not in it."""
-    shape, fresh = _kept(params, jobs, kept, theta, may)
+    shape, fresh = _kept(params, jobs, kept, theta, may, now)
     order, count, shape = _chosen(params, jobs, queue, kv, theta, may, shape)
     chunk = max(shape.prompt, _fitting(params, theta, shape, may.spare))
     if shape.decodes == 0 or (fresh and not _yields(params, may)):
@@ -294,7 +294,7 @@ def compose(
 
 @compiled
 def _kept(
-    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, may: Seconds
+    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, may: Seconds, now: float
 ) -> tuple[Shape, bool]:
     """Return the iteration of the kept rows, and whether a promised first token is to come."""
     decodes, context, want, fresh, ahead, rest = 0, 0.0, 0, False, 0.0, 0.0
@@ -310,12 +310,33 @@ def _kept(
     shape = Shape(decodes, context, 0, ahead, rest, 0.0)
     if want == 0:
         return shape, fresh
-    limit = may.first if fresh else may.plain
+    limit, least = _until_urgent(params, jobs, outlook, theta, shape, may.first if fresh else may.plain, now)
     if _yields(params, may):
         chunk = _fitting(params, theta, shape, limit)
     else:
         chunk = _largest(params, theta, shape, limit, params.min_chunk)
-    return Shape(decodes, context, min(chunk, want), ahead, rest, 0.0), fresh
+    return Shape(decodes, context, min(max(chunk, least), want), ahead, rest, 0.0), fresh
+
+
+@compiled
+def _until_urgent(
+    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, shape: Shape, limit: float, now: float
+) -> tuple[float, int]:
+    """Return the seconds of an iteration of at most `limit`, and the prompt tokens that it has at least.
+
+    The first token that is due next comes out of this iteration if it can. Then others share the iteration
+    only within a part of the time that is left, since forecasts of iterations err.
+    """
+    place = _most_urgent(jobs, kept)
+    if place < 0:
+        return limit, 0
+    row = kept.rows[place]
+    rest = missing_of(jobs, row)
+    own = Shape(shape.decodes, shape.context, rest, float(jobs["computed"][row]), float(rest), 0.0)
+    left, takes = jobs["arrival"][row] + jobs["ttft"][row] - now, _seconds(theta, own)
+    if takes > min(left, limit):
+        return limit, 0
+    return float(min(limit, max(params.keep.ttft_share * left, takes))), rest
 
 
 @compiled

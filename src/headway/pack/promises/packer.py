@@ -138,7 +138,7 @@ def pack(
     if params.keep.turn_capacity > 0.0:
         take_turns(params, jobs, kept, theta, may, now, pace)
     queue = queue_of(params.keep, jobs, kept, outlook, theta, now)
-    return compose(params, jobs, kept, queue, others, kv, theta, may)
+    return compose(params, jobs, kept, queue, others, kv, theta, may, now)
 
 
 @compiled
