@@ -185,10 +185,22 @@ def test_many_wait_inside_for_a_packer_that_chooses_among_them() -> None:
     around = world("headway", "e0")
     ahead = FLEET["e0"].window + 1024
     for i in range(ahead + 5):
-        around.arrive(request(f"r{i}", prompt=300, arrival=float(i)))
+        around.arrive(request(f"r{i}", prompt=300, arrival=i / 1e4))
     assert around.load("e0") == ahead
     around.end("r0", Finished("r0", 100))
     assert around.load("e0") == ahead
+
+
+def test_requests_that_are_late_keep_none_outside_that_can_be_on_time() -> None:
+    around = world("headway", "e0")
+    ahead = FLEET["e0"].window + 1024
+    for i in range(ahead + 5):
+        around.arrive(request(f"r{i}", prompt=300, arrival=around.now, slo=Slo(ttft=1.0)))
+    assert around.load("e0") == ahead
+    around.now += 2.0
+    around.arrive(request("new", prompt=300, arrival=around.now, slo=Slo(ttft=1.0)))
+    assert "new" in around.inside
+    assert around.load("e0") == ahead + 1
 
 
 @pulling_recipes

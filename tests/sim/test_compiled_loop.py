@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headway.core.ranks import ATTAINABLE, DUE
 from headway.forecast.latency import profiles
 from headway.plan.ordered import Ordered
+from headway.plan.run_order import RunOrder
 from headway.recipes.registry import RECIPES
 from headway.sim import compiled_state
 from headway.sim.forecasts import Noisy
@@ -114,6 +115,22 @@ def test_same_outcome_with_ranks_that_travel(kind: int) -> None:
     compiled = Simulation(recipe, [one], workload).run()
     assert (compiled.end != Simulation(unranked, [one], workload).run().end).any()
     same(compiled, Simulation(recipe, [one], workload, fast=False).run())
+
+
+def test_what_is_late_inside_keeps_no_newcomer_outside() -> None:
+    """With more late requests inside than the window has places, newcomers still come in, in both loops."""
+    workload, one = traffic(80.0, 400, 3), instance_spec("opt-13b-a100", 8, 120, 256)
+    full, ahead = (
+        replace(RECIPES["headway"], planner=lambda ahead=ahead: RunOrder(ATTAINABLE, ahead=ahead))  # type: ignore[misc]
+        for ahead in (1024, 8)
+    )
+    compiled = Simulation(ahead, [one], workload).run()
+    same(compiled, Simulation(ahead, [one], workload, fast=False).run())
+    kept = [
+        np.count_nonzero(outcome.first - workload.arrival <= workload.ttft)
+        for outcome in (Simulation(full, [one], workload).run(), compiled)
+    ]
+    assert kept[1] >= 0.9 * kept[0]
 
 
 @pytest.mark.parametrize("recipe", RULED)

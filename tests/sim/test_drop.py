@@ -112,7 +112,7 @@ def test_only_what_its_packer_has_given_up_is_refused_inside(monkeypatch: pytest
     def judged(self: SimulatedInstance, id: str) -> None:
         jobs, theta = self.engine.jobs, self.learned.theta
         if id in jobs:
-            pace = pace_of(jobs.data, jobs.rows(), theta)
+            pace = pace_of(keep, jobs.data, jobs.rows(), now[0], theta)
             levels.append(outlook_of(keep, jobs.data, jobs.row_of[id], now[0], theta, pace)[0])
         drop(self, id)
 

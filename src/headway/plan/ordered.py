@@ -15,6 +15,7 @@ from itertools import compress
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.core.ranks import ATTAINABLE
 from headway.events import Arrived, Event, Failed, Finished, Returned
 from headway.plan.dispatch import Offers, spread
 from headway.plan.sent import SentOrder
@@ -103,6 +104,9 @@ class Ordered(Planner):
         backlog = cluster.backlog
         for queue in self._queues.values():
             queue.settle(backlog, now)
+        if self.kind == ATTAINABLE and self.ahead is not None:
+            for peers in self._peers:
+                peers.inside.settle(now)
         changed = [peers for peers in self._peers if peers.has_changed()]
         offers = [offer for peers in changed if (offer := self._offers(peers, backlog, now))]
         out = spread(offers, cluster.instances)

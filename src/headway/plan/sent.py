@@ -1,7 +1,9 @@
 """The requests inside instances, in rank order, and whether a queued request belongs there, too.
 
 The first requests of a virtual queue belong inside its instance. Where a queued request stands in that queue
-follows from the ranks of what is inside: they are kept sorted per instance.
+follows from the ranks of what is inside: they are kept sorted per instance. What has become late inside ranks
+behind a newcomer that can be on time, as in the queue: else, in a long overload, late requests would fill the
+window, and newcomers would wait outside until they are late, too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from math import ceil
 import numpy as np
 
 from headway.core.cluster import Cluster
+from headway.core.ranks import LATE, ON_TIME
 from headway.plan.waiting import Entry
 from headway.types import Backlog, Instance, Ints
 
@@ -73,11 +76,22 @@ class SentOrder:
         """Remove a request from an instance; one that is not in it is ignored."""
         i = self._place[name]
         inside = self._inside[i]
-        at = bisect_left(inside, entry)
-        if at == len(inside) or inside[at][3] != entry[3]:
-            return
-        del inside[at]
-        self._note(i, -self._taken[i].pop(at))
+        for one in (entry, (LATE, *entry[1:])):
+            at = bisect_left(inside, one)
+            if at < len(inside) and inside[at][3] == entry[3]:
+                del inside[at]
+                self._note(i, -self._taken[i].pop(at))
+                return
+
+    def settle(self, now: float) -> None:
+        """Move what has become late behind what can be on time."""
+        for i, inside in enumerate(self._inside):
+            while inside and inside[0][0] == ON_TIME and inside[0][1] < now:
+                entry = (LATE, *inside.pop(0)[1:])
+                blocks, at = self._taken[i].pop(0), bisect_left(inside, entry)
+                inside.insert(at, entry)
+                self._taken[i].insert(at, blocks)
+                self._note(i, 0)
 
     def _note(self, i: int, blocks: int) -> None:
         """Take note of a change of an instance. blocks: that the change takes, negative = gives back."""

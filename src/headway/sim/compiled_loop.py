@@ -190,12 +190,14 @@ def _learn_length(run: RunState, i: int) -> None:
 def _send(run: RunState, now: float) -> None:
     """Send the head of the queue as long as it belongs inside the engine."""
     progress = run.progress[0]
+    if now > progress["late_at"]:  # something inside is late by now
+        progress["refused"] = -1
     while True:
         heap = _head(run, now)
         # Under overload most arrivals change neither the head nor what is inside.
         if heap < 0 or run.heaps[heap, 0] == progress["refused"]:
             return
-        if not _belongs(run, run.heaps[heap, 0], heap):
+        if not _belongs(run, run.heaps[heap, 0], heap, now):
             progress["refused"] = run.heaps[heap, 0]
             return
         i, progress["refused"] = _take_first(run, heap), -1
@@ -221,25 +223,31 @@ def _head(run: RunState, now: float) -> int:
 
 
 @compiled
-def _belongs(run: RunState, i: int, heap: int) -> bool:
+def _belongs(run: RunState, i: int, heap: int, now: float) -> bool:
     """Tell whether i, the first of a heap, is within the dispatch window and its KV fits."""
     progress = run.progress[0]
     # The loop takes the columns, not the whole state: each array in a call costs its reference count.
     ahead, blocks, requests, keys, order, kind = 0, 0, run.requests, run.keys, run.order, run.planner.kind
+    counts_late, late_at = run.planner.counts_late, np.inf
     for j in run.inside[: progress["inside"]]:
-        if kind == ARRIVAL or _inside_first(keys, order, kind, j, i, heap):
+        if kind == ARRIVAL or _inside_first(keys, order, kind, j, i, heap, now, counts_late):
             ahead += 1
             blocks += requests["blocks"][j]
+        if counts_late and keys[0, j] >= now:
+            late_at = min(late_at, keys[0, j])
+    progress["late_at"] = late_at
     if ahead >= run.planner.window:
         return False
     return bool(ahead == 0 or blocks + requests["blocks"][i] <= run.planner.room)
 
 
 @compiled
-def _inside_first(keys: Floats, order: Ints, kind: int, j: int, i: int, heap: int) -> bool:
+def _inside_first(
+    keys: Floats, order: Ints, kind: int, j: int, i: int, heap: int, now: float, counts_late: bool
+) -> bool:
     """Tell whether j, which is inside, ranks before i, which waits in `heap`."""
     if kind == ATTAINABLE:
-        level = level_of(keys[0, j], False)
+        level = level_of(keys[0, j] - now, counts_late)
         if level != heap:
             return bool(level < heap)
     return before(keys, order, j, i)

@@ -40,6 +40,7 @@ Progress = np.dtype(
         ("now", float), ("arrived", int), ("serial", int),  # requests that have arrived, and been sent
         ("inside", int), ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
         ("refused", int),  # the head of the queue that does not belong inside as it is, -1 = not known
+        ("late_at", float),  # when the next request inside is late, as of the last look at them
         ("running", int),  # rows that the iteration in progress computes, 0 = the engine is idle
         ("iteration_end", float),
         ("iterations", int), ("preempted", int), ("paused", int), ("busy", float),  # as in `Outcome`
@@ -52,11 +53,13 @@ class PlannerParams(NamedTuple):
 
     kind: its rank, one of ARRIVAL, PRIORITY, DUE, ATTAINABLE.
     ranked: requests take the first number of their rank into the engine, as `Send.rank`.
+    counts_late: what is late inside ranks behind newcomers that can be on time.
     room: KV blocks that requests inside the engine may be expected to take together.
     """
 
     kind: int
     ranked: bool
+    counts_late: bool
     window: int
     room: int
     blocks: int
@@ -147,7 +150,8 @@ def initial_state(
         usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),
         given=given, law_kind=spec.latency.compiled_law[0], prior=learned.prior, packer=params,
         planner=PlannerParams(
-            planner.kind, planner.ranked, instance.window + (planner.ahead or 0),
+            planner.kind, planner.ranked, planner.kind == ATTAINABLE and planner.ahead is not None,
+            instance.window + (planner.ahead or 0),
             kv_room(instance, planner.ahead), blocks, size,
         ),
         limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
@@ -179,7 +183,7 @@ def _forecasts(workload: Workload, lengths: Lengths) -> tuple[Floats, TaskLength
 def _progress() -> Rows:
     """Return the progress of a run that has not begun."""
     progress = np.zeros(1, Progress)
-    progress["refused"] = -1
+    progress["refused"], progress["late_at"] = -1, np.inf
     return progress
 
 

@@ -39,18 +39,54 @@ class Outlook(NamedTuple):
 
 
 @compiled
-def pace_of(jobs: Rows, rows: Ints, theta: Floats) -> Pace:
-    """Return the pace of the answers in progress among `rows`."""
+def pace_of(keep: PromisesConfig, jobs: Rows, rows: Ints, now: float, theta: Floats) -> Pace:
+    """Return the pace of the answers in progress among `rows`.
+
+    Answers that are behind their tpot count, the least behind first, as long as they can catch up beside the
+    others. Without that, a batch that has become too slow would lose all of them.
+    """
+    rows = _in_progress(jobs, rows)
+    pace, tpot = _pace_of(jobs, rows, theta, -np.inf), np.inf
+    for row in rows:
+        tpot = min(tpot, jobs["tpot"][row])
+    if pace.token <= tpot:
+        return pace
+    lead = np.empty(rows.size)
+    for k in range(rows.size):
+        lead[k] = lead_of(keep, jobs, rows[k], now) if jobs["tpot"][rows[k]] < np.inf else np.inf
+    order = np.argsort(-lead, kind="mergesort")
+    decodes, context = 0, 0.0
+    for k in range(rows.size):
+        row, ahead = rows[order[k]], lead[order[k]]
+        decodes, context = decodes + (missing_of(jobs, row) == 1), context + jobs["computed"][row]
+        if ahead < 0.0 and seconds_of(theta, decodes, context, 0.0, 0.0) > jobs["tpot"][row]:
+            return _pace_of(jobs, rows[order[:k]], theta, float(np.nextafter(ahead, np.inf)))
+    return pace
+
+
+@compiled
+def _in_progress(jobs: Rows, rows: Ints) -> Ints:
+    """Return the answers in progress that were promised something, and whose first token was in time."""
+    size, found = 0, np.empty(rows.size, np.int64)
+    for row in rows:
+        begun = jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row)
+        if begun and jobs["first"][row] <= jobs["arrival"][row] + jobs["ttft"][row]:
+            found[size], size = row, size + 1
+    return found[:size]
+
+
+@compiled
+def _pace_of(jobs: Rows, rows: Ints, theta: Floats, behind: float) -> Pace:
+    """Return the pace of these answers together."""
     decodes, context, rents, tpot = 0, 0.0, 0.0, np.inf
     base = seconds_of(theta, 0.0, 0.0, 0.0, 0.0)
     for row in rows:
-        if jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row):
-            decodes += missing_of(jobs, row) == 1
-            context += jobs["computed"][row]
-            rents += rent(jobs, row, theta, base)
-            tpot = min(tpot, jobs["tpot"][row])
+        decodes += missing_of(jobs, row) == 1
+        context += jobs["computed"][row]
+        rents += rent(jobs, row, theta, base)
+        tpot = min(tpot, jobs["tpot"][row])
     pace = pace_at(theta, decodes, context)
-    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + rents, tpot), pace.token))
+    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + rents, tpot), pace.token), behind)
 
 
 @compiled
@@ -160,6 +196,7 @@ def outlook_of(
         due = jobs["first"][row] + made * jobs["tpot"][row] - prompt
         catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
         lost = lost or catch_up < now
+        lost = lost or bool(jobs["running"][row] and lead_of(keep, jobs, row, now) < pace.behind)
         if _is_paused(jobs, row) and not lost:
             return PROMPT, due  # so that it goes on before it is behind
         start = min(start, catch_up)

@@ -119,8 +119,8 @@ def pack(
 ) -> CompiledStep:
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
-    pace = pace_of(jobs, rows, theta)
     calm = eased(params, 0.0)
+    pace = pace_of(params.keep, jobs, rows, now, theta)
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace)
     pressure = pressure_of(params.keep, outlook)
     if pressure > 0.0:
