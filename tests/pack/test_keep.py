@@ -251,6 +251,20 @@ def test_answers_that_can_wait_make_way_for_a_first_token_that_would_be_late_bes
     assert set(range(10)) < set(ran(some)), "those that are due are computed with it"
 
 
+def test_a_first_token_that_is_due_next_shares_its_iteration_only_within_a_part_of_the_time_left() -> None:
+    """The urgent one takes 16 of 60 ms; a long one beside it fills the iteration up to 24 ms, not 400."""
+    urgent, long = {"prompt": 20, "ttft": 0.06}, {"prompt": 1500, "ttft": 2.0}
+
+    def tokens(*rows: dict[str, float], **keep: float) -> list[int]:
+        step = packer(PromisesConfig(**keep)).pack(jobs(*rows), ROOM, 0.0)  # type: ignore[arg-type]
+        assert step.tokens is not None
+        return [int(step.tokens[step.order == row].sum()) for row in range(len(rows))]
+
+    first, beside = tokens(urgent, long)
+    assert first == 20
+    assert 0 < beside < 200 < tokens(urgent, long, urgent_share=np.inf)[1]
+
+
 def test_a_prompt_is_priced_with_the_context_that_is_computed_already() -> None:
     """Tokens of a long prompt attend to all before them, so fewer fit the time that answers leave."""
 

@@ -101,8 +101,9 @@ class PromisesConfig(NamedTuple):
     burst_share, burst_lead_s: the same, while promises are lost and an answer is less than that many seconds
         ahead of its tpot: its lead is the time that a burst of prompts can use.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
-        `max_step`, at most twice that. Also the share of the time left until the next promised first token is
-        due that the iteration which makes it may take.
+        `max_step`, at most twice that.
+    urgent_share: share of the time left until the next promised first token is due that the iteration which
+        makes that token may take; inf = any.
     ttft_margin: share of that time that requests which are not kept leave in reserve.
     pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
         where there is a pool, when a prompt finds no room; inf = never.
@@ -136,6 +137,7 @@ class PromisesConfig(NamedTuple):
     burst_lead_s: float = 1.0
     burst_share: float = 0.3
     ttft_share: float = 0.4
+    urgent_share: float = 0.4
     ttft_margin: float = 0.1
     pause_lead_tokens: float = 200.0
     turn_capacity: float = 1.3

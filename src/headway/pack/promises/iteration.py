@@ -336,7 +336,7 @@ def _until_urgent(
     left, takes = jobs["arrival"][row] + jobs["ttft"][row] - now, _seconds(theta, own)
     if takes > min(left, limit):
         return limit, 0
-    return float(min(limit, max(params.keep.ttft_share * left, takes))), rest
+    return float(min(limit, max(params.keep.urgent_share * left, takes))), rest
 
 
 @compiled

@@ -151,7 +151,8 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
         k.long_answer_stds, k.far_s, k.begun_size_share, k.tpot_margin, k.overdue_share, k.kept_overdue_share,
         k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
         k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share,
-        k.ttft_margin, k.pause_lead_tokens, k.turn_capacity, k.selects, k.yields, k.eager, k.advances,
+        k.urgent_share, k.ttft_margin, k.pause_lead_tokens, k.turn_capacity, k.selects, k.yields, k.eager,
+        k.advances,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
