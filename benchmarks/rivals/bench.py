@@ -20,6 +20,7 @@ from benchmarks.rivals.grounds import ARENAS, FIDELITY_ONLY, Arena, conversation
 from benchmarks.rivals.measures import Figures, mean
 from benchmarks.rivals.systems import DEFAULT, ESSENTIAL, RIVALS, STOCK, rival_of, settings
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+from headway.errors import ConfigError
 
 _CLOSE = 1.0  # points below the best rival
 _NARROW = 2.0  # points of lead below which a cell is run with three seeds
@@ -34,14 +35,24 @@ QUICK = {
 _GROUPS = {"rivals' grounds": False, "own grounds": True}
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Run all cells; `quick`: one load per ground, fewer requests, the strongest rivals. At most a minute."""
+def main(
+    *, grounds: Sequence[str] = (), rivals: Sequence[str] = (), quick: bool, as_json: bool, seed: int,
+    out: Path | None,
+) -> None:  # fmt: skip
+    """Run all cells; `quick`: one load per ground, fewer requests, the strongest rivals. At most a minute.
+
+    grounds, rivals: those alone, the rivals by their own settings, without `fidelity.*`; () = all.
+    """
     began = time.perf_counter()
-    asked = jobs(seed, quick=quick)
+    check_names(grounds, rivals)
+    chosen = bool(grounds or rivals)
+    asked = [job for job in jobs(seed, quick=quick) if not chosen or _is_chosen(job, grounds, rivals)]
     found = run(asked, bar=not as_json)
     if not quick:
         found |= run(more_seeds(found, seed), bar=not as_json)
-    rows = rows_of(found, asked, seed, quick=quick)
+    rows = rows_of(found, asked)
+    if not chosen:
+        rows += fidelity.rows(found, seed, quick=quick)
     workload = (
         f"{SIMULATED}: {len({row.setting for row in rows if row.system == DEFAULT and 'x' in row.setting})} "
         f"cells; load = arrivals as a multiple of what stock vLLM completes of a burst. Azure's "
@@ -49,7 +60,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
     )
     title = f"The default recipe beside the SLO schedulers of other papers ({SIMULATED})"
     seconds, about = time.perf_counter() - began, About(workload, seed)
-    notes = [*_notes(rows), *fidelity.UNREPRODUCED]
+    notes = [*_notes(rows), *([] if chosen else fidelity.UNREPRODUCED)]
     report = Report("rivals", "sim", title, rows, seconds, about, _grid(rows), notes=notes)
     deliver(report, as_json=as_json, out=out)
 
@@ -61,6 +72,24 @@ def jobs(seed: int, *, quick: bool) -> list[Job]:
     """Return the cells of a run and what `fidelity.*` needs, each once."""
     cells = quick_cells(seed) if quick else all_cells([seed])
     return list(dict.fromkeys([*cells, *fidelity.jobs(seed, quick=quick)]))
+
+
+def check_names(grounds: Sequence[str], rivals: Sequence[str]) -> None:
+    """Raise ConfigError for the name of a ground or a rival that does not exist."""
+    for what, given, known in (
+        ("ground", grounds, [arena.name for arena in _shown()]),
+        ("rival", rivals, RIVALS),
+    ):
+        for name in given:
+            if name not in known:
+                raise ConfigError(
+                    f"There is no {what} {name!r}.", f"Use some of {', '.join(known)}.", param=f"{what}s"
+                )
+
+
+def _is_chosen(job: Job, grounds: Sequence[str], rivals: Sequence[str]) -> bool:
+    systems = (DEFAULT, *STOCK, *(rivals or RIVALS))
+    return isinstance(job, Cell) and job.system in systems and (not grounds or job.arena in grounds)
 
 
 def quick_cells(seed: int) -> list[Job]:
@@ -118,14 +147,14 @@ def _kept(found: fidelity.Found, cell: Cell) -> float:
 # ---- rows
 
 
-def rows_of(found: fidelity.Found, asked: Iterable[Job], seed: int, *, quick: bool) -> list[Row]:
-    """Return a row per system, setting and figure, the sums, and the rows of fidelity."""
+def rows_of(found: fidelity.Found, asked: Iterable[Job]) -> list[Row]:
+    """Return a row per system, setting and figure, and the sums."""
     rows: list[Row] = []
     for setting, cells in _by_setting(asked).items():
         if not any(cell.system == DEFAULT for cell in cells):
             continue
         rows += _setting_rows(setting, _seeds(found, cells))
-    return [*rows, *_summary(rows), *fidelity.rows(found, seed, quick=quick)]
+    return [*rows, *_summary(rows)]
 
 
 def _by_setting(asked: Iterable[Job]) -> dict[str, list[Cell]]:

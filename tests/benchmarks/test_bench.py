@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -156,13 +157,10 @@ def found(**kept: float) -> fidelity.Found:
     return dict(seen)
 
 
-def test_a_rival_is_its_best_setting_and_the_lead_is_over_the_best_rival(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fidelity, "rows", lambda *args, **named: [])
+def test_a_rival_is_its_best_setting_and_the_lead_is_over_the_best_rival() -> None:
     seen = found(headway=70, vllm=99, qoserve=60)
     seen |= {Cell("G3", 3.0, 0, "qoserve alpha=17"): FIGURES, Cell("G3", 3.0, 0, "scorpio"): FIGURES}
-    rows = bench.rows_of(seen, list(seen), 0, quick=False)
+    rows = bench.rows_of(seen, list(seen))
     at = {(row.id, row.system): row.ours for row in rows if row.setting == "G3, 3x"}
     assert at["attainment.promised", "qoserve"] == 90.0
     assert at["attainment.promised", "qoserve alpha=17"] == 90.0
@@ -215,6 +213,23 @@ def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(kept) == {DEFAULT, *RIVALS}
     assert len(set(kept.values())) > 4, "they are different schedulers"
     assert (tmp_path / "report.html").exists()
+
+
+def test_some_grounds_and_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[cells.Job] = []
+
+    def run(jobs: Sequence[cells.Job], *, bar: bool) -> dict[cells.Job, Figures]:
+        seen.extend(jobs)
+        return dict.fromkeys(jobs, FIGURES)
+
+    monkeypatch.setattr(bench, "run", run)
+    command = ["bench", "rivals", "--json", "--grounds", "G3,G4", "--rivals"]
+    assert CliRunner().invoke(_app(), [*command, "scorpio"]).exit_code == 0
+    assert {job.system for job in seen} == {DEFAULT, "vllm", "scorpio"}
+    assert {job.arena for job in seen if isinstance(job, Cell)} == {"G3", "G4"}
+    wrong = CliRunner().invoke(_app(), [*command, "scorpion"])
+    assert isinstance(wrong.exception, ConfigError)
+    assert "scorpio," in wrong.exception.hint
 
 
 def _app() -> object:

@@ -222,11 +222,21 @@ def default(
 
 
 @bench_app.command()
-def rivals(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+def rivals(
+    grounds: Annotated[str, typer.Option(help="Grounds, comma-separated; default: all.")] = "",
+    rivals: Annotated[
+        str, typer.Option(help="Rivals, comma-separated, by their own settings alone; default: all, swept.")
+    ] = "",
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
     """Compare the default recipe with the SLO schedulers of other papers (SIMULATED); from a checkout."""
     from headway.bench.checkout import from_checkout
 
-    from_checkout("rivals.bench:main")(quick=quick, as_json=as_json, seed=seed, out=out)
+    only = {"grounds": _names(grounds), "rivals": _names(rivals)}
+    from_checkout("rivals.bench:main")(**only, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
 @bench_app.command()
