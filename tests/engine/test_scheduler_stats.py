@@ -185,3 +185,19 @@ def test_what_it_relies_on_in_vllm() -> None:
     source = inspect.getsource(Scheduler)
     assert source.count("self.kv_cache_manager.allocate_slots(") == 2, "asked for running and for waiting"
     assert not any(hasattr(Scheduler, name) for name in ("stats", "_scheduled", "_slots_total"))
+
+
+def test_a_wrapper_of_another_plugin_stays() -> None:
+    case, asked = tight(1), list[str]()
+    engine = build(case, StatsScheduler)
+    manager = engine.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def wrapped(request: Any, *args: Any, **named: Any) -> Any:
+        asked.append(request.request_id)
+        return allocate(request, *args, **named)
+
+    manager.allocate_slots = wrapped
+    decisions(case, engine)
+    assert len(asked) > len(case.tasks)
+    assert manager.allocate_slots is wrapped

@@ -99,6 +99,45 @@ def test_sessions_whose_input_streams(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("seed", [1, 8, 12, 16])
+def test_sessions_whose_last_token_is_on_its_way(recipe: str, seed: int) -> None:
+    """vLLM takes a session that is preempted then out of the queue that it has just joined: it is lost."""
+    rng = np.random.default_rng(seed)
+    asks = [
+        Ask(
+            f"r{i}", int(rng.integers(12)), int(rng.integers(5, 200)), int(rng.integers(1, 30)),
+            priority=i % 3, slo=URGENT if i % 2 else {},
+            turns=tuple(rng.integers(5, 60, rng.integers(3)).tolist()),
+        )
+        for i in range(14)
+    ]  # fmt: skip
+    driver = run(recipe, asks, async_scheduling=True, blocks=60)
+    assert sorted(driver.ended) == sorted(ask.id for ask in asks)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_session_that_is_closed_while_a_connector_delays_its_freeing(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_loads.SlowLoads, "request_finished", lambda *args: (True, None))
+    scheduler = make_or_skip(recipe, pool=slow_loads.CONFIG)
+    driver = Driver(scheduler, [Ask("s", 0, 20, 2, turns=(20,))])
+    while not driver.ended:
+        driver.step()
+    assert "s" in scheduler.requests
+    assert "s" not in scheduler.jobs
+    driver.step()
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_requests_that_have_ended_are_not_remembered(recipe: str) -> None:
+    """Of those preempted with output on its way, only the ones for which that still holds."""
+    driver = run(recipe, crowd(24), async_scheduling=True, blocks=30)
+    assert driver.scheduler.counters["evictions"] or recipe == "vllm"
+    assert len(driver.scheduler._blocked._stale) <= 1
+
+
+@pytest.mark.parametrize("recipe", ALL)
 def test_a_running_request_makes_room_for_sessions_that_wait_with_their_kv(recipe: str) -> None:
     """It needs another block, and so do they: paused, it would wait for them, and they for it."""
     asks = [Ask("r", 0, 40, 60), *(Ask(f"s{i}", 0, 100, 3, turns=(60,)) for i in range(2))]

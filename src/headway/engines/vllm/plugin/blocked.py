@@ -35,7 +35,10 @@ class Blocked:
     def preempted(self, request: Any) -> None:
         """Note a request that may have output on its way."""
         if request.num_stale_output_tokens:
-            self._stale[request] = None
+            self._stale = self._on_their_way() | {request: None}
+
+    def _on_their_way(self) -> dict[Any, None]:
+        return {r: None for r in self._stale if r.num_stale_output_tokens and not r.is_finished()}
 
     def requests(self) -> Iterator[Any]:
         """Yield the requests; promote those that have become ready, as stock does when it comes to them."""
@@ -50,7 +53,7 @@ class Blocked:
             or scheduler.pause_state != PauseState.UNPAUSED
         ):
             return
-        self._stale = {r: None for r in self._stale if r.num_stale_output_tokens and not r.is_finished()}
+        self._stale = self._on_their_way()
         yield from (request for request in self._stale if not request.drop_stale_output)
         holding = {request.request_id for request in scheduler.kv_holding_waiting}
         # Stock keeps a set: by arrival, steps do not depend on where objects lie in memory.

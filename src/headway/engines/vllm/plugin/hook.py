@@ -99,7 +99,9 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if request.request_id not in self.jobs and request.request_id in self.requests:
+        id = request.request_id
+        # A session that this call has ended stays in `requests` while a connector delays its freeing.
+        if id not in self.jobs and id in self.requests and not self.requests[id].is_finished():
             self._enter(request, read_metadata(request))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,10 +271,12 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
     def _evict(self, request: Any) -> None:
         """Free a request's KV; it waits again and is recomputed, or found in the prefix cache.
 
-        It stays paused instead while a connector may still write to its blocks.
+        It stays paused instead while a connector may still write to its blocks. So does a session while a
+        token of it is on its way: if that ended its turn, vLLM would lose the session, which waits again.
         """
         stock: Any = self
-        if stock._request_blocks_can_be_freed(request):
+        ends = request.resumable and request.num_output_placeholders > 0
+        if stock._request_blocks_can_be_freed(request) and not ends:
             self.running.remove(request)
             stock._preempt_request(request, time.monotonic(), drop_stale_output=stock.requires_kv_delivery)
             self.counters["evictions"] += 1

@@ -105,7 +105,9 @@ class StatsMixin:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.stats.begin(self.finished_req_ids)
         self._scheduled = self.timer()
-        if self._may_run_short() != self._counts:
+        # Another plugin may have wrapped the method meanwhile: then it stays as it is.
+        ours = self.kv_cache_manager.allocate_slots in (self._counted, self._allocate)
+        if ours and self._may_run_short() != self._counts:
             self._counts = not self._counts
             self.kv_cache_manager.allocate_slots = self._counted if self._counts else self._allocate
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
