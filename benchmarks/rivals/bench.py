@@ -41,7 +41,8 @@ def main(
 ) -> None:  # fmt: skip
     """Run all cells; `quick`: one load per ground, fewer requests, the strongest rivals. At most a minute.
 
-    grounds, rivals: those alone, the rivals by their own settings, without `fidelity.*`; () = all.
+    grounds, rivals: those alone, the rivals by their own settings, without `fidelity.*`; () = all. A rival
+        does not run on every ground, and in a quick run only on some.
     """
     began = time.perf_counter()
     check_names(grounds, rivals)
@@ -226,10 +227,11 @@ def leads_of(rows: Sequence[Row]) -> dict[str, float]:
     for row in rows:
         if row.id == "attainment.promised":
             kept.setdefault(row.setting, {})[row.system] = row.ours or 0.0
-    return {
-        setting: seen[DEFAULT] - max(seen[name] for name in seen if name not in (DEFAULT, *STOCK))
+    rivals = {
+        setting: [seen[name] for name in seen if name not in (DEFAULT, *STOCK)]
         for setting, seen in kept.items()
     }
+    return {setting: kept[setting][DEFAULT] - max(others) for setting, others in rivals.items() if others}
 
 
 # ---- what people see

@@ -227,6 +227,8 @@ def test_some_grounds_and_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(_app(), [*command, "scorpio"]).exit_code == 0
     assert {job.system for job in seen} == {DEFAULT, "vllm", "scorpio"}
     assert {job.arena for job in seen if isinstance(job, Cell)} == {"G3", "G4"}
+    for few in (["slai"], ["fairbatching", "--quick"]):
+        assert CliRunner().invoke(_app(), ["bench", "rivals", "--json", "--rivals", *few]).exit_code == 0
     wrong = CliRunner().invoke(_app(), [*command, "scorpion"])
     assert isinstance(wrong.exception, ConfigError)
     assert "scorpio," in wrong.exception.hint

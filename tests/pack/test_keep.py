@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.engine_spec import EngineSpec, PromisesConfig
+from headway.core.feasibility import Pace
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack.promises.iteration import seconds_allowed, usual_seconds
@@ -22,6 +23,8 @@ from headway.pack.promises.outlook import (
     PROMPT,
     WAITS,
     eased,
+    given_up,
+    in_progress,
     outlook_of,
     pace_of,
     size_of,
@@ -35,6 +38,7 @@ from headway.sim.workload.traffic import Workload, concat, single
 from headway.types import Batch, Instance, Ints, Jobs, Slo, Step
 
 ROOM = KvBudget(1000, 1000, 16, 64)
+NONE = np.empty(0, np.int64)
 
 
 class Linear:
@@ -76,8 +80,12 @@ def instance(running: int = 8, blocks: int = 200) -> InstanceSpec:
 
 def level(row: dict[str, float], now: float = 0.0, keep: PromisesConfig | None = None) -> int:
     table, theta = jobs(row), OnlineLatency().theta
-    pace = pace_of(PromisesConfig(), table.data, table.rows(), 0.0, theta)
+    pace = pace_among(table)
     return outlook_of(keep or PromisesConfig(), table.data, 0, now, theta, pace)[0]
+
+
+def pace_among(table: Jobs) -> Pace:
+    return pace_of(table.data, in_progress(table.data, table.rows(), 0.0), OnlineLatency().theta)
 
 
 def ran(step: Step) -> Ints:
@@ -102,15 +110,23 @@ def test_levels() -> None:
     assert level(answer(ttft=1.0, tpot=0.02, tokens_left=500.0), now=0.5) == ANSWER, "it can"
 
 
-def test_of_a_batch_that_is_too_slow_some_answers_are_given_up_and_the_others_kept() -> None:
+@pytest.mark.parametrize("spread", [0.0, 1e-4])
+def test_of_a_batch_that_is_too_slow_some_answers_are_given_up_and_the_others_kept(spread: float) -> None:
     """An iteration of 60 takes 43 ms, of 30 26 ms. All are behind; alone, each could catch up."""
-    rows = [answer(ttft=1.0, tpot=0.03, tokens_left=100.0, first=0.1 - i / 1e4) for i in range(60)]
-    table, theta = jobs(*rows), OnlineLatency().theta
-    pace = pace_of(PromisesConfig(), table.data, table.rows(), 0.3, theta)
-    kept = outlooks_of(packer().params, table.data, table.rows(), 0.3, theta, pace).level == ANSWER
-    assert pace.token <= 0.03
-    assert 25 < kept.sum() < 50
-    assert kept[: kept.sum()].all(), "those least behind"
+    rows = [answer(ttft=1.0, tpot=0.03, tokens_left=100.0, first=0.1 - i * spread) for i in range(60)]
+    loose = [answer(ttft=1.0, tpot=0.2, tokens_left=100.0, first=-1.0) for _ in range(5)]
+    late = [answer(e2e=0.2, tokens_left=100.0) for _ in range(40)]
+    for table in (jobs(*rows), jobs(*rows, *loose, *late)):
+        theta = OnlineLatency().theta
+        answers = in_progress(table.data, table.rows(), 0.3)
+        pace = pace_of(table.data, answers, theta)
+        count, lost = given_up(PromisesConfig(), table.data, answers, 0.3, theta, pace)
+        kept = pace_of(table.data, count, theta)
+        levels = outlooks_of(packer().params, table.data, table.rows(), 0.3, theta, kept, lost).level
+        assert kept.token <= 0.03 < 0.04 < pace.token
+        assert 25 < (levels[:60] == ANSWER).sum() == count.size < 50
+        assert (levels[: count.size] == ANSWER).all(), "those least behind"
+        assert (levels[60:65] == ANSWER).all(), "those whose tpot is longer than all take"
 
 
 @given(st.lists(st.tuples(st.integers(2, 400), st.integers(1, 60)), min_size=1, max_size=7))
@@ -118,8 +134,8 @@ def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple
     """Moore and Hodgson's rule: on one machine no other choice has more on time."""
     rows = [{"prompt": tokens, "ttft": due / 100, "tokens_left": 1.0} for tokens, due in prompts]
     table, theta = jobs(*rows), OnlineLatency().theta
-    params, pace = packer(running=64).params, pace_of(PromisesConfig(), table.data, table.rows(), 0.0, theta)
-    outlooks = outlooks_of(params, table.data, table.rows(), 0.0, theta, pace)
+    params, pace = packer(running=64).params, pace_among(table)
+    outlooks = outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE)
     outlook = kept_of(table.data, outlooks, theta, pace)
     select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, np.inf, 0.5)
     assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(_prompts(rows))
@@ -127,10 +143,10 @@ def test_under_overload_as_many_prompts_as_possible_are_kept(prompts: list[tuple
 
 def test_prompts_pay_the_base_of_each_of_their_iterations() -> None:
     table, theta = jobs(*[{"ttft": 1.0, "tokens_left": 1.0}] * 40), OnlineLatency().theta
-    params, pace = packer(running=64).params, pace_of(PromisesConfig(), table.data, table.rows(), 0.0, theta)
+    params, pace = packer(running=64).params, pace_among(table)
     kept = []
     for longest in (np.inf, 3 * pace.base, 1.5 * pace.base):
-        outlooks = outlooks_of(params, table.data, table.rows(), 0.0, theta, pace)
+        outlooks = outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE)
         outlook = kept_of(table.data, outlooks, theta, pace)
         select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, longest, 0.5)
         kept.append(np.count_nonzero(outlook.level < OTHER))
@@ -140,9 +156,9 @@ def test_prompts_pay_the_base_of_each_of_their_iterations() -> None:
 @pytest.mark.parametrize(("ttft", "first"), [(0.3, 0.2), (0.75, 0.3), (8.0, 0.4), (np.inf, 0.2)])
 def test_an_iteration_with_prompts_takes_longer_where_they_have_the_time(ttft: float, first: float) -> None:
     table, theta = jobs({"ttft": ttft, "e2e": 20.0}, {}), OnlineLatency().theta
-    params, pace = packer().params, pace_of(PromisesConfig(), table.data, table.rows(), 0.0, theta)
+    params, pace = packer().params, pace_among(table)
     outlook = kept_of(
-        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace), theta, pace
+        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE), theta, pace
     )
     usual = usual_seconds(params, table.data, table.rows(), theta)
     may = seconds_allowed(params, table.data, outlook, 0.0, usual, pace)
@@ -158,10 +174,10 @@ def test_with_one_slot_as_many_answers_as_possible_are_kept(answers: list[tuple[
     table, theta = jobs(*rows), OnlineLatency().theta
     params, pace = (
         packer(keep, running=1).params,
-        pace_of(PromisesConfig(), table.data, table.rows(), 0.0, theta),
+        pace_among(table),
     )
     outlook = kept_of(
-        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace), theta, pace
+        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE), theta, pace
     )
     select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, np.inf, 0.0)
     timed = [(row["e2e"], size_of(table.data, i, theta, pace)) for i, row in enumerate(rows)]
@@ -252,17 +268,19 @@ def test_answers_that_can_wait_make_way_for_a_first_token_that_would_be_late_bes
 
 
 def test_a_first_token_that_is_due_next_shares_its_iteration_only_within_a_part_of_the_time_left() -> None:
-    """The urgent one takes 16 of 60 ms; a long one beside it fills the iteration up to 24 ms, not 400."""
-    urgent, long = {"prompt": 20, "ttft": 0.06}, {"prompt": 1500, "ttft": 2.0}
+    """The urgent one takes 17 of 60 ms; a long one, promised or not, fills the iteration up to 24 ms."""
+    urgent, latency = {"prompt": 20, "ttft": 0.06, "arrival": 0.1}, OnlineLatency()
+    ahead = answer(ttft=1.0, tpot=0.2)
 
-    def tokens(*rows: dict[str, float], **keep: float) -> list[int]:
-        step = packer(PromisesConfig(**keep)).pack(jobs(*rows), ROOM, 0.0)  # type: ignore[arg-type]
+    def seconds(*rows: dict[str, float], **keep: float) -> float:
+        step = packer(PromisesConfig(**keep)).pack(jobs(*rows, ahead), ROOM, 0.1)  # type: ignore[arg-type]
         assert step.tokens is not None
-        return [int(step.tokens[step.order == row].sum()) for row in range(len(rows))]
+        assert step.tokens[step.order == 0] == [20]
+        return latency.seconds(Batch(1, 104, int(step.tokens.sum()) - 1))
 
-    first, beside = tokens(urgent, long)
-    assert first == 20
-    assert 0 < beside < 200 < tokens(urgent, long, urgent_share=np.inf)[1]
+    for long in ({"prompt": 1500, "ttft": 2.0}, {"prompt": 1500}):
+        assert 0.016 < seconds(urgent, long) <= 0.4 * 0.06 + 0.001
+        assert seconds(urgent, long, urgent_share=np.inf) > 0.03
 
 
 def test_a_prompt_is_priced_with_the_context_that_is_computed_already() -> None:
@@ -552,7 +570,9 @@ def _with_tight(*names: str) -> list[int]:
     }
     table, theta, now = jobs(*[tight] * 4, *(prompts[name] for name in names)), OnlineLatency().theta, 0.1
     keep = packer(PromisesConfig(selects=False), running=4).params
-    pace = pace_of(PromisesConfig(), table.data, table.rows(), 0.0, theta)
-    outlook = kept_of(table.data, outlooks_of(keep, table.data, table.rows(), now, theta, pace), theta, pace)
+    pace = pace_among(table)
+    outlook = kept_of(
+        table.data, outlooks_of(keep, table.data, table.rows(), now, theta, pace, NONE), theta, pace
+    )
     select(keep, table.data, outlook, ROOM, now, theta, pace, 0.015, 0.2, 0.0)
     return [int(outlook.level[outlook.rows == 4 + i][0]) for i in range(len(names))]

@@ -12,7 +12,7 @@ from headway.bench.simulate.experiment import records
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
-from headway.pack.promises.outlook import LOST, outlook_of, pace_of
+from headway.pack.promises.outlook import LOST, in_progress, outlook_of, pace_of
 from headway.recipes.registry import find
 from headway.sim import fleet
 from headway.sim.instance import SimulatedInstance
@@ -112,7 +112,7 @@ def test_only_what_its_packer_has_given_up_is_refused_inside(monkeypatch: pytest
     def judged(self: SimulatedInstance, id: str) -> None:
         jobs, theta = self.engine.jobs, self.learned.theta
         if id in jobs:
-            pace = pace_of(keep, jobs.data, jobs.rows(), now[0], theta)
+            pace = pace_of(jobs.data, in_progress(jobs.data, jobs.rows(), now[0]), theta)
             levels.append(outlook_of(keep, jobs.data, jobs.row_of[id], now[0], theta, pace)[0])
         drop(self, id)
 

@@ -223,9 +223,11 @@ def default(
 
 @bench_app.command()
 def rivals(
-    grounds: Annotated[str, typer.Option(help="Grounds, comma-separated; default: all.")] = "",
+    grounds: Annotated[
+        str, typer.Option(help="Only these grounds, comma-separated, without other settings of rivals.")
+    ] = "",
     rivals: Annotated[
-        str, typer.Option(help="Rivals, comma-separated, by their own settings alone; default: all, swept.")
+        str, typer.Option(help="Only these rivals, comma-separated, without other settings of theirs.")
     ] = "",
     quick: Quick = False,
     as_json: Json = False,

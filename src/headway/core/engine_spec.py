@@ -104,7 +104,6 @@ class PromisesConfig(NamedTuple):
         `max_step`, at most twice that.
     urgent_share: share of the time left until the next promised first token is due that the iteration which
         makes that token may take; inf = any.
-    ttft_margin: share of that time that requests which are not kept leave in reserve.
     pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
         where there is a pool, when a prompt finds no room; inf = never.
     turn_capacity: where the batch is too small, answers ahead of their tpot wait for others, with their KV;
@@ -138,7 +137,6 @@ class PromisesConfig(NamedTuple):
     burst_share: float = 0.3
     ttft_share: float = 0.4
     urgent_share: float = 0.4
-    ttft_margin: float = 0.1
     pause_lead_tokens: float = 200.0
     turn_capacity: float = 1.3
     selects: bool = True

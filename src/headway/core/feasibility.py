@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from headway.compiled import compiled_within
 from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.types import Floats
@@ -24,21 +22,19 @@ class Pace(NamedTuple):
     token: seconds of an iteration of them alone; of a single answer while there are none.
     base: seconds of an empty iteration.
     mean: seconds of an iteration on average, with the prompts of those that follow these answers.
-    behind: seconds ahead of its tpot below which an answer has lost it; -inf = all can catch up.
     """
 
     decodes: int
     token: float
     base: float
     mean: float
-    behind: float
 
 
 @compiled_within
 def pace_at(theta: Floats, decodes: int, context: float) -> Pace:
     """Return the pace of so many answers with so many tokens of context together."""
     token = seconds_of(theta, max(decodes, 1), max(context, _CONTEXT), 0.0, 0.0)
-    return Pace(decodes, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0), token, -np.inf)
+    return Pace(decodes, token, seconds_of(theta, 0.0, 0.0, 0.0, 0.0), token)
 
 
 @compiled_within

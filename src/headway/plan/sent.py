@@ -1,9 +1,10 @@
 """The requests inside instances, in rank order, and whether a queued request belongs there, too.
 
-The first requests of a virtual queue belong inside its instance. Where a queued request stands in that queue
-follows from the ranks of what is inside: they are kept sorted per instance. What has become late inside ranks
-behind a newcomer that can be on time, as in the queue: else, in a long overload, late requests would fill the
-window, and newcomers would wait outside until they are late, too.
+The first requests of a virtual queue belong inside its instance. Where a queued request stands in that
+queue follows from the ranks of what is inside: they are kept sorted per instance. What is overdue inside (its
+first token may be out) ranks behind a newcomer that can be on time. Otherwise, in a long overload, late
+requests would fill the window, and newcomers would wait outside until they are late, too. So more may be
+inside than there are places.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class SentOrder:
                 return
 
     def settle(self, now: float) -> None:
-        """Move what has become late behind what can be on time."""
+        """Move what is overdue behind what can be on time."""
         for i, inside in enumerate(self._inside):
             while inside and inside[0][0] == ON_TIME and inside[0][1] < now:
                 entry = (LATE, *inside.pop(0)[1:])

@@ -70,7 +70,7 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without time while nothing is lost": _with(calm_answer_safety=1.5, calm_lost_below_stds=2.0),
     "headway without longer iterations for prompts": _with(ttft_share=0.0),
     "headway without iterations for urgent prompts": _with(alone_share=math.inf),
-    "headway without short iterations for first tokens": _with(urgent_share=math.inf, ttft_margin=0.0),
+    "headway without short iterations for first tokens": _with(urgent_share=math.inf),
     "headway without streams that go on": lambda spec: Promises(replace(spec, max_gap_s=math.inf)),
     "headway without answers that take turns": _with(turn_capacity=0.0),
     "headway without pausing answers": _with(pause_lead_tokens=math.inf),

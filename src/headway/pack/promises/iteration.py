@@ -42,7 +42,7 @@ class Seconds(NamedTuple):
     plain: otherwise.
     spare: with best effort and lost requests.
     tpot: the tightest of the kept answers, inf = none.
-    soonest: until the first of the promised first tokens is due, less a margin; inf = none is to come.
+    soonest: until the first of the promised first tokens is due, inf = none is to come.
     """
 
     first: float
@@ -72,7 +72,7 @@ def seconds_allowed(
     params: PackerParams, jobs: Rows, outlook: Outlook, now: float, usual: float, pace: Pace
 ) -> Seconds:
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
-    soonest = (1.0 - params.keep.ttft_margin) * _soonest(jobs, outlook, now)
+    soonest = _soonest(jobs, outlook, now)
     first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, soonest
     share = 1.0
     for i in range(outlook.rows.size):
@@ -278,7 +278,8 @@ def compose(
     may: Seconds, now: float,
 ) -> CompiledStep:  # fmt: skip
     """Return the step of the queue; others: rows that hold a slot and are not in it."""
-    shape, fresh = _kept(params, jobs, kept, theta, may, now)
+    shape, fresh, limit = _kept(params, jobs, kept, theta, may, now)
+    may = Seconds(may.first, may.plain, min(may.spare, limit), may.tpot, may.soonest)
     order, count, shape = _chosen(params, jobs, queue, kv, theta, may, shape)
     chunk = max(shape.prompt, _fitting(params, theta, shape, may.spare))
     if shape.decodes == 0 or (fresh and not _yields(params, may)):
@@ -295,8 +296,11 @@ def compose(
 @compiled
 def _kept(
     params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, may: Seconds, now: float
-) -> tuple[Shape, bool]:
-    """Return the iteration of the kept rows, and whether a promised first token is to come."""
+) -> tuple[Shape, bool, float]:
+    """Return the iteration of the kept rows, whether a promised first token is to come, and the most seconds.
+
+    The seconds are inf unless an urgent prompt limits them.
+    """
     decodes, context, want, fresh, ahead, rest = 0, 0.0, 0, False, 0.0, 0.0
     for i in range(outlook.rows.size):
         row = outlook.rows[i]
@@ -309,34 +313,40 @@ def _kept(
             fresh |= jobs["output_tokens"][row] == 0
     shape = Shape(decodes, context, 0, ahead, rest, 0.0)
     if want == 0:
-        return shape, fresh
-    limit, least = _until_urgent(params, jobs, outlook, theta, shape, may.first if fresh else may.plain, now)
+        return shape, fresh, np.inf
+    limit = may.first if fresh else may.plain
+    most, least = _until_urgent(params, jobs, outlook, theta, shape, limit, now)
+    limit = min(limit, most)
     if _yields(params, may):
         chunk = _fitting(params, theta, shape, limit)
     else:
         chunk = _largest(params, theta, shape, limit, params.min_chunk)
-    return Shape(decodes, context, min(max(chunk, least), want), ahead, rest, 0.0), fresh
+    return Shape(decodes, context, min(max(chunk, least), want), ahead, rest, 0.0), fresh, most
 
 
 @compiled
 def _until_urgent(
     params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, shape: Shape, limit: float, now: float
 ) -> tuple[float, int]:
-    """Return the seconds of an iteration of at most `limit`, and the prompt tokens that it has at least.
+    """Return the most seconds of an iteration, and the prompt tokens that it has at least; inf, 0 = any.
 
+    limit: the seconds that the kept answers allow.
     The first token that is due next comes out of this iteration if it can. Then others share the iteration
     only within a part of the time that is left, since forecasts of iterations err.
     """
     place = _most_urgent(jobs, kept)
-    if place < 0:
-        return limit, 0
-    row = kept.rows[place]
-    rest = missing_of(jobs, row)
-    own = Shape(shape.decodes, shape.context, rest, float(jobs["computed"][row]), float(rest), 0.0)
-    left, takes = jobs["arrival"][row] + jobs["ttft"][row] - now, _seconds(theta, own)
-    if takes > min(left, limit):
-        return limit, 0
-    return float(min(limit, max(params.keep.urgent_share * left, takes))), rest
+    if place < 0 or params.keep.urgent_share == np.inf:
+        return np.inf, 0
+    row, tokens = kept.rows[place], 0
+    for i in range(place + 1):
+        if kept.level[i] == PROMPT or kept.level[i] == HOPE:
+            tokens += missing_of(jobs, kept.rows[i])
+    left = jobs["arrival"][row] + jobs["ttft"][row] - now
+    takes = _seconds(theta, Shape(shape.decodes, shape.context, tokens, shape.ahead, shape.rest, 0.0))
+    fits = shape.decodes + tokens <= params.budget and missing_of(jobs, row) <= params.row_chunk
+    if not fits or takes > min(left, limit):
+        return np.inf, 0
+    return float(max(params.keep.urgent_share * left, takes)), tokens
 
 
 @compiled

@@ -39,54 +39,60 @@ class Outlook(NamedTuple):
 
 
 @compiled
-def pace_of(keep: PromisesConfig, jobs: Rows, rows: Ints, now: float, theta: Floats) -> Pace:
-    """Return the pace of the answers in progress among `rows`.
-
-    Answers that are behind their tpot count, the least behind first, as long as they can catch up beside the
-    others. Without that, a batch that has become too slow would lose all of them.
-    """
-    rows = _in_progress(jobs, rows)
-    pace, tpot = _pace_of(jobs, rows, theta, -np.inf), np.inf
-    for row in rows:
-        tpot = min(tpot, jobs["tpot"][row])
-    if pace.token <= tpot:
-        return pace
-    lead = np.empty(rows.size)
-    for k in range(rows.size):
-        lead[k] = lead_of(keep, jobs, rows[k], now) if jobs["tpot"][rows[k]] < np.inf else np.inf
-    order = np.argsort(-lead, kind="mergesort")
-    decodes, context = 0, 0.0
-    for k in range(rows.size):
-        row, ahead = rows[order[k]], lead[order[k]]
-        decodes, context = decodes + (missing_of(jobs, row) == 1), context + jobs["computed"][row]
-        if ahead < 0.0 and seconds_of(theta, decodes, context, 0.0, 0.0) > jobs["tpot"][row]:
-            return _pace_of(jobs, rows[order[:k]], theta, float(np.nextafter(ahead, np.inf)))
-    return pace
-
-
-@compiled
-def _in_progress(jobs: Rows, rows: Ints) -> Ints:
-    """Return the answers in progress that were promised something, and whose first token was in time."""
+def in_progress(jobs: Rows, rows: Ints, now: float) -> Ints:
+    """Return the answers in progress that were promised something and are not late yet, by their serial."""
     size, found = 0, np.empty(rows.size, np.int64)
     for row in rows:
         begun = jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row)
-        if begun and jobs["first"][row] <= jobs["arrival"][row] + jobs["ttft"][row]:
+        late = now > jobs["arrival"][row] + jobs["e2e"][row]
+        if begun and not late and jobs["first"][row] <= jobs["arrival"][row] + jobs["ttft"][row]:
             found[size], size = row, size + 1
-    return found[:size]
+    return found[:size][np.argsort(jobs["serial"][found[:size]])]
 
 
 @compiled
-def _pace_of(jobs: Rows, rows: Ints, theta: Floats, behind: float) -> Pace:
-    """Return the pace of these answers together."""
+def pace_of(jobs: Rows, answers: Ints, theta: Floats) -> Pace:
+    """Return the pace of these answers in progress."""
     decodes, context, rents, tpot = 0, 0.0, 0.0, np.inf
     base = seconds_of(theta, 0.0, 0.0, 0.0, 0.0)
-    for row in rows:
+    for row in answers:
         decodes += missing_of(jobs, row) == 1
         context += jobs["computed"][row]
         rents += rent(jobs, row, theta, base)
         tpot = min(tpot, jobs["tpot"][row])
     pace = pace_at(theta, decodes, context)
-    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + rents, tpot), pace.token), behind)
+    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + rents, tpot), pace.token))
+
+
+@compiled
+def given_up(
+    keep: PromisesConfig, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace
+) -> tuple[Ints, Ints]:
+    """Return the answers in progress that set the pace, and those that are given up so that others catch up.
+
+    Where all together are slower than a tpot, those that are behind stay as long as an iteration with them is
+    not slower, the least behind first: if all went on, all would be lost. One whose tpot is longer than even
+    all take is not given up.
+    """
+    lead, slow = np.full(answers.size, np.inf), False
+    for k in range(answers.size):
+        tpot = jobs["tpot"][answers[k]]
+        slow |= pace.token > tpot
+        if tpot < np.inf:
+            lead[k] = lead_of(keep, jobs, answers[k], now)
+    if not slow:
+        return answers, answers[:0]
+    counts, lost = np.zeros(answers.size, np.bool_), np.zeros(answers.size, np.bool_)
+    decodes, context = 0, 0.0
+    for k in np.argsort(-lead, kind="mergesort"):
+        row = answers[k]
+        if lead[k] < 0.0 and jobs["tpot"][row] >= pace.token:
+            continue
+        more, longer = decodes + (missing_of(jobs, row) == 1), context + jobs["computed"][row]
+        lost[k] = lead[k] < 0.0 and seconds_of(theta, more, longer, 0.0, 0.0) > jobs["tpot"][row]
+        if not lost[k]:
+            counts[k], decodes, context = True, more, longer
+    return answers[counts], answers[lost]
 
 
 @compiled
@@ -151,8 +157,7 @@ def eased(params: PackerParams, pressure: float) -> PackerParams:
         k.long_answer_stds, k.far_s, k.begun_size_share, k.tpot_margin, k.overdue_share, k.kept_overdue_share,
         k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
         k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share,
-        k.urgent_share, k.ttft_margin, k.pause_lead_tokens, k.turn_capacity, k.selects, k.yields, k.eager,
-        k.advances,
+        k.urgent_share, k.pause_lead_tokens, k.turn_capacity, k.selects, k.yields, k.eager, k.advances,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
@@ -197,7 +202,6 @@ def outlook_of(
         due = jobs["first"][row] + made * jobs["tpot"][row] - prompt
         catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
         lost = lost or catch_up < now
-        lost = lost or bool(jobs["running"][row] and lead_of(keep, jobs, row, now) < pace.behind)
         if _is_paused(jobs, row) and not lost:
             return PROMPT, due  # so that it goes on before it is behind
         start = min(start, catch_up)

@@ -51,7 +51,9 @@ from headway.pack.promises.outlook import (
     WAITS,
     Outlook,
     eased,
+    given_up,
     growth_of,
+    in_progress,
     is_over,
     is_silent,
     outlook_of,
@@ -120,12 +122,16 @@ def pack(
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
     calm = eased(params, 0.0)
-    pace = pace_of(params.keep, jobs, rows, now, theta)
-    outlook = outlooks_of(calm, jobs, rows, now, theta, pace)
+    answers = in_progress(jobs, rows, now)
+    pace = pace_of(jobs, answers, theta)
+    answers, lost = given_up(params.keep, jobs, answers, now, theta, pace)
+    if lost.size:
+        pace = pace_of(jobs, answers, theta)
+    outlook = outlooks_of(calm, jobs, rows, now, theta, pace, lost)
     pressure = pressure_of(params.keep, outlook)
     if pressure > 0.0:
         params = eased(params, pressure)
-        outlook = outlooks_of(params, jobs, rows, now, theta, pace)
+        outlook = outlooks_of(params, jobs, rows, now, theta, pace, lost)
     else:
         params = calm
     usual = usual_seconds(params, jobs, rows, theta)
@@ -143,9 +149,9 @@ def pack(
 
 @compiled
 def outlooks_of(
-    params: PackerParams, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace
+    params: PackerParams, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace, lost: Ints
 ) -> Outlook:
-    """Return the level of each row."""
+    """Return the level of each row; lost: rows that are in any case."""
     n, keep = rows.size, params.keep
     level, start = np.empty(n, np.int64), np.empty(n)
     for i in range(n):
@@ -153,6 +159,10 @@ def outlooks_of(
             level[i], start[i] = LOST, -np.inf
         else:
             level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
+    if lost.size:
+        place = np.empty(jobs["live"].size, np.int64)
+        place[rows] = np.arange(n)
+        level[place[lost]], start[place[lost]] = LOST, -np.inf
     return Outlook(rows, level, start)
 
 
@@ -193,7 +203,9 @@ def _let_streams_go_on(
     if size == 0:
         return
     turns = np.ceil(2.0 * holders * usual / params.max_gap)
-    for k in np.argsort(jobs["last"][outlook.rows[places[:size]]], kind="mergesort"):
+    silent, keys = outlook.rows[places[:size]], np.empty((1, size))
+    keys[0] = jobs["last"][silent]
+    for k in ordered(keys, jobs["serial"][silent]):
         row = outlook.rows[places[k]]
         needs = kernels.needs_block(jobs, row, kv.size)
         overdue = is_silent(jobs, row, now, keep.kept_overdue_share * params.max_gap)
