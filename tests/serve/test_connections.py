@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from headway.serve.app import new_app
 from headway.serve.connections import SPARE, Connections, Limit, Limits
 from headway.serve.http import LimitedHttp, limited
 from tests.serve.conftest import Serve
-from tests.serve.gateway import CHAT, Fake, Gateway, until
+from tests.serve.gateway import CHAT, SAY, Fake, Gateway, until
 from tests.serve.test_refusals import error
 from tests.serve.test_request_ends import fakes, hanging
 
@@ -249,3 +250,31 @@ def test_files_are_left_for_engines() -> None:
         with pytest.raises(ConfigError) as raised:
             most(files, limit)
         assert "server.max_connections" in raised.value.hint
+
+
+@pytest.mark.parametrize("asks", ["Upgrade: h2c", "Upgrade: websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_wish_for_another_protocol_is_ignored(serve: Serve, asks: str, chunked: bool, apart: bool) -> None:
+    """The body is read by its framing: it is no request of its own, and not lost."""
+    chat = json.dumps({"model": "smollm2", "messages": SAY}).encode()
+    for body, expected in ((b"GET /v1/models HTTP/1.1\r\nHost: inner\r\n\r\n", b"400"), (chat, b"200")):
+        framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, close\r\n{asks}\r\n"
+            f"Content-Type: application/json\r\n{framing}\r\n\r\n"
+        ).encode()
+        sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+        with serve() as gateway, connected(gateway, head if apart else head + sent) as line:
+            if apart:
+                time.sleep(0.1)
+                line.sendall(sent)
+            answer = rest(line)
+        assert answer.split()[1] == expected, answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_tunnel_is_refused(serve: Serve) -> None:
+    asked = b"CONNECT inner:80 HTTP/1.1\r\nHost: inner:80\r\n\r\n"
+    with serve() as gateway, connected(gateway, asked) as line:
+        assert rest(line).split()[1] == b"400"

@@ -12,6 +12,7 @@ import math
 from functools import partial
 from typing import Any, ClassVar, cast
 
+import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
@@ -43,8 +44,8 @@ class LimitedHttp(HttpToolsProtocol):
     limits: ClassVar[Limits]
     # In slots: Python keeps up to 30 attributes of an object without a dictionary, and uvicorn has 29.
     __slots__ = (
-        "_due", "_error", "_head", "_in_body", "_last", "_open", "_running", "_size", "_unsent", "_watcher",
-        "_write_due",
+        "_due", "_error", "_head", "_in_body", "_last", "_open", "_running", "_size", "_unsent", "_upgrades",
+        "_watcher", "_write_due",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +58,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._size = 0  # bytes of its complete lines
         self._open = False  # a head has begun and is not complete
         self._in_body = False  # a head is complete and its body is not
+        self._upgrades = False  # a head is complete that asks for another protocol
         self._due = math.inf  # when the client has to be through with its head or body
         self._unsent = 0  # bytes that waited for a client at the last look, 0 = it was not waited for
         self._write_due = math.inf  # when the client has to have taken some of them
@@ -86,9 +88,43 @@ class LimitedHttp(HttpToolsProtocol):
         if self._due == math.inf and self._idle:  # an empty line before a request begins no head
             self._due = self.loop.time() + self.limits.head_s
         began = self._open
-        super().data_received(data)
+        self._parse(data)
         if began and self._open:  # the chunk in which it began may hold the end of a body before it
             self._head += len(data)
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """Parse the head again without its wish for another protocol, and then the rest of the bytes.
+
+        Such a wish may be ignored (RFC 9110, 7.8), but the parser takes what follows the head for bytes of
+        that protocol: it would read the body as another request.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
+        stays = [
+            token.strip()
+            for name, value in self.headers
+            if name == b"connection"
+            for token in value.split(b",")
+            if token.strip().lower() != b"upgrade"
+        ]
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version), *(b"%s: %s" % pair for pair in kept)]
+        if stays:
+            lines.append(b"connection: " + b", ".join(stays))
+        self._upgrades, self.parser = False, httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        if method == b"CONNECT":  # asks for another protocol by itself
+            self.send_400_response("")
+        else:
+            self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.clients.discard(self)
@@ -144,11 +180,16 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._upgrades = self.parser.should_upgrade()
+        if self._upgrades:
+            return
         self._open, self._in_body = False, True
         self._due = self.loop.time() + self.limits.body_s
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._upgrades:
+            return
         self._in_body, self._due = False, math.inf
         if not self.cycle.response_complete:
             self.clients.busy(self)
