@@ -278,3 +278,29 @@ def test_a_tunnel_is_refused(serve: Serve) -> None:
     asked = b"CONNECT inner:80 HTTP/1.1\r\nHost: inner:80\r\n\r\n"
     with serve() as gateway, connected(gateway, asked) as line:
         assert rest(line).split()[1] == b"400"
+
+
+def test_a_stream_over_http_1_0_has_no_chunk_sizes(serve: Serve) -> None:
+    body = json.dumps({"model": "smollm2", "messages": SAY, "stream": True}).encode()
+    for version in (b"1.0", b"1.1"):
+        head = b"POST %s HTTP/%s\r\nHost: h\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        with (
+            serve() as gateway,
+            connected(gateway, head % (CHAT.encode(), version, len(body)) + body) as line,
+        ):
+            answered, _, stream = rest(line).partition(b"\r\n\r\n")
+        assert answered.split()[1] == b"200"
+        assert (b"transfer-encoding" in answered) == (version == b"1.1")
+        assert stream.startswith(b"data: ") == (version == b"1.0")
+    with serve() as gateway, connected(gateway, b"GET /health HTTP/1.0\r\n\r\n") as line:
+        assert rest(line).endswith(b'{"status":"ok"}')
+
+
+def test_a_slash_at_the_end_leads_nowhere_else(serve: Serve) -> None:
+    for path, status in (("/v1/models/", 200), ("/health/", 404), ("/v1/chat/completions/", 404)):
+        method = "POST" if "chat" in path else "GET"
+        asked = f"{method} {path} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n".encode()
+        with serve() as gateway, connected(gateway, asked) as line:
+            head, _, body = rest(line).partition(b"\r\n\r\n")
+        assert head.split()[1] == str(status).encode()
+        assert set(json.loads(body)) == ({"object", "data"} if status == 200 else {"error"})

@@ -51,7 +51,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def new_app() -> FastAPI:
     """Return an app without endpoints; `add_endpoints` adds them once the gateway is open."""
-    return FastAPI(title="Headway", version=__version__)
+    # A redirect would lead to plain HTTP at the host that the client names.
+    return FastAPI(title="Headway", version=__version__, redirect_slashes=False)
 
 
 def add_endpoints(app: FastAPI, state: AppState) -> None:
@@ -180,7 +181,9 @@ def _status(app: FastAPI, state: AppState) -> None:
 
     @app.get("/v1/models/{id:path}", responses=error_docs(401, 404))
     async def model(request: Request, id: str) -> Response:
-        """Describe a model served here."""
+        """Describe a model served here; without a name, as `/v1/models`."""
+        if not id:
+            return await models(request)
         state.tenant(request)
         return JSONResponse(state.describe(id))
 

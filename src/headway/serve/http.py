@@ -211,6 +211,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._running, self._watcher = cycle, None
         cycle.message_event = Event(is_set=cycle.message_event.is_set())
         cast(dict[str, object], cycle.scope)[CONNECTION] = self
+        if cycle.scope["http_version"] == "1.0":
+            cycle.transport = cast(asyncio.Transport, WithoutChunks(cycle))
         if not self.clients.admit(self):
             app = _status_alone(app)
         super()._start_asgi_task(cycle, partial(_until_stopped, cycle, app))
@@ -313,6 +315,38 @@ class HeadWithBody:
         """Close the transport once all has gone out, a head without a body, too."""
         if self._head is not None:
             self.write(b"")
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Tell whether the transport closes, or has closed."""
+        return self._transport.is_closing()
+
+
+class WithoutChunks:
+    """The transport of an answer to HTTP/1.0, which knows no chunks: a stream ends with its connection."""
+
+    __slots__ = ("_cycle", "_head", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport, self._head = cycle, cycle.transport, True
+
+    def write(self, data: bytes) -> None:
+        """Write the head, or a part of the body, without what uvicorn has added for chunks."""
+        if self._cycle.chunked_encoding and self._head:
+            data = data.replace(b"transfer-encoding: chunked\r\n", b"")
+        elif self._cycle.chunked_encoding:
+            size, _, rest = data.partition(b"\r\n")
+            data = rest[: int(size, 16)]
+        self._head = False
+        self._transport.write(data)
+
+    def writelines(self, parts: list[bytes]) -> None:
+        """Write a head and the part of the body after it."""
+        for part in parts:
+            self.write(part)
+
+    def close(self) -> None:
+        """Close the connection once all has gone out."""
         self._transport.close()
 
     def is_closing(self) -> bool:
