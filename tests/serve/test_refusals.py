@@ -295,3 +295,18 @@ def test_tools_that_nothing_reads_are_refused_in_our_words(choice: str | None) -
 )
 def test_tools_that_are_read_or_are_not_known_of_pass(engine: Engine, choice: str | None) -> None:
     _check_tools(engine, "smollm2", choice)
+
+
+def test_without_keys_web_pages_of_other_sites_are_refused(serve: Serve) -> None:
+    """A form or a fetch of text/plain reaches any server that its user's browser can reach."""
+    text = {"content-type": "text/plain"}
+    with serve() as gateway:
+        body, own = json.dumps(gateway.chat()).encode(), gateway.url.removeprefix("http://")
+        port = own.rpartition(":")[2]
+        rebound, local = f"evil.example:{port}", f"localhost:{port}"
+        others = ("http://evil.example", "null", "http://localhost:3000", f"http://{own}1", "http://[")
+        for origin, host in (*((one, own) for one in others), (f"http://{rebound}", rebound)):
+            answer = gateway.post(content=body, headers=text | {"origin": origin, "host": host})
+            assert error(answer, 403)["code"] == "foreign_page"
+        for headers in ({}, {"origin": gateway.url}, {"origin": f"http://{local}", "host": local}):
+            assert gateway.post(content=body, headers=headers).status_code == 200

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from hmac import compare_digest
+from ipaddress import ip_address
+from socket import gethostname
 from typing import Any
 
 from fastapi import Request
@@ -83,8 +85,12 @@ class AppState:
         return "default" if key is None else key.tenant
 
     def key(self, request: Request) -> Key | None:
-        """Return the key of a request, None if none are configured; 401 when none fits."""
+        """Return the key of a request, None if none are configured; 401 when none fits.
+
+        Without keys, 403 for the web page of another site, whose user's browser can reach the server.
+        """
         if not self._keys:
+            self._check_page(request)
             return None
         given = self._given(request)
         key = None if given is None else self._keys.get(given)
@@ -96,6 +102,24 @@ class AppState:
                 status=401, code="invalid_api_key",
             )  # fmt: skip
         return key
+
+    def _check_page(self, request: Request) -> None:
+        """Refuse requests of web pages that are not this server's own, by an address or this machine's name.
+
+        A page whose name was made to lead here (DNS rebinding) calls itself the server's own by that name.
+        """
+        if (origin := request.headers.get("origin")) is None:  # no browser, or nothing that changes anything
+            return
+        host = request.headers.get("host", "")
+        own = "localhost", gethostname().lower(), self.config.server.host
+        before, _, port = host.rpartition(":")
+        name = (before if port.isdecimal() else host).strip("[]").lower()
+        if origin.partition("://")[2] != host or not (name in own or _is_address(name)):
+            raise RequestError(
+                f"A web page ({origin[:64]!r}) may not use a server without API keys.",
+                "Configure keys ([[keys]]), or open the page by the server's address.",
+                status=403, code="foreign_page",
+            )  # fmt: skip
 
     def _given(self, request: Request) -> bytes | None:
         """Return the digest of the key that a request carries; two different ones are none."""
@@ -335,3 +359,12 @@ def header_docs(*names: str) -> list[dict[str, Any]]:
 def error_docs(*codes: int) -> dict[int | str, dict[str, Any]]:
     """Return the documentation of error answers for OpenAPI."""
     return {code: {"description": "An error in OpenAI's shape."} for code in codes}
+
+
+def _is_address(name: str) -> bool:
+    """Tell whether the name of a host is an IP address."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
