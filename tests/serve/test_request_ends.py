@@ -343,3 +343,13 @@ async def test_many_clients_at_once(gateway: Gateway) -> None:
     assert gateway.controller.requests == {}
     assert gateway.inner.dispatcher.in_flight == {}
     assert threading.active_count() < 40
+
+
+def test_comments_of_an_engine_are_no_tokens(serve: Serve) -> None:
+    """Engines send them so that proxies do not take a stream for dead."""
+    with serve() as gateway:
+        answer = gateway.post(gateway.chat(stream=True, **fakes(pings=6)))
+        assert answer.text.endswith("data: [DONE]\n\n")
+        until(lambda: gateway.metric("headway_stream_gap_seconds_count{") == 1)
+        assert gateway.metric("headway_ttft_seconds_sum{") >= 0.5
+        assert gateway.metric("headway_stream_gap_seconds_sum{") >= 0.5

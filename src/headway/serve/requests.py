@@ -211,6 +211,7 @@ class EngineResponse:
     pooled: bool = False
     silence: float = 0.0
     _reading: bool = False
+    _silent_since: float | None = None  # from when nothing but comments has come
     _end: asyncio.Future[None] | None = field(default=None, repr=False)  # of the connection
 
     @classmethod
@@ -241,10 +242,18 @@ class EngineResponse:
             self.head = await self._read_all()
             await self._check()
         elif _is_stream(self._response):
-            self.head = await self.read()
+            self.head = await self._first_event()
             self.silence = 0.0  # the wait for the first token is none
         else:
             raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
+
+    async def _first_event(self) -> bytes:
+        """Return what comes with the first event; comments before it are not tokens and are left out."""
+        head = await self.read()
+        while head and not _has_event(head):
+            more = await self.read()
+            head = head.rpartition(b"\n")[2] + more if more else b""
+        return head
 
     async def _check(self) -> None:
         """Raise MalformedAnswer unless the body is an answer, or an error that belongs to its status."""
@@ -258,9 +267,11 @@ class EngineResponse:
 
     async def read(self) -> bytes:
         """Return what has come, at most `CHUNK` bytes, empty at the end; errors as `open`."""
-        self._reading, began = True, time.monotonic()
+        self._reading, began = True, self._silent_since or time.monotonic()
         try:
-            return await self._response.content.read(CHUNK)
+            chunk = await self._response.content.read(CHUNK)
+            self._silent_since = None if _has_event(chunk) else began
+            return chunk
         except BROKEN as error:
             raise engine_error(self.engine, error) from error
         except RuntimeError as error:  # aiohttp's, for a connection that has been closed
@@ -314,3 +325,10 @@ def _is_stream(response: aiohttp.ClientResponse) -> bool:
     """Tell whether its type is that of events; aiohttp's own answer keeps a kilobyte."""
     kind, _, _ = response.headers.get("content-type", "").partition(";")
     return kind.strip().lower() == "text/event-stream"
+
+
+def _has_event(data: bytes) -> bool:
+    """Tell whether this has more of a stream of events than comments."""
+    return data.startswith(b"data:") or any(
+        line.strip() and not line.startswith(b":") for line in data.split(b"\n")
+    )

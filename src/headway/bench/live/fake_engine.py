@@ -52,6 +52,7 @@ class _Ask:
 
     tokens, delay: `fake_tokens`, `fake_delay` (seconds per token) instead of the engine's
     hold: `fake_hold`, a name; no byte is sent before the name is released
+    pings: `fake_pings`, comments, 0.1 s apart, before the first event and before the last
     end: `fake_end`, how the response ends:
         "400", "429", "500": refused with this status; "html": 502 with a page instead of JSON
         "error": vLLM's error event, "garbage": an event that is not JSON, "cut": a broken connection,
@@ -68,6 +69,7 @@ class _Ask:
     tokens: int
     delay: float
     hold: str
+    pings: int
     end: str
     model: str
     chunk_tokens: int
@@ -204,6 +206,7 @@ class FakeEngine:
             tokens=min(tokens, limit),
             delay=float(extra.get("fake_delay", self.delay)),
             hold=str(extra.get("fake_hold", "")),
+            pings=int(extra.get("fake_pings", 0)),
             end=str(extra.get("fake_end") or self.script(_prompt(body)) or "stop"),
             chunk_tokens=self.chunk_tokens,
             split=self.split,
@@ -235,6 +238,7 @@ async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
     """Send each event as an HTTP chunk of its own, as vLLM does (in two with `split`)."""
     await _start(send, 200, b"text/event-stream; charset=utf-8")
     first, chunk, last = _chunks(ask)
+    await _ping(ask, gone, send)
     if ask.chat:
         await _part(send, first, ask.split)
     for _ in range(ask.shown):
@@ -244,10 +248,17 @@ async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
         await _part(send, chunk, ask.split)
     if ask.end == "cut":
         raise ConnectionAbortedError(f"{NAME}: asked to")
+    await _ping(ask, gone, send)
     for event in _ending(ask, last):
         await _part(send, event, ask.split)
     with suppress(RuntimeError):  # the client has just left
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _ping(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
+    for _ in range(ask.pings):
+        await _part(send, b": ping\n\n", ask.split)
+        await _rest(0.1, gone)
 
 
 def _ending(ask: _Ask, last: bytes) -> Iterator[bytes]:
