@@ -304,3 +304,10 @@ def test_a_slash_at_the_end_leads_nowhere_else(serve: Serve) -> None:
             head, _, body = rest(line).partition(b"\r\n\r\n")
         assert head.split()[1] == str(status).encode()
         assert set(json.loads(body)) == ({"object", "data"} if status == 200 else {"error"})
+
+
+def test_many_wishes_in_one_packet_are_answered(serve: Serve) -> None:
+    asked = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" * 3000
+    last = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+    with serve() as gateway, connected(gateway, asked + last) as line:
+        assert rest(line).count(b"HTTP/1.1 200 ") == 3001

@@ -85,6 +85,11 @@ class Ordered(Planner):
         self._fleet: tuple[object, ...] = ()
         self._fleet_version = -1
 
+    @property
+    def counts_late(self) -> bool:
+        """Tell whether what is overdue inside ranks behind newcomers that can be on time."""
+        return self.kind == ATTAINABLE and self.ahead is not None
+
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Queue a request that has come, or come back; forget one that has left its instance."""
         backlog = cluster.backlog
@@ -104,7 +109,7 @@ class Ordered(Planner):
         backlog = cluster.backlog
         for queue in self._queues.values():
             queue.settle(backlog, now)
-        if self.kind == ATTAINABLE and self.ahead is not None:
+        if self.counts_late:
             for peers in self._peers:
                 peers.inside.settle(now)
         changed = [peers for peers in self._peers if peers.has_changed()]

@@ -92,22 +92,29 @@ class LimitedHttp(HttpToolsProtocol):
         if began and self._open:  # the chunk in which it began may hold the end of a body before it
             self._head += len(data)
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Feed the parser; a request's wish for another protocol is ignored (RFC 9110, 7.8).
+
+        The parser takes what follows the head of such a request for bytes of that protocol, and would read the
+        body as another request.
+        """
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._parse_without_upgrade(data[upgrade.args[0] :])
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = memoryview(data)[upgrade.args[0] :]
+                    self._begin_without_upgrade()
         except httptools.HttpParserError:
             self.send_400_response("")
 
-    def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Parse the head again without its wish for another protocol, and then the rest of the bytes.
-
-        Such a wish may be ignored (RFC 9110, 7.8), but the parser takes what follows the head for bytes of
-        that protocol: it would read the body as another request.
-        """
+    def _begin_without_upgrade(self) -> None:
+        """Parse the head that has come once more, without its wish for another protocol."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":  # asks for another protocol by itself
+            raise httptools.HttpParserError("a tunnel")
         kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
         stays = [
             token.strip()
@@ -121,10 +128,7 @@ class LimitedHttp(HttpToolsProtocol):
             lines.append(b"connection: " + b", ".join(stays))
         self._upgrades, self.parser = False, httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
-        if method == b"CONNECT":  # asks for another protocol by itself
-            self.send_400_response("")
-        else:
-            self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.clients.discard(self)

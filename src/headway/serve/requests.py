@@ -251,6 +251,7 @@ class EngineResponse:
         """Return what comes with the first event; comments before it are not tokens and are left out."""
         head = await self.read()
         while head and not _has_event(head):
+            self.memory.hold(len(head))
             more = await self.read()
             head = head.rpartition(b"\n")[2] + more if more else b""
         return head
@@ -270,7 +271,7 @@ class EngineResponse:
         self._reading, began = True, self._silent_since or time.monotonic()
         try:
             chunk = await self._response.content.read(CHUNK)
-            self._silent_since = None if _has_event(chunk) else began
+            self._silent_since = began if self.streams and not _has_event(chunk) else None
             return chunk
         except BROKEN as error:
             raise engine_error(self.engine, error) from error

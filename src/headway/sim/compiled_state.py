@@ -53,7 +53,7 @@ class PlannerParams(NamedTuple):
 
     kind: its rank, one of ARRIVAL, PRIORITY, DUE, ATTAINABLE.
     ranked: requests take the first number of their rank into the engine, as `Send.rank`.
-    counts_late: what is late inside ranks behind newcomers that can be on time.
+    counts_late: what is overdue inside ranks behind newcomers that can be on time.
     room: KV blocks that requests inside the engine may be expected to take together.
     """
 
@@ -150,8 +150,7 @@ def initial_state(
         usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),
         given=given, law_kind=spec.latency.compiled_law[0], prior=learned.prior, packer=params,
         planner=PlannerParams(
-            planner.kind, planner.ranked, planner.kind == ATTAINABLE and planner.ahead is not None,
-            instance.window + (planner.ahead or 0),
+            planner.kind, planner.ranked, planner.counts_late, instance.window + (planner.ahead or 0),
             kv_room(instance, planner.ahead), blocks, size,
         ),
         limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
