@@ -95,8 +95,8 @@ class LimitedHttp(HttpToolsProtocol):
     def _parse(self, data: bytes | memoryview) -> None:
         """Feed the parser; a request's wish for another protocol is ignored (RFC 9110, 7.8).
 
-        The parser takes what follows the head of such a request for bytes of that protocol, and would read the
-        body as another request.
+        The parser takes what follows the head of such a request for bytes of that protocol, and would read
+        the body as another request.
         """
         self._unset_keepalive_if_required()
         try:
