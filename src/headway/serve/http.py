@@ -87,10 +87,9 @@ class LimitedHttp(HttpToolsProtocol):
             return
         if self._due == math.inf and self._idle:  # an empty line before a request begins no head
             self._due = self.loop.time() + self.limits.head_s
-        began = self._open
-        self._parse(data)
-        if began and self._open:  # the chunk in which it began may hold the end of a body before it
+        if self._open:  # the chunk in which a head begins is not counted: it may hold the end of a body before it
             self._head += len(data)
+        self._parse(data)
 
     def _parse(self, data: bytes | memoryview) -> None:
         """Feed the parser; a request's wish for another protocol is ignored (RFC 9110, 7.8).
