@@ -310,9 +310,9 @@ def test_a_slash_at_the_end_leads_nowhere_else(serve: Serve) -> None:
 def test_many_requests_at_once_are_answered(serve: Serve, more: bytes) -> None:
     asked = b"GET /health HTTP/1.1\r\nHost: h\r\n" + more + b"\r\n"
     last = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
-    begun, ended = asked[:40], asked[40:]
+    begun, ended = asked[:20], asked[20:]
     with serve() as gateway, connected(gateway, begun) as line:
-        for _ in range(3):  # a head ends and another begins in each packet, which is larger than a head may be
+        for _ in range(3):  # each packet ends one head, begins another, and is larger than one may be
             time.sleep(0.05)
             line.sendall(ended + asked * 1000 + begun)
         line.sendall(ended + last)

@@ -87,7 +87,7 @@ class LimitedHttp(HttpToolsProtocol):
             return
         if self._due == math.inf and self._idle:  # an empty line before a request begins no head
             self._due = self.loop.time() + self.limits.head_s
-        if self._open:  # the chunk in which a head begins is not counted: it may hold the end of a body before it
+        if self._open:  # a chunk in which a head begins is not counted: other requests may precede it
             self._head += len(data)
         self._parse(data)
 
