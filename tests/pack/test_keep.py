@@ -576,3 +576,14 @@ def _with_tight(*names: str) -> list[int]:
     )
     select(keep, table.data, outlook, ROOM, now, theta, pace, 0.015, 0.2, 0.0)
     return [int(outlook.level[outlook.rows == 4 + i][0]) for i in range(len(names))]
+
+
+@pytest.mark.parametrize("free", [4000, 0])
+def test_answers_without_time_for_them_do_not_run_in_place_of_prompts_that_wait(free: int) -> None:
+    long = {"computed": 2000, "prompt": 1996, "blocks": 126, "last": 0.2}
+    late, made = answer(ttft=0.05, tpot=0.1, first=0.15, **long), []
+    for waiting in (0, 60):
+        table = jobs(answer(tpot=0.1, ttft=1.0, **long), *[late] * 40, *[{"ttft": 0.01}] * waiting)
+        step = packer(running=64).pack(table, KvBudget(10_000, free, 16, 128), 0.3)
+        made.append(np.count_nonzero(table.running[ran(step)]))
+    assert 1 < made[0] == made[1] < 41

@@ -26,7 +26,7 @@ def allocate(
     """
     ranked = np.ascontiguousarray(ranked)
     others = int(np.count_nonzero(jobs.running & jobs.live) - np.count_nonzero(jobs.running[ranked]))
-    step = kernels.allocate(jobs.data, ranked, others, kv_budget, max_running, budget, budget, row_chunk)
+    step = kernels.allocate(jobs.data, ranked, others, kv_budget, max_running, budget, budget, row_chunk, 0)
     return Step(step.order, step.caps, step.evict, max_running=max_running, token_budget=budget)
 
 

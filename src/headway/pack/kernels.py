@@ -110,13 +110,18 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int, row_chunk: int) -> I
 @compiled
 def allocate(
     jobs: Rows, ranked: Ints, others: int, kv_budget: KvBudget, max_running: int, budget: int, chunk: int,
-    row_chunk: int,
+    row_chunk: int, pauses: int,
 ) -> CompiledStep:  # fmt: skip
-    """Return the step of `allocation.allocate`; others: rows that hold a slot and are not in the ranking."""
+    """Return the step of `allocation.allocate`.
+
+    others: rows that hold a slot and are not in the ranking.
+    pauses: how many of the last in it hold KV and do not run.
+    """
     free_slots = kv_budget.slots - others
-    batch_limit = max(min(max_running, free_slots), 0)
     while True:
-        runs, stays = _share(jobs, ranked, kv_budget, free_slots, batch_limit, max(min(budget, chunk), 1))
+        batch_limit = max(min(max_running, free_slots, ranked.size - pauses), 0)
+        most = max(min(budget, chunk), 1)
+        runs, stays = _share(jobs, ranked, kv_budget, free_slots, batch_limit, most, pauses)
         order = ranked[runs]
         tokens = grant(jobs, order, budget, chunk, row_chunk)
         unfunded = -1
@@ -131,7 +136,7 @@ def allocate(
 
 @compiled
 def _share(
-    jobs: Rows, ranked: Ints, kv_budget: KvBudget, free_slots: int, batch_limit: int, most: int
+    jobs: Rows, ranked: Ints, kv_budget: KvBudget, free_slots: int, batch_limit: int, most: int, pauses: int
 ) -> tuple[Bools, Bools]:
     """Return masks of the rows that run and of those that pause, most urgent first.
 
@@ -149,7 +154,7 @@ def _share(
         holders += i >= batch_limit and jobs["running"][row]
         taken += needs[i] if i < batch_limit else exclusive_of(jobs, row)
     if taken > blocks or holders > free_slots:
-        return _squeeze(jobs, ranked, needs, blocks, free_slots, batch_limit)
+        return _squeeze(jobs, ranked, needs, blocks, free_slots, batch_limit, pauses)
     runs = np.arange(n) < batch_limit
     return runs, jobs["running"][ranked] & ~runs
 
@@ -169,7 +174,7 @@ def _needs(jobs: Rows, row: int, kv_budget: KvBudget, most: int) -> int:
 
 @compiled
 def _squeeze(
-    jobs: Rows, ranked: Ints, needs: Ints, blocks: int, free_slots: int, batch_limit: int
+    jobs: Rows, ranked: Ints, needs: Ints, blocks: int, free_slots: int, batch_limit: int, pauses: int
 ) -> tuple[Bools, Bools]:
     """Return the masks when room is short: in order of urgency, those whose need still fits.
 
@@ -183,7 +188,8 @@ def _squeeze(
         newcomers += not running
         if not running and newcomers > most:
             continue
-        if needs[i] <= blocks and min(batch_limit, free_slots) > 0 and (running or not stuck):
+        fits = needs[i] <= blocks and min(batch_limit, free_slots) > 0
+        if fits and (running or not stuck) and i < n - pauses:
             runs[i], batch_limit, free_slots, blocks = (
                 True,
                 batch_limit - 1,
@@ -246,8 +252,9 @@ def pack(
         return _slack(params, jobs, rows, others, kv_budget, now, theta)
     ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
     if params.kind != FCFS:
-        ranked, budget = silent_streams_first(jobs, ranked, kv_budget, now, params.max_gap), params.budget
-        return allocate(jobs, ranked, others, kv_budget, params.max_running, budget, budget, params.row_chunk)
+        ranked = silent_streams_first(jobs, ranked, kv_budget, now, params.max_gap)
+        most, budget, each = params.max_running, params.budget, params.row_chunk
+        return allocate(jobs, ranked, others, kv_budget, most, budget, budget, each, 0)
     running = np.count_nonzero(jobs["running"][ranked])
     inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
     order = np.concatenate((inside, waiting))
@@ -322,12 +329,12 @@ def _slack(
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
     most, each = params.max_running, params.row_chunk
     ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)
-    step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
+    step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each, 0)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
         ranked = silent_streams_first(jobs, rows[ordered(keys, serial)], kv_budget, now, params.max_gap)
-        step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each)
+        step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each, 0)
     return step
 
 

@@ -285,12 +285,13 @@ def compose(
     if shape.decodes == 0 or (fresh and not _yields(params, may)):
         chunk = max(chunk, params.min_chunk)
     # One runs however long it takes: an engine that computes nothing would never come out of it.
-    most, budget, each = min(max(count, 1), params.max_running), params.budget, params.row_chunk
-    while True:
-        step = allocate(jobs, order, others, kv, most, budget, chunk, each)
-        if step.order.size or order.size == queue.rows.size:
-            return step
-        order = _completed(jobs, queue, order, count)  # nothing fits: any row that does is better than none
+    least = max(count, 1)
+    most, budget, each = min(least, params.max_running), params.budget, params.row_chunk
+    step = allocate(jobs, order, others, kv, most, budget, chunk, each, max(order.size - least, 0))
+    if step.order.size == 0:  # nothing fits: any row that does is better than none
+        order = _completed(jobs, queue, order, count)
+        step = allocate(jobs, order, others, kv, most, budget, chunk, each, 0)
+    return step
 
 
 @compiled
