@@ -203,6 +203,24 @@ def test_requests_that_are_late_keep_none_outside_that_can_be_on_time() -> None:
     assert around.load("e0") == ahead + 1
 
 
+def test_a_batch_that_is_due_tomorrow_does_not_pass_what_is_overdue() -> None:
+    around = world("headway", "e0")
+    ahead, day = FLEET["e0"].window + 1024, Slo(e2e=86_400.0)
+    for i in range(ahead + 5):
+        around.arrive(request(f"line{i}", prompt=300, arrival=around.now, slo=day))
+    for i in range(ahead + 5):
+        around.arrive(request(f"plain{i}", prompt=300, arrival=around.now))
+    around.now += 20.0
+    around.end("line0", Finished("line0", 100))
+    for i in range(5):
+        around.end(f"plain{i}", Finished(f"plain{i}", 100))
+    assert all(f"plain{i}" in around.inside for i in range(5, ahead + 5))
+    assert f"line{ahead}" not in around.inside
+    around.now += 86_000.0
+    around.end("plain5", Finished("plain5", 100))
+    assert f"line{ahead}" in around.inside, "its deadline is no longer far"
+
+
 @pulling_recipes
 def test_half_a_load_is_spread_over_the_instances(recipe: str) -> None:
     around = world(recipe, "e0", "e1")

@@ -19,7 +19,7 @@ from headway.sim.forecasts import Noisy
 from headway.sim.instance import InstanceSpec
 from headway.sim.outcome import Outcome
 from headway.sim.run import Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Instance, Slo
 
 RULED = ["headway", "vllm", "priority", "edf", "slack"]
@@ -132,6 +132,19 @@ def test_what_is_late_inside_keeps_no_newcomer_outside() -> None:
         for outcome in (Simulation(full, [one], workload).run(), compiled)
     ]
     assert kept[1] >= 0.9 * kept[0]
+
+
+def test_what_is_overdue_comes_before_a_far_deadline_in_both_loops() -> None:
+    """More requests of a batch, and more without a promise, than the window has places for."""
+    one = instance_spec("opt-13b-a100", 8, 120, 256)
+    recipe = replace(RECIPES["headway"], planner=lambda: RunOrder(ATTAINABLE, ahead=8))  # type: ignore[misc]
+    lines = single(np.zeros(60), 100, 50, model="m", slo=Slo(e2e=630.0))
+    plain = single(np.linspace(0.0, 30.0, 300), 100, 50, model="m")
+    workload = concat(lines, plain).sorted()
+    compiled = Simulation(recipe, [one], workload).run()
+    same(compiled, Simulation(recipe, [one], workload, fast=False).run())
+    batch = np.isfinite(workload.e2e)
+    assert np.median(compiled.end[batch]) > np.median(compiled.end[~batch])
 
 
 @pytest.mark.parametrize("recipe", RULED)

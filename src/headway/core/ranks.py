@@ -19,7 +19,9 @@ Value = TypeVar("Value", float, Floats)
 # Kinds of rank.
 ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
 # Levels; only `ATTAINABLE` and least slack use more than the first.
-ON_TIME, LATE, BEST_EFFORT = range(3)
+ON_TIME, LATE, BEST_EFFORT, FAR = range(4)
+# A deadline in more seconds is far where overdue requests go before such (`Ordered.counts_late`).
+FAR_S = 600.0
 # Seconds after which the queue wants a request served for which no target is stated; the engine knows better.
 SOFT = 10.0
 # The rank (`Jobs.urgency`) of a promise that is beyond its tenant's part (`plan/tenant_parts.py`): it is the

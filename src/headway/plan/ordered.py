@@ -15,7 +15,7 @@ from itertools import compress
 import numpy as np
 
 from headway.core.cluster import Cluster
-from headway.core.ranks import ATTAINABLE
+from headway.core.ranks import ATTAINABLE, FAR_S
 from headway.events import Arrived, Event, Failed, Finished, Returned
 from headway.plan.dispatch import Offers, spread
 from headway.plan.sent import SentOrder
@@ -87,8 +87,12 @@ class Ordered(Planner):
 
     @property
     def counts_late(self) -> bool:
-        """Tell whether what is overdue inside ranks behind newcomers that can be on time."""
+        """Tell whether overdue requests rank behind those that can be on time, and before `FAR` ones."""
         return self.kind == ATTAINABLE and self.ahead is not None
+
+    @property
+    def _far_s(self) -> float:
+        return FAR_S if self.counts_late else np.inf
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Queue a request that has come, or come back; forget one that has left its instance."""
@@ -172,7 +176,7 @@ class Ordered(Planner):
         limits = self._limits.get(model, [])
         size = next((i for i, limit in enumerate(limits) if longest <= limit), max(len(limits) - 1, 0))
         if (model, size) not in self._queues:
-            self._queues[model, size] = WaitingQueue(self.kind)
+            self._queues[model, size] = WaitingQueue(self.kind, self._far_s)
         return self._queues[model, size]
 
     def _follow_fleet(self, cluster: Cluster) -> None:
@@ -220,7 +224,7 @@ class Ordered(Planner):
         return [
             _Peers(
                 [self._queue(model, limit) for limit in self._limits[model][: size + 1]],
-                SentOrder(self._entries, instances, cluster, self.ahead),
+                SentOrder(self._entries, instances, cluster, self.ahead, self._far_s),
             )
             for (model, size), instances in groups.items()
         ]

@@ -17,7 +17,7 @@ from math import ceil
 import numpy as np
 
 from headway.core.cluster import Cluster
-from headway.core.ranks import LATE, ON_TIME
+from headway.core.ranks import FAR, LATE, ON_TIME
 from headway.plan.waiting import Entry
 from headway.types import Backlog, Instance, Ints
 
@@ -29,7 +29,7 @@ _NONE: Entry = (-1, 0.0, 0.0, 0, 0)  # before all entries
 class SentOrder:
     """The requests inside some instances, sorted by rank.
 
-    entries: of the rows of a backlog. ahead: as in `Ordered`.
+    entries: of the rows of a backlog. ahead: as in `Ordered`. far_s: as in `WaitingQueue`.
 
     Attributes:
         names: of the instances.
@@ -40,8 +40,10 @@ class SentOrder:
     """
 
     def __init__(
-        self, entries: Entries, instances: Sequence[Instance], cluster: Cluster, ahead: int | None = None
-    ) -> None:
+        self, entries: Entries, instances: Sequence[Instance], cluster: Cluster, ahead: int | None = None,
+        far_s: float = np.inf,
+    ) -> None:  # fmt: skip
+        self._far_s = far_s
         self.names = [instance.id for instance in instances]
         self.window = [instance.window + (ahead or 0) for instance in instances]
         self.load = [0] * len(instances)
@@ -77,7 +79,7 @@ class SentOrder:
         """Remove a request from an instance; one that is not in it is ignored."""
         i = self._place[name]
         inside = self._inside[i]
-        for one in (entry, (LATE, *entry[1:])):
+        for one in (entry, (LATE, *entry[1:]), (FAR, *entry[1:])):
             at = bisect_left(inside, one)
             if at < len(inside) and inside[at][3] == entry[3]:
                 del inside[at]
@@ -85,14 +87,23 @@ class SentOrder:
                 return
 
     def settle(self, now: float) -> None:
-        """Move what is overdue behind what can be on time."""
+        """Move what is overdue behind what can be on time, and what is due much later behind that."""
         for i, inside in enumerate(self._inside):
             while inside and inside[0][0] == ON_TIME and inside[0][1] < now:
-                entry = (LATE, *inside.pop(0)[1:])
-                blocks, at = self._taken[i].pop(0), bisect_left(inside, entry)
-                inside.insert(at, entry)
-                self._taken[i].insert(at, blocks)
-                self._note(i, 0)
+                self._move(i, 0, LATE)
+            while (at := bisect_left(inside, (FAR,))) < len(inside) and inside[at][1] <= now + self._far_s:
+                self._move(i, at, ON_TIME)
+            while (at := bisect_left(inside, (LATE,))) and inside[at - 1][1] > now + self._far_s:
+                self._move(i, at - 1, FAR)
+
+    def _move(self, i: int, at: int, level: int) -> None:
+        """Move a request inside an instance to another level."""
+        inside, taken = self._inside[i], self._taken[i]
+        entry, blocks = (level, *inside.pop(at)[1:]), taken.pop(at)
+        at = bisect_left(inside, entry)
+        inside.insert(at, entry)
+        taken.insert(at, blocks)
+        self._note(i, 0)
 
     def _note(self, i: int, blocks: int) -> None:
         """Take note of a change of an instance. blocks: that the change takes, negative = gives back."""

@@ -12,29 +12,34 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from headway.core.ranks import ATTAINABLE, BEST_EFFORT, LATE, ON_TIME, first_key, first_keys
+from headway.core.ranks import ATTAINABLE, BEST_EFFORT, FAR, LATE, ON_TIME, first_key, first_keys
 from headway.types import Backlog, Ints
 
 # (level, first key, arrival, serial, row): a rank of `core/ranks.py` and the row that has it.
 Entry = tuple[int, float, float, int, int]
-_LEVELS = (ON_TIME, LATE, BEST_EFFORT)
+_LEVELS = (ON_TIME, LATE, BEST_EFFORT, FAR)
 
 
 class WaitingQueue:
     """Waiting requests in the order of a kind of rank (`core/ranks.py`).
 
-    head: the next request, as of the last `settle`.
+    far_s: requests that are due later than this are next only when no others wait.
+
+    Attributes:
+        head: the next request, as of the last `settle`.
     """
 
-    def __init__(self, kind: int) -> None:
-        self._kind = kind
-        self._heaps: tuple[list[Entry], ...] = ([], [], [])
+    def __init__(self, kind: int, far_s: float = np.inf) -> None:
+        self._kind, self._far_s = kind, far_s
+        on_time: list[Entry] = []
+        self._heaps: tuple[list[Entry], ...] = (on_time, [], [], on_time)  # by level
         self._front: list[Entry] = []  # taken off the heaps while a plan walks along the head
         self.head: Entry | None = None
 
     def push(self, entry: Entry) -> None:
         """Add a request."""
-        heapq.heappush(self._heaps[entry[0]], entry)
+        level = entry[0] if entry[0] != FAR else ON_TIME
+        heapq.heappush(self._heaps[level], (level, *entry[1:]))
 
     def fill(self, entries: Iterable[Entry]) -> None:
         """Add many requests at once."""
@@ -55,8 +60,10 @@ class WaitingQueue:
                 elif level == ON_TIME and entry[1] < due:
                     heapq.heappop(heap)
                     heapq.heappush(heaps[LATE], (LATE, *entry[1:]))
+                elif level == ON_TIME and entry[1] > now + self._far_s:
+                    break
                 else:
-                    self.head = entry
+                    self.head = (level, *entry[1:])
                     return
         self.head = None
 

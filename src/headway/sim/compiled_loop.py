@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.ranks import ARRIVAL, ATTAINABLE, LATE, ON_TIME, level_of
+from headway.core.ranks import ARRIVAL, ATTAINABLE, FAR, FAR_S, LATE, ON_TIME, level_of
 from headway.core.sorting import before, pop, push
 from headway.engines.simulated import kernels as engine
 from headway.forecast.latency.laws import law_seconds
@@ -217,9 +217,15 @@ def _head(run: RunState, now: float) -> int:
             _add(run, LATE, _take_first(run, ON_TIME))
             run.progress[0]["refused"] = -1
     for heap in range(run.heap_sizes.size):
-        if run.heap_sizes[heap]:
+        if run.heap_sizes[heap] and not (heap == ON_TIME and _is_far(run, run.heaps[heap, 0], now)):
             return heap
-    return -1
+    return ON_TIME if run.heap_sizes[ON_TIME] else -1
+
+
+@compiled
+def _is_far(run: RunState, i: int, now: float) -> bool:
+    """Tell whether a request comes after the late ones, as its deadline is far."""
+    return bool(run.planner.counts_late and now + FAR_S < run.keys[0, i] < np.inf)
 
 
 @compiled
@@ -228,9 +234,11 @@ def _belongs(run: RunState, i: int, heap: int, now: float) -> bool:
     progress = run.progress[0]
     # The loop takes the columns, not the whole state: each array in a call costs its reference count.
     ahead, blocks, requests, keys, order, kind = 0, 0, run.requests, run.keys, run.order, run.planner.kind
-    counts_late, late_at = run.planner.counts_late, np.inf
+    counts_late, late_at, level = run.planner.counts_late, np.inf, heap
+    if heap == ON_TIME and _is_far(run, i, now):
+        level, late_at = FAR, keys[0, i] - FAR_S
     for j in run.inside[: progress["inside"]]:
-        if kind == ARRIVAL or _inside_first(keys, order, kind, j, i, heap, now, counts_late):
+        if kind == ARRIVAL or _inside_first(keys, order, kind, j, i, level, now, counts_late):
             ahead += 1
             blocks += requests["blocks"][j]
         if counts_late and keys[0, j] >= now:
@@ -243,13 +251,14 @@ def _belongs(run: RunState, i: int, heap: int, now: float) -> bool:
 
 @compiled
 def _inside_first(
-    keys: Floats, order: Ints, kind: int, j: int, i: int, heap: int, now: float, counts_late: bool
+    keys: Floats, order: Ints, kind: int, j: int, i: int, level: int, now: float, counts_late: bool
 ) -> bool:
-    """Tell whether j, which is inside, ranks before i, which waits in `heap`."""
+    """Tell whether j, which is inside, ranks before i, which waits. level: of i."""
     if kind == ATTAINABLE:
-        level = level_of(keys[0, j] - now, counts_late)
-        if level != heap:
-            return bool(level < heap)
+        far = counts_late and now + FAR_S < keys[0, j] < np.inf
+        other = FAR if far else level_of(keys[0, j] - now, counts_late)
+        if other != level:
+            return bool(other < level)
     return before(keys, order, j, i)
 
 
