@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from headway.apps.graph import LLM
 from headway.backends.containers import check_docker
 from headway.backends.model import Model
+from headway.backends.namespaces import check_namespaces
 from headway.backends.port import Backend
-from headway.backends.sandbox import Sandboxes, check_namespaces
+from headway.backends.sandbox import Sandboxes
 from headway.config import Backend as Settings
 from headway.errors import ConfigError
 from headway.plugins import attribute

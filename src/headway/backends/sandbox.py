@@ -25,11 +25,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headway.backends import sandbox_main
+from headway.backends import namespaces, sandbox_main
 from headway.backends.containers import PROCESSES, Container, command_env
 from headway.backends.pool import WorkerPool
 from headway.backends.port import Backend, Held, Ran
-from headway.backends.worker import Worker, failure
+from headway.backends.worker import Worker
 from headway.config import Backend as Settings
 from headway.errors import ConfigError, RequestError
 
@@ -37,20 +37,6 @@ _MIB = 1 << 20
 _FILES = 256  # open at a time
 _LEFT_S = 5.0  # within which the output of a killed sandbox has ended
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-_NAMESPACES = ("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-current-user", "--net", "--pid",
-               "--fork", "--kill-child", "--mount-proc")  # fmt: skip
-
-
-def check_namespaces(name: str) -> None:
-    """Raise ConfigError if namespaces cannot be created here. May block for 20 s."""
-    why = failure(*_NAMESPACES, "true")
-    if why is not None:
-        raise ConfigError(
-            f"backends.{name} cannot isolate its sandboxes by namespaces here: {why}.",
-            'Allow unprivileged user namespaces and install util-linux, or, if you trust all code that is '
-            'sent, take isolation = "process".',
-            param=f"backends.{name}.isolation",
-        )  # fmt: skip
 
 
 class Code(BaseModel):
@@ -122,9 +108,13 @@ class Sandboxes(Backend):
             container = Container(self._name, self._settings)
             argv = container.argv(self._told(), _env("/tmp"), passed)
             return await self._started(argv, command_env(passed), None, container.remove)
+        if self._settings.isolation == "namespaces":
+            argv = namespaces.argv(self._told(), self._settings.disk_mib)
+            return await self._started(argv, {"PATH": os.defpath} | _env("/tmp") | passed, None, _nothing)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="headway-sandbox-"))
         env = {"PATH": os.defpath} | _env(str(folder)) | passed
-        return await self._started(self._argv(), env, folder, partial(_remove, folder))
+        argv = [sys.executable, "-I", str(Path(sandbox_main.__file__)), self._told()]
+        return await self._started(argv, env, folder, partial(_remove, folder))
 
     async def _started(
         self, argv: list[str], env: Mapping[str, str], folder: Path | None,
@@ -138,10 +128,6 @@ class Sandboxes(Backend):
             await asyncio.shield(clean())
             raise
         return _Sandbox(worker, clean)
-
-    def _argv(self) -> list[str]:
-        before = _NAMESPACES if self._settings.isolation == "namespaces" else ()
-        return [*before, sys.executable, "-I", str(Path(sandbox_main.__file__)), self._told()]
 
     def _told(self) -> str:
         """Return the argument of the sandbox's own side."""
@@ -184,6 +170,10 @@ class Sandboxes(Backend):
 
 def _env(home: str) -> dict[str, str]:
     return _THREADS | {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+
+
+async def _nothing() -> None:
+    """What a sandbox in namespaces leaves behind: it ends with its last process."""
 
 
 async def _remove(folder: Path) -> None:

@@ -21,7 +21,7 @@ _TRY_S = 20.0  # for a command that is tried
 def failure(*argv: str) -> str | None:
     """Run a command; return why it failed, None if it did not. It may block for 20 s."""
     try:
-        tried = subprocess.run(argv, capture_output=True, text=True, timeout=_TRY_S)
+        tried = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if tried.returncode == 0 else tried.stderr.strip() or f"exit status {tried.returncode}"
