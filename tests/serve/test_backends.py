@@ -99,12 +99,9 @@ async def eventually(true: Callable[[], Any]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sandboxes of tests that run in other processes are elsewhere."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
-        monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def folders() -> set[Path]:

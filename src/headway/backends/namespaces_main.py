@@ -137,6 +137,7 @@ def forbid_calls() -> None:
 def confine(visible: dict[str, str], disk_mib: int, command: list[str]) -> int:
     """Run a command and return its exit status, 128 and more for a signal."""
     os.umask(0o022)
+    _write("/proc/self/oom_score_adj", "1000")  # out of memory, the kernel ends it before a gateway or engine
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     root = os.geteuid() == 0
     if not root:
@@ -148,7 +149,6 @@ def confine(visible: dict[str, str], disk_mib: int, command: list[str]) -> int:
     if root:  # not before: it alone may reach what it has at home
         leave_root()
     _write("/proc/sys/user/max_user_namespaces", "0")
-    _write("/proc/self/oom_score_adj", "1000")  # rather than the gateway or an engine
     call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     code = os.fork()
@@ -176,7 +176,7 @@ def main() -> None:
     ends = sys.argv.index("--")
     pairs = iter(sys.argv[2:ends])
     try:
-        sys.exit(confine(dict(zip(pairs, pairs, strict=True)), int(sys.argv[1]), sys.argv[ends + 1 :]))
+        os._exit(confine(dict(zip(pairs, pairs, strict=True)), int(sys.argv[1]), sys.argv[ends + 1 :]))
     except OSError as error:
         sys.exit(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
 

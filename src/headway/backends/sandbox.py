@@ -1,11 +1,9 @@
 """A pool of sandboxes: each executes the Python code of one unit and ends with it.
 
-A sandbox is a fresh interpreter in a temporary directory of its own, without the gateway's environment, with
-limits on memory, files and time. With `isolation = "namespaces"` (Linux, util-linux) it also has its own
-processes, its own /proc and no network, and whatever it started ends with it. With "process" it is an
-ordinary process of the gateway's user, which can read what that user can read, the gateway's own environment
-under /proc included. Neither hides the file system; with "docker" it is a container (`containers`), which has
-files of its own.
+A sandbox is a fresh interpreter without the gateway's environment, with limits on memory, files and time.
+With `isolation = "namespaces"` it also has files, users and processes of its own and no network
+(`namespaces`); with "docker" it is a container (`containers`). With "process" it is an ordinary process of
+the gateway's user in a temporary directory, which can read and change what that user can.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ class Backend:
     kind: "sandbox" executes Python code that clients send; "model" calls a model of your own; "module:Class"
         is a backend of your own (`headway.backends.port.Backend`).
     load: of a model: "module:function", which returns a callable; options: the function's arguments.
-    isolation: of a sandbox: "namespaces" (own processes, no network; Linux), "process", or "docker" (a
-        container of `image`, which has python3).
+    isolation: of a sandbox: "namespaces" (own files and processes, no network; Linux), "process" (none: for
+        code that you trust), or "docker" (a container of `image`, which has python3).
     imports: modules that a sandbox has imported before it gets code.
     env: names of environment variables that a sandbox is given; it has none of the gateway's otherwise.
     processes: workers at a time, started ahead ones included. waiting: units that may wait for one.
     keep_s: how long a model stays loaded after a unit.
-    timeout_s: of one unit. memory_mib, disk_mib: of a sandbox's processes, and of the files that it writes,
-        each. output_kib: of a unit's output.
+    timeout_s: of one unit. output_kib: of its output. memory_mib: of each process of a sandbox, with "docker"
+        of all. disk_mib: of all files that it writes, with "process" of each.
     """
 
     kind: Annotated[str, Field(pattern=r"^(sandbox|model|[\w.]+:\w+)$")]
