@@ -159,7 +159,7 @@ lines = 16
 [backends.python]
 kind = "sandbox"
 load = "module:function"
-options = {{ weights = "/models/vit", size = 3 }}
+options = {{ token = "{SECRET}", size = 3 }}
 isolation = "docker"
 image = "python:3.13-slim"
 imports = ["numpy"]
@@ -250,7 +250,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")
     assert config.up == Up("10.0.0.9:6379", 3, 1, 0.5, 2.0)
     assert config.backends["python"] == Backend(
-        "sandbox", "module:function", {"weights": "/models/vit", "size": 3}, "docker",
+        "sandbox", "module:function", {"token": SECRET, "size": 3}, "docker",
         "python:3.13-slim", ("numpy",),
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
@@ -483,7 +483,8 @@ def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
     assert SECRET[:4] not in text
     with pytest.raises(ConfigError, match=r"keys\.0\.key|server\.operator_key|engines\.0\.api_key"):
         parse(tomllib.loads(text))  # a mask must not become a working key
-    filled = parse(tomllib.loads(text.replace("****", SECRET)))
+    options = f'options = {{ token = "{SECRET}", size = 3 }}'
+    filled = parse(tomllib.loads(text.replace('options = "****"', options).replace("****", SECRET)))
     assert filled == config
 
 

@@ -25,6 +25,7 @@ GROUND = {
     "config",
     "compiled",
     "plugins",
+    "private",
     "forecast",
     "memory",
 }

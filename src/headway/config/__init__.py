@@ -7,7 +7,6 @@ prints the effective file.
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from dataclasses import asdict, field
 from functools import cached_property
@@ -32,6 +31,7 @@ from headway.config.problems import explain
 from headway.config.up import Up as Up
 from headway.config.wire import Wire as Wire
 from headway.errors import ConfigError
+from headway.private import state_dir
 from headway.types import Slo
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -256,6 +256,12 @@ class Config:
         """Tell whether files and batches are in the same PostgreSQL as the queue."""
         return self.broker.kind == "postgres" and self.batches.dir is None
 
+    @property
+    def logs_dir(self) -> Path:
+        """Return the directory of the engines' logs; Headways that share a queue differ in their ports."""
+        beside = self._beside_queue(None, ".logs") or state_dir() / "memory.logs"
+        return beside / str(self.server.port)
+
     def _beside_queue(self, given: str | None, suffix: str) -> Path | None:
         if given is not None:
             return None if given == "none" else Path(given).expanduser()
@@ -352,21 +358,14 @@ def write(config: Config) -> str:
 
 
 def show(config: Config) -> str:
-    """Return the effective configuration as TOML for people: keys masked, so that it does not load again."""
+    """Return the effective configuration as TOML for people: with secrets masked, it does not load again."""
     data = asdict(config)
     masked = [(key, "key") for key in data["keys"]] + [(data["server"], "operator_key")]
     masked += [(data["broker"]["postgres"], "url"), (data["wire"], "url")]
+    masked += [(backend, "options") for backend in data["backends"].values() if backend["options"]]
     for table, name in (*masked, *((engine, "api_key") for engine in data["engines"])):
         table[name] = None if table[name] is None else "****"
     return tomli_w.dumps(_drop(data))
-
-
-def state_dir() -> Path:
-    """Return the user's state directory for Headway, made if missing."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    path = Path(base) / "headway"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def _drop(value: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from headway import private
 from headway.journal.rows import APPLICATION, VERSION, EngineRow, Row, insert, schema, values
 
 PATTERN = "journal-*.sqlite"
@@ -87,12 +88,12 @@ class Writer:
                 self._sweep()
             return self._db, False
         self.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private.directory(self._folder)
         self._sweep()
         self._path = self._folder / f"journal-{time.time_ns() // 1000:016d}-{os.getpid()}.sqlite"
+        private.database(self._path)
         db = sqlite3.connect(self._path, timeout=5.0, isolation_level=None, check_same_thread=False)
         try:
-            self._path.chmod(0o600)
             db.execute("PRAGMA journal_mode = wal")
             db.execute("PRAGMA synchronous = normal")
             db.execute(f"PRAGMA wal_autocheckpoint = {self._log_pages}")

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from headway.private import directory
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -16,7 +18,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     After an error `path` is as it was. OSError when the directory cannot be written to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    directory(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "wb") as file:

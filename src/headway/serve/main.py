@@ -28,6 +28,7 @@ from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import installed
 from headway.errors import ConfigError, HeadwayError
 from headway.models.resolve import resolve
+from headway.private import directory
 from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import base_models
@@ -184,7 +185,7 @@ def _make(log_dir: Path | None) -> None:
     """Make the directory of logs; ConfigError when that cannot be."""
     try:
         if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            directory(log_dir)
     except OSError as error:
         raise ConfigError(
             f"The logs' directory {log_dir} cannot be made: {error.strerror}.", "Give --logs another."

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headway.apps.prewarming import PrewarmOptions
-from headway.config import Config, state_dir
+from headway.config import Config
 from headway.core.controller import Controller
 from headway.core.shares import QueueShares
 from headway.engines.vllm.process.client import VllmEngine
@@ -51,7 +51,7 @@ def engines_of(
             id,
             engine,
             config.recipe,
-            log_dir or state_dir(),
+            log_dir or config.logs_dir,
             tell,
             metrics.swapped,
             host=config.wire.host,

