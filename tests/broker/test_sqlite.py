@@ -102,6 +102,52 @@ def test_a_gateway_of_version_1_has_its_file_for_itself(path: str, monkeypatch: 
     assert not Path(path).exists()
 
 
+def test_files_of_another_user_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(f"{path}.lock").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: Path(path).parent.stat().st_uid + 1)
+    assert f"{path}.lock is not a file of this user" in refusal(path)
+    Path(path).touch()
+    monkeypatch.setattr(sqlite_file, "_lock_file", lambda path, suffix: os.open(path, os.O_RDONLY))
+    assert f"{path} is not a file of this user" in refusal(path)
+
+
+async def test_no_other_user_can_read_the_file_or_hold_its_locks(path: str) -> None:
+    for suffix in ("", ".lock", ".turn"):  # of an older Headway
+        Path(path + suffix).touch()
+        os.chmod(path + suffix, 0o644)
+    broker = SqliteBroker(path, "A")
+    await broker.renew(FAR)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in Path(path).parent.iterdir()}
+    assert modes == dict.fromkeys(
+        ["jobs.db", "jobs.db-shm", "jobs.db-wal", "jobs.db.lock", "jobs.db.turn"], 0o600
+    )
+    await broker.close()
+
+
+# ---- a file without its content
+
+
+async def test_an_empty_file_is_a_new_queue(path: str) -> None:
+    await SqliteBroker(path, "A").close()
+    os.truncate(path, 0)
+    broker = SqliteBroker(path, "B")
+    await broker.renew(FAR)
+    await broker.put(job())
+    assert await broker.get("a") == job(owner="B")
+    await broker.close()
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_work_in_a_log_without_its_database_is_not_thrown_away(path: str, gone: bool) -> None:
+    Path(f"{path}-wal").write_bytes(b"work")
+    if not gone:
+        Path(path).touch()
+    said = refusal(path)
+    assert f"is empty or missing, but {path}-wal is not" in said
+    assert "move its log away" in said
+    assert Path(f"{path}-wal").read_bytes() == b"work"
+
+
 # ---- version 1
 
 
@@ -230,7 +276,8 @@ async def test_a_deleted_file_is_told_before_anything_is_accepted(path: str, gon
 async def test_a_replaced_file_is_left_alone(path: str) -> None:
     broker = SqliteBroker(path, "A")
     await broker.renew(FAR)
-    os.rename(path, path + ".aside")
+    for suffix in ("", "-wal"):
+        os.rename(path + suffix, f"{path}.aside{suffix}")
     other = SqliteBroker(path, "B")
     with pytest.raises(HeadwayError, match="deleted, moved or replaced"):
         await broker.put(job("a"))

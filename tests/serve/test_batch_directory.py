@@ -52,6 +52,26 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
         DirectoryStore(tmp_path / "taken")
 
 
+async def test_no_other_user_can_read_it_or_hold_its_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "batches"
+    store = DirectoryStore(folder)
+    await add(store)
+    assert await store.hold()
+    paths = [folder, *folder.rglob("*")]
+    assert {path.name: path.stat().st_mode & 0o777 for path in paths} == {
+        "batches": 0o700, "files": 0o700, "batches.sqlite": 0o600, "batches.sqlite-wal": 0o600,
+        "batches.sqlite-shm": 0o600, "runner.lock": 0o600, FILE.id: 0o600,
+    }  # fmt: skip
+    await store.close()
+
+
+def test_batches_in_a_log_without_its_database_are_not_thrown_away(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite-wal").write_bytes(b"work")
+    with pytest.raises(ConfigError, match="is empty or missing"):
+        DirectoryStore(tmp_path)
+    assert (tmp_path / "batches.sqlite-wal").read_bytes() == b"work"
+
+
 def test_an_answer_is_told_as_openai_does() -> None:
     line = Line(7, 0, 1, 'quoted "body": null')
     good, text = answered(BATCH, line, job(line, True))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from headway import clock
+from headway import clock, private
 from headway.errors import ConfigError
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
@@ -51,6 +51,7 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
     Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
     """
     with _errors_explained(path), _locked(path) as lock:
+        private.database(path)
         writing = _connect(path)
         try:
             _prepare(writing, path)
@@ -67,12 +68,13 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
 @contextmanager
 def _errors_explained(path: str) -> Iterator[None]:
-    """Turn what SQLite says of a bad file into a ConfigError."""
+    """Turn what SQLite or the system says of a bad file into a ConfigError."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         fix = "Give the path of a file that Headway made, or of a new one in a directory it may write to."
-        raise ConfigError(f"The broker cannot use {path}: {error}.", fix, param=PARAM) from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"The broker cannot use {path}: {problem}.", fix, param=PARAM) from error
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def _lock_file(path: str, suffix: str) -> int:
     try:
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, "it is a directory")
-        return os.open(path + suffix, os.O_RDWR | os.O_CREAT, 0o644)
+        return private.opened(path + suffix, os.O_RDWR)
     except OSError as error:
         fix = "Name a file in a directory that exists and that this user may write to."
         raise ConfigError(f"The broker cannot use {path}: {error.strerror}.", fix, param=PARAM) from error

@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from headway import private
 from headway.errors import ConfigError
 from headway.serve.batches.port import PIECE, STALE_S
 from headway.serve.batches.records import (
@@ -50,7 +51,7 @@ class DirectoryStore(SqliteFile):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            (folder / "files").mkdir(parents=True, exist_ok=True)
+            private.directory(private.directory(folder) / "files")
             super().__init__(folder / "batches.sqlite")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
@@ -127,7 +128,7 @@ class DirectoryStore(SqliteFile):
     @in_thread
     def begin_file(self, file: StoredFile) -> None:
         """Make a file, readable by its owner only."""
-        os.close(os.open(self.path(file.id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(private.opened(self.path(file.id), os.O_WRONLY | os.O_EXCL))
 
     @in_thread
     def append(self, id: str, at: int, content: bytes) -> None:
@@ -208,7 +209,7 @@ class DirectoryStore(SqliteFile):
     def hold(self) -> bool:
         """Take the lock unless another gateway has it."""
         if self._runner is None:
-            handle = os.open(self.folder / "runner.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            handle = private.opened(self.folder / "runner.lock", os.O_RDWR)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BaseException as error:

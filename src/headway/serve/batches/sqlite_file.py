@@ -12,6 +12,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from headway import private
 from headway.serve.batches.port import out
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class SqliteFile:
     """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used."""
 
     def __init__(self, path: Path) -> None:
+        private.database(path)
         self._db = sqlite3.connect(path, _PATIENCE, isolation_level=None, check_same_thread=False)
         _prepare(self._db)
         self._lock = threading.Lock()
