@@ -6,14 +6,14 @@ clock they would be off by days when it is corrected by days.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
-import tempfile
 import time
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from headway import private
 from headway.errors import ConfigError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -22,9 +22,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def now() -> float:
     """Return the seconds since the epoch, by the machine's clock as it was when this boot's origin was noted.
 
-    All processes of a user that were started since the machine booted, and have the same directory for
-    temporary files, agree on it, so that gateways can share leases and engines know how long a request
-    waited. Elsewhere (another machine, a container) clocks must agree as far as promises should.
+    All processes of a user that were started since the machine booted, and have the same state directory,
+    agree on it, so that gateways can share leases and engines know how long a request waited. Elsewhere
+    (another machine, a container) clocks must agree as far as promises should.
     """
     return _origin() + time.monotonic()
 
@@ -42,34 +42,26 @@ def shown(instant: float) -> float:
 @cache
 def _origin() -> float:
     """Return the instant at which the monotonic clock was zero. The first process of a boot notes it."""
-    own, booted = time.time() - time.monotonic(), boot()
-    if booted is None:  # the monotonic clocks of two processes may have nothing in common
+    own, path = time.time() - time.monotonic(), origin_file()
+    if path is None:  # the monotonic clocks of two processes may have nothing in common
         return own
-    path = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-{booted}.clock"
-    with suppress(FileExistsError):
-        _note(path, own)
-    return _noted(path)
-
-
-def _note(path: Path, origin: float) -> None:
-    """Make the file, whole at once. FileExistsError when another process was first."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(repr(origin))
+    with os.fdopen(private.opened(path, os.O_RDWR), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        noted = file.read()
+        if not noted:
+            file.write(repr(own))
+            return own
     try:
-        os.link(draft, path)
-    finally:
-        draft.unlink()
-
-
-def _noted(path: Path) -> float:
-    """Return the origin in a file of this user's. ConfigError for any other."""
-    fix = "Delete it, and start Headway's gateways and engines anew."
-    if path.is_symlink() or path.stat().st_uid != os.getuid():
-        raise ConfigError(f"{path} is not this user's own file.", fix)
-    try:
-        origin = float(path.read_text())
+        origin = float(noted)
     except ValueError:
         origin = math.nan
     if not math.isfinite(origin):
+        fix = "Delete it, and start Headway's gateways and engines anew."
         raise ConfigError(f"{path} does not hold the origin of Headway's clock.", fix)
     return origin
+
+
+def origin_file() -> Path | None:
+    """Return where this boot's origin is noted, None = nowhere."""
+    booted = boot()
+    return None if booted is None else private.shared_dir() / f"{booted}.clock"

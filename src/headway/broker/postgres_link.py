@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ class Address:
                 f"Headway's clock on this machine is {abs(apart):.1f} s {side} PostgreSQL's ({self.place}): "
                 "gateways would take each other's work.",
                 "Synchronize the machines' clocks, then stop Headway here, delete "
-                f"{tempfile.gettempdir()}/headway-*.clock, which goes by the old clock, and start it.",
+                f"{clock.origin_file()}, which goes by the old clock, and start it.",
             )  # fmt: skip
 
     async def connect_writer(self, name: str, *, make: bool) -> Connection:
