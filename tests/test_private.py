@@ -86,7 +86,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for call in (private.database, lambda path: private.opened(path, os.O_RDWR)):
-        with pytest.raises(OSError, match="is not a file of this user|symbolic links"):
+        with pytest.raises(OSError, match=r"is not a file of this user|symbolic links"):
             call(tmp_path / "link")
     assert not (tmp_path / "elsewhere").exists()
 
@@ -141,8 +141,8 @@ def test_metadata_for_engines_is_not_where_others_can_put_modules(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "lacking", lambda: True)
-    for module in (launch, metadata.importlib.metadata):
-        monkeypatch.setattr(module, "version", lambda name: "1.2")
+    for function in ("importlib.metadata.version", "headway.engines.vllm.process.launch.version"):
+        monkeypatch.setattr(function, lambda name: "1.2")
     shim = launch._metadata_shim()
     assert shim == str(folders / "state" / "headway" / "vllm-metadata-1.2")
     assert (Path(shim) / "vllm-1.2+cpu.dist-info" / "METADATA").exists()

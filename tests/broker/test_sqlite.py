@@ -113,8 +113,7 @@ def test_files_of_another_user_are_refused(path: str, monkeypatch: pytest.Monkey
 
 async def test_no_other_user_can_read_the_file_or_hold_its_locks(path: str) -> None:
     for suffix in ("", ".lock", ".turn"):  # of an older Headway
-        Path(path + suffix).touch()
-        os.chmod(path + suffix, 0o644)
+        os.close(os.open(path + suffix, os.O_CREAT, 0o644))
     broker = SqliteBroker(path, "A")
     await broker.renew(FAR)
     modes = {file.name: file.stat().st_mode & 0o777 for file in Path(path).parent.iterdir()}
