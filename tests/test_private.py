@@ -54,6 +54,7 @@ def test_a_directory_that_is_there_keeps_its_mode(tmp_path: Path, umask: None) -
     (tmp_path / "given").mkdir()
     assert mode(private.directory(tmp_path / "given")) == 0o777
     assert mode(private.directory(tmp_path / "new" / "deep")) == 0o700
+    assert mode(tmp_path / "new") == 0o700
 
 
 def test_the_state_directory_of_an_older_headway_is_closed(folders: Path, umask: None) -> None:

@@ -19,8 +19,10 @@ _BESIDE = ("", "-wal", "-shm", "-journal")  # a SQLite database's files
 
 
 def directory(path: Path) -> Path:
-    """Return a directory, made for this user alone if it is missing; an existing one keeps its mode."""
-    path.mkdir(0o700, parents=True, exist_ok=True)
+    """Return a directory, made for this user alone with those above it; an existing one keeps its mode."""
+    if not path.parent.exists():
+        directory(path.parent)
+    path.mkdir(0o700, exist_ok=True)
     return path
 
 
