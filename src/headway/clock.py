@@ -6,7 +6,6 @@ clock they would be off by days when it is corrected by days.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import time
@@ -45,6 +44,8 @@ def _origin() -> float:
     own, path = time.time() - time.monotonic(), origin_file()
     if path is None:  # the monotonic clocks of two processes may have nothing in common
         return own
+    import fcntl  # not on Windows, where no engine runs but the simulator may
+
     with os.fdopen(private.opened(path, os.O_RDWR), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         noted = file.read()

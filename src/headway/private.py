@@ -30,9 +30,9 @@ def state_dir() -> Path:
     """Return the user's state directory for Headway, made if missing."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = directory(Path(base) / "headway")
-    status = path.stat()
-    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
-        path.chmod(0o700)
+    if path.stat().st_mode & 0o077:
+        with suppress(PermissionError):  # another user owns it
+            path.chmod(0o700)
     return path
 
 
