@@ -22,12 +22,12 @@ from headway.pack.promises.outlook import (
     OTHER,
     PROMPT,
     WAITS,
-    eased,
     given_up,
     in_progress,
     outlook_of,
     pace_of,
     size_of,
+    under_pressure,
 )
 from headway.pack.promises.packer import Promises, kept_of, outlooks_of
 from headway.pack.promises.selection import select
@@ -169,7 +169,7 @@ def test_an_iteration_with_prompts_takes_longer_where_they_have_the_time(ttft: f
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 500)), min_size=1, max_size=7))
 def test_with_one_slot_as_many_answers_as_possible_are_kept(answers: list[tuple[int, int]]) -> None:
     """The slot is the machine then, and a request occupies it until its answer is complete."""
-    keep = PromisesConfig(answer_safety=1.0, lost_below_stds=0.0, far_s=np.inf)
+    keep = PromisesConfig(answer_safety=1.0, lost_below_stds=0.0, defer_beyond_s=np.inf)
     rows = [{"tokens_left": float(tokens), "e2e": due / 100} for tokens, due in answers]
     table, theta = jobs(*rows), OnlineLatency().theta
     params, pace = (
@@ -319,7 +319,7 @@ def test_prompts_wait_until_the_answers_have_the_time_for_them() -> None:
     """An iteration of 30 answers takes about 26 ms by the first guess; a prompt of 600 tokens, 75 ms more."""
     rows = [answer(ttft=1.0, tpot=0.03) for _ in range(30)]
     table = jobs(*rows, {"prompt": 600, "ttft": 5.0, "tpot": 0.03})
-    many, always = packer(running=64), packer(PromisesConfig(yields=False), running=64)
+    many, always = packer(running=64), packer(PromisesConfig(prompts_yield=False), running=64)
     tight = PromisesConfig(tpot_margin=0.0)
 
     def prompt(at: float, by: Promises = many) -> int:
@@ -373,7 +373,7 @@ def test_kv_is_left_for_growth_only_once_a_request_is_lost() -> None:
     late = {"prompt": 2000, "ttft": 0.001}
     assert 2 in ran(packer().pack(jobs(*rows), room, 0.1))
     assert 2 not in ran(packer().pack(jobs(*rows, late), room, 0.1))
-    assert 2 not in ran(packer(PromisesConfig(eager=False)).pack(jobs(*rows), room, 0.1))
+    assert 2 not in ran(packer(PromisesConfig(scales_growth=False)).pack(jobs(*rows), room, 0.1))
 
 
 def test_best_effort_leaves_time_for_an_answer_that_is_longer_than_expected() -> None:
@@ -429,13 +429,13 @@ def test_answers_that_are_late_go_on_however_slow_the_engine_is(recipe: str, sec
 
 def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
     params = packer().params
-    assert eased(params, 1.0) == params
+    assert under_pressure(params, 1.0) == params
     calm = params.keep._replace(
         answer_safety=params.keep.calm_answer_safety, lost_below_stds=params.keep.calm_lost_below_stds,
         burst_lead_s=0.0,
     )  # fmt: skip
-    assert eased(params, 0.0) == params._replace(keep=calm)
-    assert calm.answer_safety < eased(params, 0.5).keep.answer_safety < params.keep.answer_safety
+    assert under_pressure(params, 0.0) == params._replace(keep=calm)
+    assert calm.answer_safety < under_pressure(params, 0.5).keep.answer_safety < params.keep.answer_safety
 
 
 def test_while_promises_are_lost_answers_get_a_second_ahead_first() -> None:
@@ -569,7 +569,7 @@ def _with_tight(*names: str) -> list[int]:
         "patient": {"ttft": 0.25, "tpot": 1.0, "tokens_left": 100.0},
     }
     table, theta, now = jobs(*[tight] * 4, *(prompts[name] for name in names)), OnlineLatency().theta, 0.1
-    keep = packer(PromisesConfig(selects=False), running=4).params
+    keep = packer(PromisesConfig(selects_largest_set=False), running=4).params
     pace = pace_among(table)
     outlook = kept_of(
         table.data, outlooks_of(keep, table.data, table.rows(), now, theta, pace, NONE), theta, pace

@@ -78,43 +78,42 @@ class PromisesConfig(NamedTuple):
     """The numbers of the default recipe's policy (`pack/promises`, docs/policy.md).
 
     answer_safety: a prompt is kept while it has time for this many times its expected answer.
-    lost_below_stds: deviations below the expected answer at which its deadline counts as lost.
-    calm_answer_safety, calm_lost_below_stds: the same while no request is lost; in between, between the two.
-    growth_share: of the expected growth of answers with a deadline, what admission leaves KV for.
-    full_pressure_share: share of the requests that are lost at which `growth_share`, `answer_safety` and
-        `lost_below_stds` apply in full; below it proportionally less.
-    long_answer_stds: deviations above the expected answer that best effort and lost requests leave it time
-        for.
-    far_s: seconds to its latest start from which on a request with a deadline yields to all others; inf =
-        none does.
-    begun_size_share: share of its size at which an answer in progress counts when the largest is given up;
-        0 = none of them is.
+    lost_below_stds: a deadline is lost if even an answer this many deviations shorter than expected misses
+        it.
+    calm_answer_safety, calm_lost_below_stds: their values while no request is lost; between the two they are
+        interpolated by pressure (`outlook.under_pressure`).
+    growth_share: of the expected growth of answers, what admission leaves KV for; nothing for those with a
+        tpot and no deadline.
+    full_pressure_share: share of the requests that are lost at which the pressure is full.
+    long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
+        longer.
+    defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
+    begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
+        up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
-    overdue_share, kept_overdue_share: of `EngineSpec.max_gap_s`, after which a stream goes first;
-        the second of those that are kept or whose deadline is far.
-    near_s: seconds to its soft target or latest start below which what has begun goes before what has not.
+    overdue_share, kept_overdue_share: a stream that is silent for this share of `EngineSpec.max_gap_s` goes
+        first; the second for kept streams and those whose deadline is far.
+    near_s: requests that have begun and are due within this go before those that have not.
     soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone.
-    alone_share: a prompt that takes more than this share of its ttft beside the answers, and would be late
-        so, has an iteration without those that can wait; inf = none has.
-    leading_share: share of the tightest tpot that an iteration with what is not kept may take while kept
-        prompts wait for the time that answers gain, or answers are less than two tokens ahead.
-    burst_share, burst_lead_s: the same, while promises are lost and an answer is less than that many seconds
-        ahead of its tpot: its lead is the time that a burst of prompts can use.
-    ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least
-        `max_step`, at most twice that.
+    alone_share: a prompt that would be late beside the answers, and takes more than this share of its ttft
+        there, runs without those that can wait; inf = never.
+    leading_share: share of the tightest tpot that an iteration with requests that are not kept may take,
+        while a kept prompt waits or an answer is less than two tokens ahead.
+    burst_share, burst_lead_s: the same, while an answer is less than `burst_lead_s` (0 while nothing is lost)
+        ahead of its tpot: time for bursts of prompts.
+    ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least a
+        usual iteration (`iteration.usual_seconds`), at most two.
     urgent_share: share of the time left until the next promised first token is due that the iteration which
         makes that token may take; inf = any.
-    pause_lead_tokens: tokens, of its tpot each, that an answer must be ahead for its KV to go to the host,
-        where there is a pool, when a prompt finds no room; inf = never.
-    turn_capacity: where the batch is too small, answers ahead of their tpot wait for others, with their KV;
-        by the (cautious) forecast they may need up to this many times the batch; 0 = none waits.
-    selects: under overload keeps the largest set that can be on time; False keeps all that are not lost.
-    yields: prompts are computed only in time that the answers in progress have to spare; False computes
-        `min_chunk` of their tokens in each iteration.
-    eager: admission leaves KV for the growth of answers in proportion to the requests that are lost; False
-        always `growth_share`.
-    advances: kept prompts are computed shortest first as far as none of the others becomes late by it; False
-        computes them by their latest start.
+    pause_lead_tokens: an answer this many tokens ahead of its tpot may move its KV to the host pool for a
+        prompt that finds no room; inf = never.
+    turn_capacity: answers ahead of their tpot take turns, with their KV, while by the (cautious) forecast
+        they need at most this many batches; 0 = no turns.
+    selects_largest_set: under overload keeps the largest set that can be on time; False = all not yet lost.
+    prompts_yield: prompts are computed only in time that the answers in progress have to spare; False
+        computes `min_chunk` of their tokens in each iteration.
+    scales_growth: for kept requests `growth_share` is scaled by pressure; False = never.
+    short_prompts_first: kept prompts run shortest first where that makes none late; False = by latest start.
     """
 
     answer_safety: float = 1.5
@@ -124,7 +123,7 @@ class PromisesConfig(NamedTuple):
     growth_share: float = 0.5
     full_pressure_share: float = 0.25
     long_answer_stds: float = 2.0
-    far_s: float = 30.0
+    defer_beyond_s: float = 30.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     overdue_share: float = 0.2
@@ -139,10 +138,10 @@ class PromisesConfig(NamedTuple):
     urgent_share: float = 0.4
     pause_lead_tokens: float = 200.0
     turn_capacity: float = 1.3
-    selects: bool = True
-    yields: bool = True
-    eager: bool = True
-    advances: bool = True
+    selects_largest_set: bool = True
+    prompts_yield: bool = True
+    scales_growth: bool = True
+    short_prompts_first: bool = True
 
 
 class PackerParams(NamedTuple):

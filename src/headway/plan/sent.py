@@ -1,10 +1,9 @@
-"""The requests inside instances, in rank order, and whether a queued request belongs there, too.
+"""The requests inside each instance by rank, and whether a queued one belongs inside.
 
 The first requests of a virtual queue belong inside its instance. Where a queued request stands in that
-queue follows from the ranks of what is inside: they are kept sorted per instance. What is overdue inside (its
-first token may be out) ranks behind a newcomer that can be on time. Otherwise, in a long overload, late
-requests would fill the window, and newcomers would wait outside until they are late, too. So more may be
-inside than there are places.
+queue follows from the ranks of what is inside: they are kept sorted per instance. Overdue requests inside
+(their first tokens may be out) rank behind newcomers that can be on time; otherwise they would fill the
+window in a long overload. So an instance can hold more than its window.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class SentOrder:
         names: of the instances.
         window: their dispatch windows.
         load: requests inside each.
-        offered: of the queued requests asked about (`belongs`), how many belong inside each instance.
+        offered: how many requests of the present walk (`belongs`) belong inside each instance.
         changed: something came or went since this was last set to False.
     """
 
@@ -116,9 +115,9 @@ class SentOrder:
     def belongs(self, entry: Entry, tokens: float, before: int, displaces: bool) -> bool:
         """Tell whether a queued request belongs inside an instance, and count it in `offered` of those.
 
-        before: how many queued requests, asked about just before this one, go before it; 0 begins anew. It
-        can only belong where all of them do. The first of a virtual queue always belongs inside: the engine
-        itself refuses what can never fit. displaces: it may go before what is inside.
+        before: requests earlier in this walk; 0 starts a new one. It can only belong where all of them do.
+        The first of a virtual queue always belongs inside: the engine itself refuses what can never fit.
+        displaces: it may go before what is inside.
         """
         if before == 0:
             self._asked, self.offered = range(len(self.names)), [0] * len(self.names)
@@ -147,7 +146,7 @@ class SentOrder:
         return ahead + before == 0 or self._fill(i, ahead) <= room
 
     def _fill(self, i: int, ahead: int) -> int:
-        """Return the blocks of so many of the first requests inside."""
+        """Return the blocks of the first `ahead` requests inside."""
         if ahead == len(self._inside[i]):
             return self._filled[i]
         return int(np.frombuffer(self._taken[i], np.int64)[:ahead].sum())

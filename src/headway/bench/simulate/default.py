@@ -56,16 +56,16 @@ def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
 
 
 ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
-    "headway without selection": _with(selects=False),
-    "headway without prompts that yield": _with(yields=False),
+    "headway without selection": _with(selects_largest_set=False),
+    "headway without prompts that yield": _with(prompts_yield=False),
     "headway without a margin of tpot": _with(tpot_margin=0.0),
-    "headway without far deadlines that wait": _with(far_s=math.inf),
+    "headway without far deadlines that wait": _with(defer_beyond_s=math.inf),
     "headway without a lead for answers": _with(leading_share=1.0, burst_lead_s=0.0),
     "headway without a lead for bursts": _with(burst_lead_s=0.0),
     "headway without giving up answers": _with(begun_size_share=0.0),
-    "headway without short prompts first": _with(advances=False),
+    "headway without short prompts first": _with(short_prompts_first=False),
     "headway without room to grow": _with(growth_share=0.0),
-    "headway with room to grow always": _with(eager=False),
+    "headway with room to grow always": _with(scales_growth=False),
     "headway without time for long answers": _with(long_answer_stds=-2.0),
     "headway without time while nothing is lost": _with(calm_answer_safety=1.5, calm_lost_below_stds=2.0),
     "headway without longer iterations for prompts": _with(ttft_share=0.0),

@@ -32,15 +32,15 @@ from headway.pack.promises.queue import Queue
 from headway.types import Floats, Ints
 
 _LEAST_CHUNK = 16  # prompt tokens
-_GRAIN = 8  # prompts are sized in steps of so many tokens
+_GRAIN = 8  # tokens: the step of prompt sizes
 
 
-class Seconds(NamedTuple):
-    """What an iteration may take.
+class TimeLimits(NamedTuple):
+    """The most seconds of an iteration.
 
-    first: where a first token is to come that was promised.
-    plain: otherwise.
-    spare: with best effort and lost requests.
+    first: with a new prompt that is kept.
+    plain: with other kept prompts.
+    spare: with requests that are not kept.
     tpot: the tightest of the kept answers, inf = none.
     soonest: until the first of the promised first tokens is due, inf = none is to come.
     """
@@ -55,22 +55,22 @@ class Seconds(NamedTuple):
 class Shape(NamedTuple):
     """An iteration being built: decodes, their context, prompt tokens.
 
-    ahead, rest: of the first prompt, the tokens that are computed already and those that are missing.
-    behind: those that are computed already of the first prompt that is not kept.
+    first_computed, first_missing: tokens of the first kept prompt.
+    other_computed: of the first other prompt.
     """
 
     decodes: int
     context: float
     prompt: int
-    ahead: float
-    rest: float
-    behind: float
+    first_computed: float
+    first_missing: float
+    other_computed: float
 
 
 @compiled
 def seconds_allowed(
     params: PackerParams, jobs: Rows, outlook: Outlook, now: float, usual: float, pace: Pace
-) -> Seconds:
+) -> TimeLimits:
     """Return what the kept answers allow: none may fall behind its tpot, or its deadline."""
     soonest = _soonest(jobs, outlook, now)
     first, tpot, deadline = _longest(params.keep, jobs, outlook, usual), np.inf, soonest
@@ -94,12 +94,12 @@ def seconds_allowed(
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))
-    return Seconds(first, min(first, tpot), min(first, usual, deadline, share * tpot), tpot, soonest)
+    return TimeLimits(first, min(first, tpot), min(first, usual, deadline, share * tpot), tpot, soonest)
 
 
 @compiled
 def usual_seconds(params: PackerParams, jobs: Rows, rows: Ints, theta: Floats) -> float:
-    """Return the seconds of a usual iteration: that of all that decode fits twice, or once with a chunk.
+    """Return the seconds of a usual iteration: `max_step`, or those of all decodes twice or with a chunk.
 
     Where even a plain iteration takes that long (a slow or busy machine), another must fit beside it.
     """
@@ -158,7 +158,7 @@ def _each_until(keep: PromisesConfig, jobs: Rows, row: int, left: float, pace: P
 
 @compiled
 def take_turns(
-    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, may: Seconds, now: float, pace: Pace
+    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, limits: TimeLimits, now: float, pace: Pace
 ) -> None:
     """Let the answers furthest ahead of their tpot wait (WAITS, in place) where the batch is too small.
 
@@ -166,7 +166,7 @@ def take_turns(
     """
     if kept.rows.size <= params.max_running:
         return
-    chunk, count = _kept(params, jobs, kept, theta, may, now)[0].prompt, 0
+    chunk, count = _kept_iteration(params, jobs, kept, theta, limits, now)[0].prompt, 0
     for i in range(kept.rows.size):
         if kept.level[i] <= ANSWER:
             count += 1
@@ -188,11 +188,11 @@ def take_turns(
 
 @compiled
 def make_way(
-    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, may: Seconds, now: float, pace: Pace
+    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, limits: TimeLimits, now: float, pace: Pace
 ) -> None:
-    """Let answers wait (WAITS, in place) for a prompt whose first token would be late beside them.
+    """Defer answers (WAITS, in place) for a prompt whose first token would be late beside them.
 
-    Those wait that can for as long as the prompt takes alone, where it is in time beside the others
+    These are the answers that can wait as long as the prompt takes alone, if it is on time beside the others
     (SLOs-Serve, arXiv 2504.08784, so leaves out decodes that are not due). Only for a prompt whose ttft is
     of the order of an iteration: under overload, any prompt is computed at the last moment.
     """
@@ -204,15 +204,15 @@ def make_way(
         0, 0.0, missing_of(jobs, row), float(jobs["computed"][row]), float(missing_of(jobs, row)), 0.0
     )
     beside, _ = _beside(params, jobs, kept, now, pace, alone, -np.inf)
-    takes = _seconds_beside(params, theta, beside, may.first)
+    takes = _seconds_beside(params, theta, beside, limits.first)
     seconds = _seconds(theta, alone)
-    if beside.decodes == 0 or alone.prompt > params.budget or seconds > may.soonest:
+    if beside.decodes == 0 or alone.prompt > params.budget or seconds > limits.soonest:
         return
-    if takes <= max(may.soonest, params.keep.alone_share * jobs["ttft"][row]):
+    if takes <= max(limits.soonest, params.keep.alone_share * jobs["ttft"][row]):
         return
     wait = seconds + 2.0 * pace.token
     shape, least = _beside(params, jobs, kept, now, pace, alone, wait)
-    if _seconds(theta, shape) > min(may.soonest, least):
+    if _seconds(theta, shape) > min(limits.soonest, least):
         return
     for i in range(kept.rows.size):
         if kept.level[i] == ANSWER and _rest_of(params, jobs, kept, i, now) > wait:
@@ -255,7 +255,9 @@ def _beside(
             least = min(least, rest if rest > pace.token else max(jobs["tpot"][row], pace.token))
         if kept.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]
-    return Shape(decodes, context, prompt.prompt, prompt.ahead, prompt.rest, 0.0), float(least)
+    return Shape(decodes, context, prompt.prompt, prompt.first_computed, prompt.first_missing, 0.0), float(
+        least
+    )
 
 
 @compiled
@@ -264,8 +266,7 @@ def _seconds_beside(params: PackerParams, theta: Floats, shape: Shape, limit: fl
     whole = _seconds(theta, shape)
     if whole <= limit:
         return whole
-    part = Shape(shape.decodes, shape.context, 0, shape.ahead, shape.rest, shape.behind)
-    chunk = _largest(params, theta, part, limit, _least_chunk(params, theta))
+    chunk = _largest(params, theta, shape, limit, _least_chunk(params, theta))
     return float(limit * np.ceil(shape.prompt / chunk))
 
 
@@ -275,14 +276,14 @@ def _seconds_beside(params: PackerParams, theta: Floats, shape: Shape, limit: fl
 @compiled
 def compose(
     params: PackerParams, jobs: Rows, kept: Outlook, queue: Queue, others: int, kv: KvBudget, theta: Floats,
-    may: Seconds, now: float,
+    limits: TimeLimits, now: float,
 ) -> CompiledStep:  # fmt: skip
     """Return the step of the queue; others: rows that hold a slot and are not in it."""
-    shape, fresh, limit = _kept(params, jobs, kept, theta, may, now)
-    may = Seconds(may.first, may.plain, min(may.spare, limit), may.tpot, may.soonest)
-    order, count, shape = _chosen(params, jobs, queue, kv, theta, may, shape)
-    chunk = max(shape.prompt, _fitting(params, theta, shape, may.spare))
-    if shape.decodes == 0 or (fresh and not _yields(params, may)):
+    shape, fresh, limit = _kept_iteration(params, jobs, kept, theta, limits, now)
+    limits = TimeLimits(limits.first, limits.plain, min(limits.spare, limit), limits.tpot, limits.soonest)
+    order, count, shape = _chosen(params, jobs, queue, kv, theta, limits, shape)
+    chunk = max(shape.prompt, _fitting(params, theta, shape, limits.spare))
+    if shape.decodes == 0 or (fresh and not _yields(params, limits)):
         chunk = max(chunk, params.min_chunk)
     # One runs however long it takes: an engine that computes nothing would never come out of it.
     least = max(count, 1)
@@ -295,8 +296,8 @@ def compose(
 
 
 @compiled
-def _kept(
-    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, may: Seconds, now: float
+def _kept_iteration(
+    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, limits: TimeLimits, now: float
 ) -> tuple[Shape, bool, float]:
     """Return the iteration of the kept rows, whether a promised first token is to come, and the most seconds.
 
@@ -315,10 +316,10 @@ def _kept(
     shape = Shape(decodes, context, 0, ahead, rest, 0.0)
     if want == 0:
         return shape, fresh, np.inf
-    limit = may.first if fresh else may.plain
+    limit = limits.first if fresh else limits.plain
     most, least = _until_urgent(params, jobs, outlook, theta, shape, limit, now)
     limit = min(limit, most)
-    if _yields(params, may):
+    if _yields(params, limits):
         chunk = _fitting(params, theta, shape, limit)
     else:
         chunk = _largest(params, theta, shape, limit, params.min_chunk)
@@ -343,7 +344,7 @@ def _until_urgent(
         if kept.level[i] == PROMPT or kept.level[i] == HOPE:
             tokens += missing_of(jobs, kept.rows[i])
     left = jobs["arrival"][row] + jobs["ttft"][row] - now
-    takes = _seconds(theta, Shape(shape.decodes, shape.context, tokens, shape.ahead, shape.rest, 0.0))
+    takes = _seconds(theta, _with_prompt(shape, tokens))
     fits = shape.decodes + tokens <= params.budget and missing_of(jobs, row) <= params.row_chunk
     if not fits or takes > min(left, limit):
         return np.inf, 0
@@ -351,13 +352,13 @@ def _until_urgent(
 
 
 @compiled
-def _yields(params: PackerParams, may: Seconds) -> bool:
+def _yields(params: PackerParams, limits: TimeLimits) -> bool:
     """Tell whether prompts wait until the answers in progress have gained the time for them.
 
     With even a small part of a prompt in each iteration, answers would fall behind a tight tpot together,
     and all be lost.
     """
-    return params.keep.yields and may.tpot < np.inf
+    return params.keep.prompts_yield and limits.tpot < np.inf
 
 
 @compiled
@@ -371,11 +372,27 @@ def _least_chunk(params: PackerParams, theta: Floats) -> int:
 
 
 @compiled
+def _with_prompt(shape: Shape, prompt: int) -> Shape:
+    """Return the iteration with another number of prompt tokens."""
+    return Shape(
+        shape.decodes, shape.context, prompt, shape.first_computed, shape.first_missing, shape.other_computed
+    )
+
+
+@compiled
+def _with_other(shape: Shape, computed: float) -> Shape:
+    """Return the iteration with the computed tokens of the first prompt that is not kept."""
+    return Shape(
+        shape.decodes, shape.context, shape.prompt, shape.first_computed, shape.first_missing, computed
+    )
+
+
+@compiled
 def _seconds(theta: Floats, shape: Shape) -> float:
     """Return the seconds of an iteration."""
     prompt = float(shape.prompt)
-    pairs = shape.ahead * min(prompt, shape.rest) + shape.behind * max(prompt - shape.rest, 0.0)
-    pairs += prompt * prompt / 2.0
+    pairs = shape.first_computed * min(prompt, shape.first_missing) + prompt * prompt / 2.0
+    pairs += shape.other_computed * max(prompt - shape.first_missing, 0.0)
     return float(seconds_of(theta, shape.decodes, shape.context, prompt, pairs))
 
 
@@ -386,19 +403,11 @@ def _largest(params: PackerParams, theta: Floats, shape: Shape, limit: float, le
     At least `least`, whatever the limit; at most what the budget leaves.
     """
     low, high = least, max(params.budget - shape.decodes, least)
-    if (
-        _seconds(theta, Shape(shape.decodes, shape.context, high, shape.ahead, shape.rest, shape.behind))
-        <= limit
-    ):
+    if _seconds(theta, _with_prompt(shape, high)) <= limit:
         return high
     while high - low > _GRAIN:  # seconds grow with the prompt, so halving finds the largest that fits
         middle = (low + high) // 2
-        if (
-            _seconds(
-                theta, Shape(shape.decodes, shape.context, middle, shape.ahead, shape.rest, shape.behind)
-            )
-            <= limit
-        ):
+        if _seconds(theta, _with_prompt(shape, middle)) <= limit:
             low = middle
         else:
             high = middle
@@ -409,20 +418,23 @@ def _largest(params: PackerParams, theta: Floats, shape: Shape, limit: float, le
 def _fitting(params: PackerParams, theta: Floats, shape: Shape, limit: float) -> int:
     """Return the prompt tokens that fit an iteration of these decodes in `limit` seconds, 0 = none."""
     chunk = _largest(params, theta, shape, limit, _least_chunk(params, theta))
-    fits = (
-        _seconds(theta, Shape(shape.decodes, shape.context, chunk, shape.ahead, shape.rest, shape.behind))
-        <= limit
-    )
+    fits = _seconds(theta, _with_prompt(shape, chunk)) <= limit
     return chunk if shape.decodes == 0 or fits else 0
 
 
 @compiled
 def _chosen(
-    params: PackerParams, jobs: Rows, queue: Queue, kv: KvBudget, theta: Floats, may: Seconds, shape: Shape
+    params: PackerParams,
+    jobs: Rows,
+    queue: Queue,
+    kv: KvBudget,
+    theta: Floats,
+    limits: TimeLimits,
+    shape: Shape,
 ) -> tuple[Ints, int, Shape]:
-    """Return the rows that may run and those that hold KV, how many the former are, and the iteration.
+    """Return the rows that may run, then those that pause with their KV unless others need it.
 
-    Those behind pause where they hold KV, as long as no other row needs it.
+    And the number of the former, and the iteration.
     """
     rows, keys, serial, heap = queue.rows, queue.keys, queue.serial, queue.newcomers
     order, pauses, size, paused = np.empty(rows.size, np.int64), np.empty(queue.sorted.size, np.int64), 0, 0
@@ -442,10 +454,9 @@ def _chosen(
         if level == WAITS and not jobs["running"][row]:
             continue
         if level > WAITS:
-            if shape.behind == 0.0 and missing_of(jobs, row) > 1:
-                computed = float(jobs["computed"][row])
-                shape = Shape(shape.decodes, shape.context, shape.prompt, shape.ahead, shape.rest, computed)
-            shape, runs = _with(jobs, row, theta, may.spare, shape)
+            if shape.other_computed == 0.0 and missing_of(jobs, row) > 1:
+                shape = _with_other(shape, float(jobs["computed"][row]))
+            shape, runs = _with(jobs, row, theta, limits.spare, shape)
         blocks += reserved_of(jobs, row, kv.size, params.keep.growth_share)
         if runs:
             order[size], size = row, size + 1
@@ -475,7 +486,9 @@ def _with(jobs: Rows, row: int, theta: Floats, spare: float, shape: Shape) -> tu
     if missing_of(jobs, row) > 1:
         return shape, True  # its tokens come from what is left for prompts
     decodes, context = shape.decodes + 1, shape.context + jobs["computed"][row]
-    more = Shape(decodes, context, shape.prompt, shape.ahead, shape.rest, shape.behind)
+    more = Shape(
+        decodes, context, shape.prompt, shape.first_computed, shape.first_missing, shape.other_computed
+    )
     if _seconds(theta, more) <= spare:
         return more, True
     return shape, False

@@ -1,4 +1,4 @@
-"""What can still become of each request: its level, and when it must start at the latest. Compiled.
+"""The level and the latest start of each request. Compiled.
 
 A request is kept as long as it can be on time by the learned latency and its length forecast. One that
 cannot is served with best effort, earliest due first, after all that are kept.
@@ -17,18 +17,17 @@ from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.pack.kernels import Rows, decodes, exclusive_of, missing_of, promised
 from headway.types import Floats, Ints
 
-# Levels, most urgent first: a stream that has been silent for long; an answer in progress or a prompt that
-# can be on time; one that is on time only if its answer is short; a prompt that can, but has no room yet. All
-# others go by their soft dues: first those that go on, then requests without a promise together with the
-# lost, which cannot be on time; then what its tenant's turn decides on; the lost beyond their tenant's part;
-# and at last those whose deadline is far.
+# Levels, most urgent first. STREAM: silent for long. Kept, as they can be on time: ANSWER decodes, PROMPT
+# does not, HOPE only if its answer is short, WAITS deferred. By soft due: GOES_ON begun and due soon, OTHER
+# not kept, TURN by its tenant's turn, SURPLUS lost and beyond its tenant's part, FAR not due for long. LOST
+# cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
 STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
 
 
 class Outlook(NamedTuple):
     """Columns aligned with the ranked rows.
 
-    rows: of the `Jobs` table, in the order of urgency, level and key.
+    rows: of the `Jobs` table; those that are kept (`packer.kept_of`) by urgency, level and key.
     level: see above.
     start: the latest instant at which each can start (or go on) and be on time.
     """
@@ -53,26 +52,26 @@ def in_progress(jobs: Rows, rows: Ints, now: float) -> Ints:
 @compiled
 def pace_of(jobs: Rows, answers: Ints, theta: Floats) -> Pace:
     """Return the pace of these answers in progress."""
-    decodes, context, rents, tpot = 0, 0.0, 0.0, np.inf
+    decodes, context, prefill_load, tpot = 0, 0.0, 0.0, np.inf
     base = seconds_of(theta, 0.0, 0.0, 0.0, 0.0)
     for row in answers:
         decodes += missing_of(jobs, row) == 1
         context += jobs["computed"][row]
-        rents += rent(jobs, row, theta, base)
+        prefill_load += prefill_per_token(jobs, row, theta, base)
         tpot = min(tpot, jobs["tpot"][row])
     pace = pace_at(theta, decodes, context)
-    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + rents, tpot), pace.token))
+    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + prefill_load, tpot), pace.token))
 
 
 @compiled
 def given_up(
     keep: PromisesConfig, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace
 ) -> tuple[Ints, Ints]:
-    """Return the answers in progress that set the pace, and those that are given up so that others catch up.
+    """Return the answers in progress that set the pace, and those that are given up.
 
-    Where all together are slower than a tpot, those that are behind stay as long as an iteration with them is
-    not slower, the least behind first: if all went on, all would be lost. One whose tpot is longer than even
-    all take is not given up.
+    If all together are slower than a tpot, answers that are behind stay, the least behind first, as long as
+    an iteration with them meets their tpot: if all went on, all would be lost. One whose tpot the iteration
+    of all meets is never given up.
     """
     lead, slow = np.full(answers.size, np.inf), False
     for k in range(answers.size):
@@ -102,10 +101,10 @@ def prompt_seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
 
 
 @compiled
-def rent(jobs: Rows, row: int, theta: Floats, base: float) -> float:
-    """Return the seconds of a row's prompt, spread over the iterations of its answer.
+def prefill_per_token(jobs: Rows, row: int, theta: Floats, base: float) -> float:
+    """Return the seconds of a row's prompt per token of its answer.
 
-    Each request that ends is followed by one like it, so on average each iteration computes this much.
+    That is the load of prompts on an iteration if each request that ends is followed by one like it.
     """
     answer = jobs["output_tokens"][row] + jobs["tokens_left"][row]
     return float((prefill_of(theta, jobs["prompt"][row]) - base) / answer)
@@ -132,7 +131,7 @@ def growth_of(keep: PromisesConfig, outlook: Outlook) -> float:
     While none is, a prompt comes in at once, and an answer with time to spare that loses its KV is computed
     again.
     """
-    if not keep.eager:
+    if not keep.scales_growth:
         return keep.growth_share
     return keep.growth_share * pressure_of(keep, outlook)
 
@@ -147,17 +146,18 @@ def pressure_of(keep: PromisesConfig, outlook: Outlook) -> float:
 
 
 @compiled
-def eased(params: PackerParams, pressure: float) -> PackerParams:
+def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
     """Return the parameters under this pressure: while nothing is lost, no request is given up early."""
     k = params.keep
-    sure = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
-    doubt = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
+    answer_safety = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
+    lost_below = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
     keep = PromisesConfig(
-        sure, doubt, k.calm_answer_safety, k.calm_lost_below_stds, k.growth_share, k.full_pressure_share,
-        k.long_answer_stds, k.far_s, k.begun_size_share, k.tpot_margin, k.overdue_share, k.kept_overdue_share,
-        k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
-        k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share,
-        k.urgent_share, k.pause_lead_tokens, k.turn_capacity, k.selects, k.yields, k.eager, k.advances,
+        answer_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds, k.growth_share,
+        k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.begun_size_share, k.tpot_margin,
+        k.overdue_share, k.kept_overdue_share, k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
+        k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share, k.urgent_share,
+        k.pause_lead_tokens, k.turn_capacity, k.selects_largest_set, k.prompts_yield, k.scales_growth,
+        k.short_prompts_first,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
@@ -207,7 +207,7 @@ def outlook_of(
         start = min(start, catch_up)
     if lost:
         return LOST, -np.inf
-    if jobs["tpot"][row] == np.inf and start - now > keep.far_s:
+    if jobs["tpot"][row] == np.inf and start - now > keep.defer_beyond_s:
         return FAR, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
@@ -229,7 +229,7 @@ def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
 
 @compiled
 def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floats) -> float:
-    """Return the instant by which a row that is not kept should be served; the heavier the earlier.
+    """Return the instant by which a row that is not kept should be served, earlier with more weight.
 
     It does not change as the row is computed: two rows would take each other's KV in turn.
     """
@@ -243,7 +243,7 @@ def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floa
 
 @compiled
 def is_silent(jobs: Rows, row: int, now: float, seconds: float) -> bool:
-    """Tell whether a stream that has its KV has had no token for so many seconds."""
+    """Tell whether a stream that has its KV has had no token for `seconds`."""
     return bool(decodes(jobs, row) and now - jobs["last"][row] > seconds)
 
 

@@ -50,7 +50,6 @@ from headway.pack.promises.outlook import (
     STREAM,
     WAITS,
     Outlook,
-    eased,
     given_up,
     growth_of,
     in_progress,
@@ -60,6 +59,7 @@ from headway.pack.promises.outlook import (
     pace_of,
     pressure_of,
     size_of,
+    under_pressure,
 )
 from headway.pack.promises.queue import queue_of
 from headway.pack.promises.selection import select
@@ -75,8 +75,8 @@ class Promises(Packer):
 
     spec: of the engine.
     keep: the policy's numbers.
-    min_chunk: prompt tokens computed in an iteration that has a promised first token to make, at least.
-    max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
+    min_chunk: least prompt tokens of an iteration with a new kept prompt, while no kept answer has a tpot.
+    max_step: least seconds of a usual iteration (`usual_seconds`).
     swaps: KV of a row that yields goes to the host where that costs less than to compute it again (QLM 5).
     """
 
@@ -121,7 +121,7 @@ def pack(
 ) -> CompiledStep:
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
-    calm = eased(params, 0.0)
+    calm = under_pressure(params, 0.0)
     answers = in_progress(jobs, rows, now)
     pace = pace_of(jobs, answers, theta)
     answers, lost = given_up(params.keep, jobs, answers, now, theta, pace)
@@ -130,28 +130,30 @@ def pack(
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace, lost)
     pressure = pressure_of(params.keep, outlook)
     if pressure > 0.0:
-        params = eased(params, pressure)
+        params = under_pressure(params, pressure)
         outlook = outlooks_of(params, jobs, rows, now, theta, pace, lost)
     else:
         params = calm
     usual = usual_seconds(params, jobs, rows, theta)
     _let_streams_go_on(params, jobs, outlook, kv, now, usual)
     kept = kept_of(jobs, outlook, theta, pace)
-    may = seconds_allowed(params, jobs, kept, now, usual, pace)
+    limits = seconds_allowed(params, jobs, kept, now, usual, pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
-    select(params, jobs, kept, room, now, theta, pace, may.tpot, may.first, growth_of(params.keep, outlook))
-    make_way(params, jobs, kept, theta, may, now, pace)
+    select(
+        params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, outlook)
+    )
+    make_way(params, jobs, kept, theta, limits, now, pace)
     if params.keep.turn_capacity > 0.0:
-        take_turns(params, jobs, kept, theta, may, now, pace)
+        take_turns(params, jobs, kept, theta, limits, now, pace)
     queue = queue_of(params.keep, jobs, kept, outlook, theta, now)
-    return compose(params, jobs, kept, queue, others, kv, theta, may, now)
+    return compose(params, jobs, kept, queue, others, kv, theta, limits, now)
 
 
 @compiled
 def outlooks_of(
     params: PackerParams, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace, lost: Ints
 ) -> Outlook:
-    """Return the level of each row; lost: rows that are in any case."""
+    """Return the level of each row; lost: rows that `given_up` chose."""
     n, keep = rows.size, params.keep
     level, start = np.empty(n, np.int64), np.empty(n)
     for i in range(n):
@@ -168,7 +170,7 @@ def outlooks_of(
 
 @compiled
 def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
-    """Return the kept rows by urgency and level, then by latest start, the doubtful by size."""
+    """Return the kept rows by urgency, level and latest start (HOPE: size; STREAM: last token)."""
     kept = np.flatnonzero(outlook.level <= HOPE)
     rows, level, start = outlook.rows[kept], outlook.level[kept], outlook.start[kept]
     keys = np.empty((3, kept.size))

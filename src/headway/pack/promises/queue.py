@@ -59,10 +59,9 @@ def _fill(
 ) -> tuple[int, int]:  # fmt: skip
     """Fill the columns, the kept rows first; return how many places are in `stay` and in `heap`.
 
-    What is not kept goes by its soft due, those that have begun first unless they can wait. Of the FAR those
-    that hold a slot come first: what others need of their KV they lose one at a time. A rank from
-    outside goes before all that, but for positive ones of best effort: those are turns, which decide among
-    best effort (`plan/run_order.py`).
+    Rows that are not kept go by soft due, those begun and due soon first. Of the FAR those that hold a slot
+    come first: what others need of their KV they lose one at a time. Negative ranks from outside go before
+    all that; positive ones are tenants' turns, among rows that are not kept (`plan/run_order.py`).
     """
     at, size, waiting = kept.rows.size, 0, 0
     rows[:at], level[:at] = kept.rows, kept.level

@@ -30,8 +30,8 @@ from headway.pack.promises.outlook import (
     blocks_of,
     can_wait,
     lead_of,
+    prefill_per_token,
     prompt_seconds,
-    rent,
     reserved_of,
 )
 from headway.types import Floats
@@ -48,7 +48,7 @@ class InProgress(NamedTuple):
     blocks: KV that they will hold, as admission counts it.
     answers: how many.
     context: cached tokens halfway through what is left of their answers.
-    rents: seconds of prompts per iteration.
+    prefill_load: seconds of prompts per iteration.
     steady: how many need a slot in each iteration.
     rate: tokens/s of the others, which may take turns.
     """
@@ -56,7 +56,7 @@ class InProgress(NamedTuple):
     blocks: float
     answers: int
     context: float
-    rents: float
+    prefill_load: float
     steady: int
     rate: float
 
@@ -74,10 +74,10 @@ def select(
     # Without a tpot a prompt still pays the base of each of its iterations, and the answers beside it.
     beside = pace.token if pace.decodes else pace.base
     share = max(1.0 - beside / (tpot if tpot < np.inf else longest), _LEAST_SHARE)
-    if params.keep.selects:
+    if params.keep.selects_largest_set:
         _keep_most(params, jobs, outlook, kv, now, theta, pace, share, grow)
     _admit(params, jobs, outlook, kv, now, theta, pace, grow)
-    if params.keep.advances:
+    if params.keep.short_prompts_first:
         _advance_short(jobs, outlook, now, theta, pace, share)
 
 
@@ -192,10 +192,10 @@ def _admit(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
     grow: float,
 ) -> None:  # fmt: skip
-    """Admit kept prompts as long as they and the answers in progress have KV; the doubtful after them.
+    """Admit kept prompts as long as they and the answers in progress have KV, `HOPE` after `PROMPT`.
 
-    A prompt that finds none takes it from answers that are far ahead, or lets smaller ones pass. It takes
-    what requests of a later rank from outside hold.
+    For one that finds none, answers far ahead pause, or smaller prompts pass it. Rows of a later rank from
+    outside do not count.
     """
     inside, begin, tries = InProgress(0.0, 0, 0.0, 0.0, 0, 0.0), 0, _TRIES if params.host > 0 else 0
     while begin < outlook.rows.size:
@@ -208,7 +208,7 @@ def _admit(
                     continue
                 blocks = reserved_of(jobs, row, kv.size, grow)
                 more = _with(params.keep, inside, jobs, row, blocks, theta, pace)
-                if level == HOPE and not _may(params, jobs, row, now, theta, pace, more):
+                if level == HOPE and not _on_time_if_short(params, jobs, row, now, theta, pace, more):
                     outlook.level[i] = LOST
                     continue
                 if level == PROMPT and tries and _is_full(params, kv, pace, more):
@@ -221,7 +221,7 @@ def _admit(
                             inside.blocks,
                             more.answers,
                             more.context,
-                            more.rents,
+                            more.prefill_load,
                             more.steady,
                             more.rate,
                         )
@@ -257,7 +257,7 @@ def _is_full(params: PackerParams, kv: KvBudget, pace: Pace, inside: InProgress)
         return True
     if inside.answers <= params.max_running:
         return False
-    return bool(inside.steady + inside.rate * (pace.token + inside.rents) > turns * params.max_running)
+    return bool(inside.steady + inside.rate * (pace.token + inside.prefill_load) > turns * params.max_running)
 
 
 @compiled
@@ -271,7 +271,7 @@ def _paused(
     params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
     grow: float, inside: InProgress, begin: int, end: int, at: int,
 ) -> InProgress:  # fmt: skip
-    """Pause the answers furthest ahead until the others are not too many, or none if that does not do.
+    """Pause the answers furthest ahead until the rest fit, or none if they never do.
 
     inside: with the prompt at place `at`, for which they make room. What an answer is ahead it loses while it
     waits, so it helps in a burst, and `pause_lead_tokens` says how much of it there must be (BROS 4.2
@@ -305,7 +305,7 @@ def _without(
         inside.blocks - reserved_of(jobs, row, kv.size, grow),
         inside.answers - 1,
         inside.context - jobs["computed"][row] - jobs["tokens_left"][row] / 2,
-        inside.rents - rent(jobs, row, theta, pace.base),
+        inside.prefill_load - prefill_per_token(jobs, row, theta, pace.base),
         inside.steady,
         inside.rate - _rate(keep, jobs, row),
     )
@@ -329,7 +329,7 @@ def _with(
         inside.blocks + blocks,
         inside.answers + 1,
         inside.context + jobs["prompt"][row] + jobs["output_tokens"][row] + jobs["tokens_left"][row] / 2,
-        inside.rents + rent(jobs, row, theta, pace.base),
+        inside.prefill_load + prefill_per_token(jobs, row, theta, pace.base),
         inside.steady + (not can_wait(jobs, row)),
         inside.rate + _rate(keep, jobs, row),
     )
@@ -341,7 +341,12 @@ def _in_progress(
     inside: InProgress, begin: int, end: int,
 ) -> InProgress:  # fmt: skip
     """Return the requests in progress with those of these rows that are kept and hold a slot."""
-    blocks, answers, context, rents = inside.blocks, inside.answers, inside.context, inside.rents
+    blocks, answers, context, prefill_load = (
+        inside.blocks,
+        inside.answers,
+        inside.context,
+        inside.prefill_load,
+    )
     steady, rate = inside.steady, inside.rate
     for i in range(begin, end):
         row = outlook.rows[i]
@@ -349,20 +354,23 @@ def _in_progress(
             blocks += reserved_of(jobs, row, kv.size, grow)
             answers += 1
             context += jobs["computed"][row] + jobs["tokens_left"][row] / 2
-            rents += rent(jobs, row, theta, pace.base)
+            prefill_load += prefill_per_token(jobs, row, theta, pace.base)
             steady += not can_wait(jobs, row)
             rate += _rate(keep, jobs, row)
-    return InProgress(blocks, answers, context, rents, steady, rate)
+    return InProgress(blocks, answers, context, prefill_load, steady, rate)
 
 
 @compiled
-def _may(
+def _on_time_if_short(
     params: PackerParams, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace, inside: InProgress
 ) -> bool:
-    """Tell whether a row can be on time if its answer is one deviation short; inside: it and all others."""
+    """Tell whether a row is on time if its answer is `lost_below_stds / 2` deviations short.
+
+    inside: it and all others.
+    """
     decodes = min(inside.answers, params.max_running)
     context = inside.context * decodes / max(inside.answers, 1)
-    seconds = inside.rents + seconds_of(theta, decodes, context, 0.0, 0.0)
+    seconds = inside.prefill_load + seconds_of(theta, decodes, context, 0.0, 0.0)
     left = jobs["arrival"][row] + jobs["e2e"][row] - now - prompt_seconds(jobs, row, theta, pace)
     short = max(1.0 - params.keep.lost_below_stds / 2 * jobs["spread"][row], 0.0)
     return bool(seconds * short * jobs["tokens_left"][row] <= left)
