@@ -26,6 +26,8 @@ app.add_typer(model_app, name="model")
 apps_app = typer.Typer(help="Demand graphs of LLM applications, on disk.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(apps_app, name="apps")
+queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args_is_help=True)
+app.add_typer(queue_app, name="queue")
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")
 ]
@@ -252,6 +254,23 @@ def show(config: ConfigFile = None) -> None:
     setup = configuration.load(config)
     print(configuration.show(setup), end="")
     preflight(setup)
+
+
+@queue_app.command("recover")
+def recover_queue(
+    config: ConfigFile = None,
+    file: Annotated[
+        Path | None, typer.Option(help="The queue's file; default: that of the configuration.")
+    ] = None,
+) -> None:
+    """Replace a damaged sqlite queue by what can be read of it and of rescued files beside it."""
+    from headway.broker.sqlite_rescue import recover
+    from headway.config import load
+
+    done = recover(str(file or load(config).broker.sqlite.file))
+    print(f"{done.requests} requests recovered, {done.open} of them still to be answered.")
+    print(f"{done.unreadable} rows could not be read.")
+    print(f"The damaged file is {done.aside} now.")
 
 
 GraphDir = Annotated[

@@ -10,14 +10,23 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
+from glob import escape, glob
 
 from headway import clock
+from headway.broker.port import Job
+from headway.broker.sqlite_health import examine, limit_log
 from headway.errors import ConfigError
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
 VERSION = 2  # of the schema below, in PRAGMA user_version
+_BESIDE = "-wal", "-shm", ".lock", ".turn"  # ends of names of files beside a file
 PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
 PARAM = "broker.sqlite.path"
+RESCUED = ".rescued-"  # in the name of a file that a gateway has moved to from a damaged one
+RECOVER = "stop the gateways that use it, run `headway queue recover`, and start them again"
+FIELDS = tuple(field.name for field in fields(Job))
+COLUMNS = ", ".join(FIELDS)
 
 # `seq` is the order of the puts. Large columns come last: SQLite skips what follows the columns it reads.
 SCHEMA = """
@@ -50,19 +59,47 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
     Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
     """
-    with _errors_explained(path), _locked(path) as lock:
+    _refuse_damaged(path)
+    with _errors_explained(path), locked(path) as lock:
         writing = _connect(path)
         try:
             _prepare(writing, path)
             _end_leases_of_other_boots(writing, lock)
             writing.execute("PRAGMA journal_mode = wal")
             writing.execute(f"PRAGMA synchronous = {synchronous}")
+            limit_log(writing)
             reading = _connect(path)
             reading.execute("PRAGMA query_only = on")
         except BaseException:
             writing.close()
             raise
     return writing, reading
+
+
+def new_file(path: str) -> sqlite3.Connection:
+    """Make a file and return a connection to it."""
+    db = _connect(path)
+    try:
+        _prepare(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def rescued_files(path: str) -> list[str]:
+    """Return the files that gateways have moved to when this one was damaged."""
+    return sorted(file for file in glob(escape(path + RESCUED) + "*") if not file.endswith(_BESIDE))
+
+
+def _refuse_damaged(path: str) -> None:
+    """Raise ConfigError for a file that is damaged, or was: what gateways have rescued belongs into it."""
+    problem = examine(path)
+    if problem is None and (rescued := rescued_files(path)):
+        problem = f"it was damaged, and {rescued[0]} has what was saved of it"
+    if problem is not None:
+        fix = f"If it is a queue of Headway's, {RECOVER}; else give the path of another file."
+        raise ConfigError(f"The broker cannot use {path}: {problem}.", fix, param=PARAM)
 
 
 @contextmanager
@@ -76,7 +113,7 @@ def _errors_explained(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: str) -> Iterator[int]:
+def locked(path: str) -> Iterator[int]:
     """Keep other gateways from opening the file meanwhile, and a gateway of version 1 from using it.
 
     A gateway of version 1 keeps this lock while it runs. The kernel drops a flock when its process dies, so

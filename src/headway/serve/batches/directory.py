@@ -34,7 +34,7 @@ from headway.serve.batches.records import (
     no_room,
     too_many_open,
 )
-from headway.serve.batches.sqlite_file import SqliteFile, in_thread
+from headway.serve.batches.sqlite_file import NAME, SqliteFile, in_thread
 
 _FILE = ", ".join(field.name for field in fields(StoredFile))
 _BATCH = ", ".join(field.name for field in fields(Batch))
@@ -51,7 +51,7 @@ class DirectoryStore(SqliteFile):
         self.folder = folder
         try:
             (folder / "files").mkdir(parents=True, exist_ok=True)
-            super().__init__(folder / "batches.sqlite")
+            super().__init__(folder / NAME)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The directory of batches {folder} cannot be used: {error}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -12,12 +13,15 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from headway.broker.sqlite_health import Watch, examine, limit_log, means_damage
 from headway.serve.batches.port import out
 
 T = TypeVar("T")
 P = ParamSpec("P")
 S = TypeVar("S", bound="SqliteFile")
 
+_MEND = "stop the gateways that use it, and put back a copy of the directory, or begin with an empty one"
+NAME = "batches.sqlite"
 _VERSION = 1
 _PATIENCE = 10.0  # seconds to wait while another gateway writes
 _SCHEMA = """
@@ -42,20 +46,43 @@ CREATE TABLE lines (
 CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE UNIQUE INDEX answer_of ON answers (batch, number);
 """
+log = logging.getLogger("headway.serve")
 
 
 class SqliteFile:
-    """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used."""
+    """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used.
+
+    Once the file is found damaged nothing is written any more.
+    """
 
     def __init__(self, path: Path) -> None:
+        if (damage := examine(str(path))) is not None:
+            raise sqlite3.DatabaseError(f"{path.name} is damaged ({damage})")
         self._db = sqlite3.connect(path, _PATIENCE, isolation_level=None, check_same_thread=False)
         _prepare(self._db)
         self._lock = threading.Lock()
         self._durable = True
         self.threads = ThreadPoolExecutor(2, "batches")
+        self._damage: str | None = None
+        self._watch = Watch(str(path), self._found_damaged)
+
+    def problem(self) -> str | None:
+        """Return why nothing can be written, None = it can."""
+        return self._damage
+
+    def note(self, error: Exception) -> None:
+        """Take note when an error says that the file is damaged."""
+        if means_damage(error):
+            self._found_damaged(str(error))
+
+    def _found_damaged(self, what: str) -> None:
+        if self._damage is None:
+            self._damage = f"batches.sqlite is damaged ({what}): {_MEND}"
+            log.error("no batch is accepted any more: %s", self._damage)
 
     def close_file(self) -> None:
         """Wait for calls that were made and close the file."""
+        self._watch.close()
         self.threads.shutdown()
         with self._lock:
             self._db.close()
@@ -63,6 +90,8 @@ class SqliteFile:
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """Change all or nothing. durable: it survives loss of power, not only the death of the process."""
+        if self._damage is not None:
+            raise sqlite3.DatabaseError(self._damage)
         with self._lock:
             if durable != self._durable:
                 self._db.execute(f"PRAGMA synchronous = {'full' if durable else 'normal'}")
@@ -93,7 +122,9 @@ def in_thread(
         try:
             return await loop.run_in_executor(self.threads, partial(method, self, *args, **named))
         except (sqlite3.Error, OSError) as error:
-            raise out("The directory of batches", error, "Look at its disk, then try again.") from error
+            self.note(error)
+            why = self.problem() or error
+            raise out("The directory of batches", why, "Look at its disk, then try again.") from error
 
     return call
 
@@ -101,6 +132,7 @@ def in_thread(
 def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = wal")
     db.execute("PRAGMA synchronous = full")
+    limit_log(db)
     db.execute("BEGIN IMMEDIATE")  # another gateway may be making it
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if not version:
