@@ -257,20 +257,12 @@ def show(config: ConfigFile = None) -> None:
 
 
 @queue_app.command("recover")
-def recover_queue(
-    config: ConfigFile = None,
-    file: Annotated[
-        Path | None, typer.Option(help="The queue's file; default: that of the configuration.")
-    ] = None,
-) -> None:
-    """Replace a damaged sqlite queue by what can be read of it and of rescued files beside it."""
-    from headway.broker.sqlite_rescue import recover
+def recover_queue(config: ConfigFile = None) -> None:
+    """Replace a damaged sqlite queue, or file of batches, by what can be read of it; the old file is kept."""
     from headway.config import load
+    from headway.serve.recover import main
 
-    done = recover(str(file or load(config).broker.sqlite.file))
-    print(f"{done.requests} requests recovered, {done.open} of them still to be answered.")
-    print(f"{done.unreadable} rows could not be read.")
-    print(f"The damaged file is {done.aside} now.")
+    main(load(config))
 
 
 GraphDir = Annotated[

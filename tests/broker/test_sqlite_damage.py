@@ -17,10 +17,11 @@ from tests.helpers.damage import overwrite
 
 from headway.broker import sqlite as module
 from headway.broker import sqlite_health as health
-from headway.broker import sqlite_rescue
+from headway.broker import sqlite_jobs
 from headway.broker.sqlite import SqliteBroker
-from headway.broker.sqlite_file import open_file, rescued_files
-from headway.broker.sqlite_rescue import Kept, recover
+from headway.broker.sqlite_file import open_file
+from headway.broker.sqlite_jobs import Kept, recover_jobs
+from headway.broker.sqlite_rescue import _rescued_files as rescued_files
 from headway.errors import ConfigError, HeadwayError
 
 MANY = [f"job{i}" for i in range(40)]
@@ -75,7 +76,7 @@ async def test_nothing_accepted_is_lost(
     assert path not in str(error.value), "it goes to clients"
     await until(lambda: broker._moved)
     assert "is damaged" in caplog.text
-    assert "open requests are saved" in caplog.text
+    assert "what the queue has is saved" in caplog.text
 
     # What was accepted goes on.
     assert await broker.renew(FAR) in (True, False)
@@ -88,8 +89,9 @@ async def test_nothing_accepted_is_lost(
 
     with pytest.raises(ConfigError, match="headway queue recover"):
         SqliteBroker(path, "B")
-    done = recover(path)
-    assert (done.requests, done.open) == (40, 38)
+    done = recover_jobs(path)
+    assert done
+    assert done.counts == (40, 38)
     assert Path(done.aside) in [*Path(path).parent.iterdir()]
     assert rescued_files(path) == []
     again = SqliteBroker(path, "B")
@@ -99,11 +101,8 @@ async def test_nothing_accepted_is_lost(
         ended = await again.get(id)
         assert ended
         assert (ended.state, ended.result) == ("done", answer)
-    with pytest.raises(HeadwayError, match="not damaged"):
-        await asyncio.to_thread(recover, f"{path}.rescued")
     await again.close()
-    with pytest.raises(HeadwayError, match="not damaged"):
-        recover(path)
+    assert recover_jobs(path) is None
 
 
 async def test_damage_is_noticed_by_what_is_read(
@@ -129,20 +128,22 @@ async def test_what_can_be_read_of_a_damaged_file_is_recovered(path: str) -> Non
     with pytest.raises(ConfigError, match=r"damaged|malformed|database|Tree") as error:
         SqliteBroker(path, "B")
     assert "headway queue recover" in error.value.hint
-    done = recover(path)
+    done = recover_jobs(path)
+    assert done
+    total, still_open = done.counts
     assert done.unreadable > 0
-    assert done.requests + done.unreadable >= 40
-    assert 20 <= done.requests < 40
+    assert total + done.unreadable >= 40
+    assert 20 <= total < 40
     again = SqliteBroker(path, "B")
     await again.renew(FAR)
     taken = await again.take(0.0, 100)
-    assert len(taken) == done.open == done.requests
+    assert len(taken) == still_open == total
     await again.close()
 
 
 async def test_a_file_in_use_is_not_recovered(path: str, broker: SqliteBroker) -> None:
     await put_many(broker)
-    command = f"from headway.broker.sqlite_rescue import recover; recover({path!r})"
+    command = f"from headway.broker.sqlite_jobs import recover_jobs; recover_jobs({path!r})"
     asked = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", command], capture_output=True, text=True
     )
@@ -155,7 +156,7 @@ async def test_a_file_that_cannot_be_rescued_yet_is_later(
 ) -> None:
     await put_many(broker)
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_rescue, "_merge", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(sqlite_jobs, "_merge", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         overwrite(path)
         await until(lambda: "disk full" in caplog.text)
         assert rescued_files(path) == []
@@ -166,7 +167,7 @@ async def test_a_file_that_cannot_be_rescued_yet_is_later(
 
 
 def test_what_is_kept_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_rescue, "KEPT", 100)
+    monkeypatch.setattr(sqlite_jobs, "KEPT", 100)
     kept, body = Kept(), b"x" * 40
     for id in "abc":
         kept.add(replace(job(id, background=True), body=body))

@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 
 from headway.broker import open_broker, sqlite_health
 from headway.cli import app
-from headway.errors import ConfigError
+from headway.config import Config, write
+from headway.errors import ConfigError, HeadwayError
 from headway.serve.batches.directory import DirectoryStore
 from tests.helpers.damage import overwrite
 from tests.serve.batch_stores import add
 from tests.serve.batches import begin as begin_batch
-from tests.serve.batches import lines, text, upload
+from tests.serve.batches import ended, held, lines, text, upload
+from tests.serve.batches import look as look_batch
 from tests.serve.gateway import CHAT, Fake, configuration, serving, until
 from tests.serve.test_background import DEAD, begin, finished, look
 from tests.serve.test_refusals import error
@@ -32,6 +34,14 @@ def into_file(file: Path) -> None:
     """Move what is in the log into the file."""
     with closing(sqlite3.connect(file)) as db:
         assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
+
+
+def recover(config: Config, folder: Path) -> str:
+    """Run `headway queue recover`; return what it prints."""
+    (folder / "headway.toml").write_text(write(config))
+    ran = CliRunner().invoke(app, ["queue", "recover", "--config", str(folder / "headway.toml")])
+    assert ran.exit_code == 0, ran.output
+    return ran.output
 
 
 def test_a_damaged_queue_loses_nothing(tmp_path: Path, fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,14 +62,12 @@ def test_a_damaged_queue_loses_nothing(tmp_path: Path, fake: Fake, caplog: pytes
             refused = error(gateway.post(body, path), 503)
             assert refused["code"] == "queue_unavailable"
             assert "headway queue recover" in refused["message"]
-        until(lambda: "open requests are saved" in caplog.text)
+        until(lambda: "what the queue has is saved" in caplog.text)
         assert {look(gateway, id)["status"] for id in ids} == {"queued"}
 
     with pytest.raises(ConfigError, match="headway queue recover"):
         open_broker(config.broker)
-    ran = CliRunner().invoke(app, ["queue", "recover", "--file", str(file)])
-    assert ran.exit_code == 0, ran.output
-    assert "20 requests recovered, 20 of them still to be answered" in ran.output
+    assert "20 requests recovered, 20 of them not ended yet" in recover(config, tmp_path)
     up = replace(config, engines=configuration(tmp_path, fake.url).engines)
     with serving(up) as gateway:
         assert {finished(gateway, id)["status"] for id in ids} == {"completed"}
@@ -72,7 +80,8 @@ def test_a_damaged_directory_of_batches_takes_none(
     assert config.batches_dir
     file = config.batches_dir / "batches.sqlite"
     with serving(config) as gateway:
-        begin_batch(gateway, lines(1))
+        late = begin_batch(gateway, lines(9, **held("late")))
+        until(lambda: look_batch(gateway, late)["status"] == "in_progress")
         into_file(file)
         overwrite(str(file))
         assert "batches.sqlite is damaged" in until(lambda: gateway.get("/ready").json()["batches"])
@@ -80,8 +89,16 @@ def test_a_damaged_directory_of_batches_takes_none(
         assert "no batch is accepted any more" in caplog.text
         assert "is damaged" in error(upload(gateway, text(lines(1))), 503)["message"]
         assert gateway.post(gateway.chat()).status_code == 200
-    with pytest.raises(ConfigError, match="damaged"):
+    fake.release("late")
+    with pytest.raises(ConfigError, match="headway queue recover"):
         DirectoryStore(config.batches_dir)
+    assert "1 batches recovered, 1 of them not ended yet" in recover(config, tmp_path)
+    with serving(config) as gateway:
+        assert ended(gateway, late)["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
+    with pytest.raises(HeadwayError, match="Neither the queue nor the batches are damaged"):
+        CliRunner().invoke(
+            app, ["queue", "recover", "-c", str(tmp_path / "headway.toml")], catch_exceptions=False
+        )
 
 
 async def test_the_log_of_batches_is_truncated(tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from typing import Any, TypeVar, cast
 from headway.broker.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
 from headway.broker.settling import deliver
 from headway.broker.sqlite_ends import END, FEW, Done, end_together
-from headway.broker.sqlite_file import COLUMNS, FIELDS, RECOVER, Identity, Turns, leave_open, open_file
+from headway.broker.sqlite_file import COLUMNS, FIELDS, Identity, Turns, leave_open, open_file
 from headway.broker.sqlite_health import Watch, means_damage
-from headway.broker.sqlite_rescue import Kept, rescue
+from headway.broker.sqlite_jobs import Kept, rescue_jobs
+from headway.broker.sqlite_rescue import RECOVER
 from headway.errors import HeadwayError
 
 T = TypeVar("T")
@@ -326,12 +327,12 @@ class SqliteBroker:
         if self._moved or self._damage is None:
             return
         try:
-            file, count, unreadable = rescue(self.path, self._db, self._kept.jobs(), self.owner)
+            file, unreadable = rescue_jobs(self.path, self._db, self._kept.jobs(), self.owner)
             writing, reading = open_file(file, self._synchronous)
         except (sqlite3.Error, OSError, HeadwayError) as error:
             log.error("the open requests of the damaged queue are not saved yet: %s", error)
             return
-        log.error("%d open requests are saved in %s; %d rows could not be read", count, file, unreadable)
+        log.error("what the queue has is saved in %s; %d rows could not be read", file, unreadable)
         leave_open(self._db, self._view)  # to close them would write to the damaged file
         self._held.pop_all()
         self._db = self._held.enter_context(closing(writing))

@@ -11,20 +11,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from glob import escape, glob
 
 from headway import clock
 from headway.broker.port import Job
-from headway.broker.sqlite_health import examine, limit_log
+from headway.broker.sqlite_health import limit_log
+from headway.broker.sqlite_rescue import check_sound
 from headway.errors import ConfigError
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
 VERSION = 2  # of the schema below, in PRAGMA user_version
-_BESIDE = "-wal", "-shm", ".lock", ".turn"  # ends of names of files beside a file
 PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
 PARAM = "broker.sqlite.path"
-RESCUED = ".rescued-"  # in the name of a file that a gateway has moved to from a damaged one
-RECOVER = "stop the gateways that use it, run `headway queue recover`, and start them again"
 FIELDS = tuple(field.name for field in fields(Job))
 COLUMNS = ", ".join(FIELDS)
 
@@ -59,7 +56,7 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
     Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
     """
-    _refuse_damaged(path)
+    check_sound(path, "The broker", PARAM)
     with _errors_explained(path), locked(path) as lock:
         writing = _connect(path)
         try:
@@ -85,21 +82,6 @@ def new_file(path: str) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def rescued_files(path: str) -> list[str]:
-    """Return the files that gateways have moved to when this one was damaged."""
-    return sorted(file for file in glob(escape(path + RESCUED) + "*") if not file.endswith(_BESIDE))
-
-
-def _refuse_damaged(path: str) -> None:
-    """Raise ConfigError for a file that is damaged, or was: what gateways have rescued belongs into it."""
-    problem = examine(path)
-    if problem is None and (rescued := rescued_files(path)):
-        problem = f"it was damaged, and {rescued[0]} has what was saved of it"
-    if problem is not None:
-        fix = f"If it is a queue of Headway's, {RECOVER}; else give the path of another file."
-        raise ConfigError(f"The broker cannot use {path}: {problem}.", fix, param=PARAM)
 
 
 @contextmanager

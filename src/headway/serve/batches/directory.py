@@ -34,10 +34,9 @@ from headway.serve.batches.records import (
     no_room,
     too_many_open,
 )
-from headway.serve.batches.sqlite_file import NAME, SqliteFile, in_thread
+from headway.serve.batches.sqlite_file import COLUMNS, NAME, SqliteFile, in_thread
 
-_FILE = ", ".join(field.name for field in fields(StoredFile))
-_BATCH = ", ".join(field.name for field in fields(Batch))
+_FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 
 
 class DirectoryStore(SqliteFile):
@@ -172,7 +171,8 @@ class DirectoryStore(SqliteFile):
                 raise too_many_open(count, most)
             row = [getattr(batch, field.name) for field in fields(Batch)]
             db.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({_marks(_BATCH)})", row)
-            return True
+        self.added.append(batch)
+        return True
 
     @in_thread
     def batch(self, tenant: str, id: str) -> Batch | None:
@@ -192,7 +192,8 @@ class DirectoryStore(SqliteFile):
     def open_batches(self) -> list[Batch]:
         """Return the batches that have not ended, the most urgent first."""
         rows = self.rows(f"SELECT {_BATCH} FROM batches WHERE ended IS NULL ORDER BY due, seq")
-        return [Batch(*row) for row in rows]
+        self.unended = [Batch(*row) for row in rows]
+        return self.unended
 
     @in_thread
     def cancel(self, tenant: str, id: str, now: float) -> bool:
