@@ -24,10 +24,7 @@ Merge = Callable[[sqlite3.Connection, sqlite3.Connection], int]
 _RESCUED = ".rescued-"
 _BESIDE = "-wal", "-shm", ".lock", ".turn"  # ends of names of files beside a file
 _NOWHERE = 2**63  # beyond all rows
-_SHARED = (
-    0x40000002,
-    510,
-)  # bytes of a file that every connection in WAL mode keeps a lock on (SQLite's format)
+_SHARED = 0x40000002, 510  # bytes that every connection in WAL mode keeps a lock on (SQLite's format)
 
 
 def check_sound(path: str, what: str, param: str) -> None:

@@ -133,9 +133,9 @@ class SqliteFile:
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """Change all or nothing. durable: it survives loss of power, not only the death of the process."""
-        if self._damage is not None:
-            raise sqlite3.DatabaseError(self._damage)
         with self._lock:
+            if self._damage is not None:
+                raise sqlite3.DatabaseError(self._damage)
             if durable != self._durable:
                 self._db.execute(f"PRAGMA synchronous = {'full' if durable else 'normal'}")
                 self._durable = durable
