@@ -22,6 +22,6 @@ def main(config: Config) -> None:
         if recovered is not None:
             total, still_open = recovered.counts
             print(f"{total} {what} recovered, {still_open} of them not ended yet.")
-            more = " or more" if recovered.unreadable else ""
-            print(f"Rows that could not be read: {recovered.unreadable}{more}.")
+            lost = f"At least {recovered.unreadable}" if recovered.unreadable else "No"
+            print(f"{lost} rows could not be read; what a rescued file had of them is recovered.")
             print(f"The damaged file is kept as {recovered.aside}.")
