@@ -26,6 +26,8 @@ app.add_typer(model_app, name="model")
 apps_app = typer.Typer(help="Demand graphs of LLM applications, on disk.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(apps_app, name="apps")
+queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args_is_help=True)
+app.add_typer(queue_app, name="queue")
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")
 ]
@@ -252,6 +254,15 @@ def show(config: ConfigFile = None) -> None:
     setup = configuration.load(config)
     print(configuration.show(setup), end="")
     preflight(setup)
+
+
+@queue_app.command("recover")
+def recover_queue(config: ConfigFile = None) -> None:
+    """Replace a damaged sqlite queue, or file of batches, by what can be read of it; the old file is kept."""
+    from headway.config import load
+    from headway.serve.recover import main
+
+    main(load(config))
 
 
 GraphDir = Annotated[

@@ -78,6 +78,12 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(tmp_path, "")["queue"].state == "bad"
 
 
+def test_a_damaged_queue(tmp_path: Path) -> None:
+    (tmp_path / "queue.sqlite").write_bytes(b"garbage " * 1000)
+    seen = found(tmp_path, "")["queue"]
+    assert (seen.state, "headway queue recover" in seen.mend) == ("bad", True)
+
+
 def test_the_command_exits_with_1_when_something_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "headway.toml"
     file.write_text('recipe = "slak"')

@@ -149,6 +149,14 @@ def unknown_id(id: str) -> HeadwayError:
     return HeadwayError(f"There is no job {id!r}.", "Put the job before it is tried.", status=404)
 
 
+def takes_nothing(problem: str) -> HeadwayError:
+    """Return the error of what is refused because of a broker's `problem` (status 503)."""
+    return HeadwayError(
+        f"The queue takes nothing: {problem}.", "Send the request again once that is mended.",
+        status=503, kind="server_error", code="queue_unavailable",
+    )  # fmt: skip
+
+
 def no_lease(owner: str) -> HeadwayError:
     """Return the error of a put or take without a lease (status 503)."""
     fix = "Renew the lease before jobs are put or taken."

@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar, cast
 
-from headway.broker.port import CANCELLED, Job, known_id, no_lease, unknown_id
+from headway.broker.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
 from headway.broker.settling import deliver
 from headway.broker.sqlite_ends import END, FEW, Done, end_together
-from headway.broker.sqlite_file import Identity, Turns, leave_open, open_file
+from headway.broker.sqlite_file import COLUMNS, FIELDS, Identity, Turns, leave_open, open_file
+from headway.broker.sqlite_health import Watch, means_damage
+from headway.broker.sqlite_jobs import Kept, rescue_jobs
+from headway.broker.sqlite_rescue import RECOVER
 from headway.errors import HeadwayError
 
 T = TypeVar("T")
 
 GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
+TICK_S = 1.0  # between two looks of an idle writer whether the file was found damaged
 SWEEP = 500  # jobs deleted per transaction, so that forgetting does not hold up puts
 
-FIELDS = tuple(field.name for field in fields(Job))
-COLUMNS = ", ".join(FIELDS)
 LEASE = "SELECT ended FROM leases WHERE owner = ?"
 RENEW = """INSERT INTO leases (owner, until, ended) VALUES (?, ?, 0)
     ON CONFLICT (owner) DO UPDATE SET until = excluded.until, ended = 0"""
@@ -68,6 +71,7 @@ UNFIT = (
     sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError,
     ValueError, OverflowError,
 )  # fmt: skip
+log = logging.getLogger("headway.broker")
 
 
 @dataclass(slots=True)
@@ -88,12 +92,15 @@ class SqliteBroker:
     deleted or replaced, or after `close`; the broker lives on and the next call may succeed. Such a call, or
     one that is cancelled, may or may not have been carried out. Calls of one broker take effect in the order
     in which they were made.
+
+    When the file is found damaged nothing is accepted any more. The broker moves to a new file beside it with
+    the jobs that it can still read and those that are in memory; their ends are stored there.
     """
 
     on_disk = True
 
     def __init__(self, path: str, owner: str, *, synchronous: str = "full") -> None:
-        self.path, self.owner = os.path.realpath(path), owner
+        self.path, self.owner, self._synchronous = os.path.realpath(path), owner, synchronous
         with ExitStack() as held:
             writing, reading = open_file(self.path, synchronous)
             self._db = held.enter_context(closing(writing))
@@ -103,11 +110,14 @@ class SqliteBroker:
         self._file = Identity(self.path)
         self._coming: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._closed = False
+        self._closed = self._moved = False
+        self._damage: str | None = None
+        self._kept = Kept()
         self._readers = ThreadPoolExecutor(1, "broker-read")
         # A daemon: a gateway that dies without close() must not wait for a queue that is never filled.
         self._writer = Thread(target=self._serve, name="broker-write", daemon=True)
         self._writer.start()
+        self._watch = Watch(self.path, self._found_damaged)
 
     async def renew(self, until: float) -> bool:
         """Extend the lease; False when it begins with this call."""
@@ -120,34 +130,48 @@ class SqliteBroker:
         SQLite cannot hold it.
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
+        if self._damage is not None:
+            raise takes_nothing(self._damage)
         row = [getattr(job, name) for name in FIELDS[:-1]]
         await self._write(partial(_put, [*row, self.owner, self.owner], job.id))
+        self._kept.add(job)
 
     async def take(self, now: float, limit: int) -> list[Job]:
         """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
-        return await self._write(partial(_take, self.owner, now, limit))
+        if self._damage is not None:
+            return []
+        jobs = await self._write(partial(_take, self.owner, now, limit))
+        for job in jobs:
+            self._kept.add(job)
+        return jobs
 
     async def give_back(self, id: str) -> bool:
         """Let others take an open job. False when this gateway does not hold it."""
+        self._kept.drop(id)
         return await self._write(partial(_changes, GIVE_BACK, [id, self.owner])) == 1
 
     async def done(self, id: str, result: bytes | None, now: float) -> bool:
         """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
+        self._kept.drop(id)
         if result is None:
             return await self._write(Done(self.owner, id, now))
         return await self._write(partial(_changes, END, ["done", result, None, now, id, self.owner])) == 1
 
     async def fail(self, id: str, reason: str, now: float) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
+        self._kept.drop(id)
         return await self._write(partial(_changes, END, ["failed", None, reason, now, id, self.owner])) == 1
 
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
+        self._kept.drop(id)
         return await self._write(partial(_changes, CANCEL, [CANCELLED, now, id])) == 1
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
         """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
         rows = await self._read(partial(_rows, GONE, [json.dumps(ids), self.owner]))
+        for id, _ in rows:
+            self._kept.drop(id)
         return {id: bool(ended) for id, ended in rows}
 
     async def attempt(self, id: str) -> int:
@@ -175,8 +199,12 @@ class SqliteBroker:
         return await self._write(partial(_changes, DELETE, [id])) == 1
 
     def problem(self) -> str | None:
-        """Return why nothing that is put now would be kept: the file was deleted or replaced."""
-        if self._closed or self._file.intact():
+        """Return why nothing that is put now would be kept: the file was deleted, replaced or damaged."""
+        if self._closed:
+            return None
+        if self._damage is not None:
+            return self._damage
+        if self._file.intact():
             return None
         return "its file was deleted, moved or replaced, so start the gateway anew unless it comes back"
 
@@ -186,6 +214,7 @@ class SqliteBroker:
         for loop in [*self._coming]:
             self._hand_over(loop)
         self._calls.put(None)
+        await asyncio.to_thread(self._watch.close)
         await asyncio.to_thread(self._writer.join)
 
     # ---- on the event loop
@@ -211,6 +240,7 @@ class SqliteBroker:
         try:
             return await loop.run_in_executor(self._readers, look, self._view)
         except sqlite3.Error as error:
+            self._note(error)
             raise self._down(str(error)) from error
 
     def _check(self) -> None:
@@ -218,6 +248,8 @@ class SqliteBroker:
             raise self._down("it is closed")
 
     def _down(self, why: str) -> HeadwayError:
+        if self._damage is not None:
+            return takes_nothing(self._damage)
         fix = "Look at the disk and at other programs that use its file, then send the request again."
         return HeadwayError(f"The broker is out: {why}.", fix, status=503, kind="server_error")
 
@@ -225,9 +257,12 @@ class SqliteBroker:
 
     def _serve(self) -> None:
         with self._held:
-            while group := self._next_group():
-                deliver(zip([call.future for call in group], self._commit(group), strict=True))
-            if self._file.intact():
+            while (group := self._next_group()) is not None:
+                self._leave_damaged()
+                if group:
+                    deliver(zip([call.future for call in group], self._commit(group), strict=True))
+            self._leave_damaged()
+            if self._file.intact() and (self._moved or self._damage is None):
                 self._leave()
             else:
                 leave_open(self._db, self._view)
@@ -240,11 +275,13 @@ class SqliteBroker:
             self._db.execute(LEAVE, [self.owner])
             self._db.execute("COMMIT")
 
-    def _next_group(self) -> list[_Call]:
-        """Wait for a call and return it with all that wait behind it; nothing when the broker is closed."""
+    def _next_group(self) -> list[_Call] | None:
+        """Wait up to `TICK_S` for a call; return it with all that wait behind it, None = closed."""
         group: list[_Call] = []
-        call = self._calls.get()
         with suppress(Empty):
+            call = self._calls.get(timeout=TICK_S)
+            if call is None:
+                return None
             while call is not None:
                 group.append(call)
                 if len(group) == GROUP:
@@ -261,6 +298,7 @@ class SqliteBroker:
             outcomes = self._apply_all(group)
             self._db.execute("COMMIT")
         except Exception as error:  # whatever it is, the callers are told and the thread goes on
+            self._note(error)
             with suppress(sqlite3.Error):
                 self._db.rollback()
             return [self._down(str(error)) for _ in group]
@@ -268,8 +306,39 @@ class SqliteBroker:
 
     def _check_file(self) -> None:
         """Refuse to write what no gateway would find again; a transaction has begun, so the log exists."""
-        if (problem := self.problem()) is not None:
+        if not self._moved and (problem := self.problem()) is not None:
             raise OSError(problem)
+
+    # ---- damage
+
+    def _note(self, error: Exception) -> None:
+        """Take note when an error says that the file is damaged."""
+        if means_damage(error) and not self._moved:
+            self._found_damaged(str(error))
+
+    def _found_damaged(self, what: str) -> None:
+        """Accept nothing any more; the writer's thread moves to another file. Called in any thread."""
+        if self._damage is None:
+            self._damage = f"its file is damaged ({what}): {RECOVER}"
+            log.error("nothing is accepted any more by the queue %s: %s", self.path, self._damage)
+
+    def _leave_damaged(self) -> None:
+        """Go on in a new file when this one is damaged; if the disk does not allow it, a later call does."""
+        if self._moved or self._damage is None:
+            return
+        try:
+            file, unreadable = rescue_jobs(self.path, self._db, self._kept.jobs(), self.owner)
+            writing, reading = open_file(file, self._synchronous)
+        except (sqlite3.Error, OSError, HeadwayError) as error:
+            log.error("the open requests of the damaged queue are not saved yet: %s", error)
+            return
+        log.error("what the queue has is saved in %s; %d rows could not be read", file, unreadable)
+        leave_open(self._db, self._view)  # to close them would write to the damaged file
+        self._held.pop_all()
+        self._db = self._held.enter_context(closing(writing))
+        self._view = self._held.enter_context(closing(reading))
+        self._held.enter_context(closing(self._turns))
+        self._file, self._moved = Identity(file), True
 
     def _apply_all(self, group: list[_Call]) -> list[Any]:
         """Apply calls in their order; ends that follow each other, together."""

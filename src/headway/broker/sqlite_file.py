@@ -10,14 +10,20 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 
 from headway import clock, private
+from headway.broker.port import Job
+from headway.broker.sqlite_health import limit_log
+from headway.broker.sqlite_rescue import check_sound
 from headway.errors import ConfigError
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
 VERSION = 2  # of the schema below, in PRAGMA user_version
 PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
 PARAM = "broker.sqlite.path"
+FIELDS = tuple(field.name for field in fields(Job))
+COLUMNS = ", ".join(FIELDS)
 
 # `seq` is the order of the puts. Large columns come last: SQLite skips what follows the columns it reads.
 SCHEMA = """
@@ -50,20 +56,35 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
     Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
     """
-    with _errors_explained(path), _locked(path) as lock:
-        private.database(path)
+    with _errors_explained(path), locked(path):
+        private.database(path)  # first: SQLite deletes the log of an empty file
+    check_sound(path, "The broker", PARAM)
+    with _errors_explained(path), locked(path) as lock:
         writing = _connect(path)
         try:
             _prepare(writing, path)
             _end_leases_of_other_boots(writing, lock)
             writing.execute("PRAGMA journal_mode = wal")
             writing.execute(f"PRAGMA synchronous = {synchronous}")
+            limit_log(writing)
             reading = _connect(path)
             reading.execute("PRAGMA query_only = on")
         except BaseException:
             writing.close()
             raise
     return writing, reading
+
+
+def new_file(path: str) -> sqlite3.Connection:
+    """Make a file and return a connection to it."""
+    private.database(path)
+    db = _connect(path)
+    try:
+        _prepare(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
 
 
 @contextmanager
@@ -78,7 +99,7 @@ def _errors_explained(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: str) -> Iterator[int]:
+def locked(path: str) -> Iterator[int]:
     """Keep other gateways from opening the file meanwhile, and a gateway of version 1 from using it.
 
     A gateway of version 1 keeps this lock while it runs. The kernel drops a flock when its process dies, so

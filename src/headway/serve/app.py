@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from headway import __version__
+from headway.broker.sqlite_health import log_bytes
+from headway.config import Config
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.anthropic.endpoints import PATH as MESSAGES
@@ -21,6 +24,7 @@ from headway.serve.anthropic.endpoints import add_message_endpoints, message_err
 from headway.serve.app_state import AppState, error_docs, header_docs
 from headway.serve.backend_endpoints import add_backend_endpoints
 from headway.serve.batches.endpoints import add_batch_endpoints
+from headway.serve.batches.sqlite_file import NAME
 from headway.serve.dashboard.endpoints import add_dashboard_endpoints
 from headway.serve.gateway import Gateway
 from headway.serve.metrics import Metrics, relabelled
@@ -202,9 +206,11 @@ def _status(app: FastAPI, state: AppState) -> None:
         up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
         waiting = len(state.gateway.path.closings)
         problem = state.gateway.broker.problem() or state.gateway.dispatcher.control.problem()
-        good = up >= set(state.models) and not waiting and problem is None
+        batches = None if state.gateway.batches is None else state.gateway.batches.problem()
+        good = up >= set(state.models) and not waiting and problem is None and batches is None
         described = {id: _engine(engine, state.is_operator(request)) for id, engine in engines.items()}
-        told = {"ready": good, "ends_not_stored": waiting, "broker": problem, "engines": described}
+        told = {"ready": good, "ends_not_stored": waiting, "broker": problem, "batches": batches,
+                "engines": described}  # fmt: skip
         return JSONResponse(told, 200 if good else 503)
 
 
@@ -244,6 +250,14 @@ def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
             "error": error}  # fmt: skip
 
 
+def _sqlite_files(config: Config) -> dict[str, Path]:
+    """Return where accepted work is kept in SQLite, by what it is."""
+    files = {"queue": config.broker.sqlite.file} if config.broker.kind == "sqlite" else {}
+    if config.batches_dir is not None:
+        files["batches"] = config.batches_dir / NAME
+    return files
+
+
 async def _gauge(gateway: Gateway) -> None:
     """Bring the gauges up to date; the schedulers inside the engines are asked for their counters."""
     metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
@@ -251,6 +265,8 @@ async def _gauge(gateway: Gateway) -> None:
     metrics.planned(controller.planner.gauges)
     metrics.running.set(len(controller.requests) - controller.queued)
     metrics.runs.count(gateway.dispatcher.runs)
+    for store, file in _sqlite_files(gateway.config).items():
+        metrics.logs.labels(store).set(log_bytes(str(file)))
     engines, control = gateway.dispatcher.engines, gateway.dispatcher.control
     serving = {id: engine.models.current for id, engine in engines.items() if engine.up.is_set()}
     metrics.models(serving, {model: control.queued(model) for model in gateway.counters})

@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.broker.postgres_link import address_of, most_apart_s
+from headway.broker.sqlite_file import PARAM
+from headway.broker.sqlite_rescue import check_sound
 from headway.config import Broker, Config, Engine, load
 from headway.engines.vllm.process.metadata import installed, lacking
 from headway.errors import ConfigError
@@ -146,6 +148,10 @@ def _queue_file(file: Path) -> Finding:
     if not os.access(folder, os.W_OK):
         mend = "Change its owner, or broker.sqlite.path."
         return Finding("queue", "bad", f"{folder} cannot be written", mend)
+    try:
+        check_sound(str(file), "The broker", PARAM)
+    except ConfigError as error:
+        return Finding("queue", "bad", error.message, error.hint)
     if free < _DISK:
         return Finding("queue", "bad", found, "Accepted work is stored there: make room.")
     return Finding("queue", "good", found)

@@ -80,6 +80,9 @@ class Metrics:
         self.evictions = Gauge(
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
+        self.logs = Gauge(
+            "headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r
+        )
         self._add_swaps(r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}

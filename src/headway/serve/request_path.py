@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from headway import clock
-from headway.broker.port import Broker
+from headway.broker.port import Broker, takes_nothing
 from headway.config import Key, Server
 from headway.core.shares import Group
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
@@ -87,6 +87,11 @@ class RequestPath:
             self._metrics.dropped(reject.reason)
             self._journal.refused(reject.reason, tenant)
             raise refusal(reject)
+
+    def check_queue(self) -> None:
+        """Refuse what the broker would not keep. HeadwayError (503)."""
+        if (problem := self._broker.problem()) is not None:
+            raise takes_nothing(problem)
 
     def check_capacity(self, request: Request, most: int | None = None) -> None:
         """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.

@@ -380,14 +380,6 @@ def _with_prompt(shape: Shape, prompt: int) -> Shape:
 
 
 @compiled
-def _with_other(shape: Shape, computed: float) -> Shape:
-    """Return the iteration with the computed tokens of the first prompt that is not kept."""
-    return Shape(
-        shape.decodes, shape.context, shape.prompt, shape.first_computed, shape.first_missing, computed
-    )
-
-
-@compiled
 def _seconds(theta: Floats, shape: Shape) -> float:
     """Return the seconds of an iteration."""
     prompt = float(shape.prompt)
@@ -424,14 +416,9 @@ def _fitting(params: PackerParams, theta: Floats, shape: Shape, limit: float) ->
 
 @compiled
 def _chosen(
-    params: PackerParams,
-    jobs: Rows,
-    queue: Queue,
-    kv: KvBudget,
-    theta: Floats,
-    limits: TimeLimits,
+    params: PackerParams, jobs: Rows, queue: Queue, kv: KvBudget, theta: Floats, limits: TimeLimits,
     shape: Shape,
-) -> tuple[Ints, int, Shape]:
+) -> tuple[Ints, int, Shape]:  # fmt: skip
     """Return the rows that may run, then those that pause with their KV unless others need it.
 
     And the number of the former, and the iteration.
@@ -454,8 +441,6 @@ def _chosen(
         if level == WAITS and not jobs["running"][row]:
             continue
         if level > WAITS:
-            if shape.other_computed == 0.0 and missing_of(jobs, row) > 1:
-                shape = _with_other(shape, float(jobs["computed"][row]))
             shape, runs = _with(jobs, row, theta, limits.spare, shape)
         blocks += reserved_of(jobs, row, kv.size, params.keep.growth_share)
         if runs:
@@ -483,12 +468,12 @@ def _completed(jobs: Rows, queue: Queue, order: Ints, count: int) -> Ints:
 @compiled
 def _with(jobs: Rows, row: int, theta: Floats, spare: float, shape: Shape) -> tuple[Shape, bool]:
     """Return the iteration with a row that holds KV, and whether it may run: a decode if the time allows."""
-    if missing_of(jobs, row) > 1:
-        return shape, True  # its tokens come from what is left for prompts
+    first, missing, other = shape.first_computed, shape.first_missing, shape.other_computed
+    if missing_of(jobs, row) > 1:  # its tokens come from what is left for prompts
+        other = other if other > 0.0 else float(jobs["computed"][row])
+        return Shape(shape.decodes, shape.context, shape.prompt, first, missing, other), True
     decodes, context = shape.decodes + 1, shape.context + jobs["computed"][row]
-    more = Shape(
-        decodes, context, shape.prompt, shape.first_computed, shape.first_missing, shape.other_computed
-    )
+    more = Shape(decodes, context, shape.prompt, first, missing, other)
     if _seconds(theta, more) <= spare:
         return more, True
     return shape, False

@@ -35,10 +35,9 @@ from headway.serve.batches.records import (
     no_room,
     too_many_open,
 )
-from headway.serve.batches.sqlite_file import SqliteFile, in_thread
+from headway.serve.batches.sqlite_file import COLUMNS, NAME, SqliteFile, in_thread
 
-_FILE = ", ".join(field.name for field in fields(StoredFile))
-_BATCH = ", ".join(field.name for field in fields(Batch))
+_FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 
 
 class DirectoryStore(SqliteFile):
@@ -52,7 +51,7 @@ class DirectoryStore(SqliteFile):
         self.folder = folder
         try:
             private.directory(private.directory(folder) / "files")
-            super().__init__(folder / "batches.sqlite")
+            super().__init__(folder / NAME)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The directory of batches {folder} cannot be used: {error}.",
@@ -173,7 +172,8 @@ class DirectoryStore(SqliteFile):
                 raise too_many_open(count, most)
             row = [getattr(batch, field.name) for field in fields(Batch)]
             db.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({_marks(_BATCH)})", row)
-            return True
+        self.added.append(batch)
+        return True
 
     @in_thread
     def batch(self, tenant: str, id: str) -> Batch | None:
@@ -193,7 +193,8 @@ class DirectoryStore(SqliteFile):
     def open_batches(self) -> list[Batch]:
         """Return the batches that have not ended, the most urgent first."""
         rows = self.rows(f"SELECT {_BATCH} FROM batches WHERE ended IS NULL ORDER BY due, seq")
-        return [Batch(*row) for row in rows]
+        self.unended = [Batch(*row) for row in rows]
+        return self.unended
 
     @in_thread
     def cancel(self, tenant: str, id: str, now: float) -> bool:

@@ -226,6 +226,7 @@ def _batches(app: FastAPI, state: AppState) -> None:
         id = batch_id(tenant, request.headers)
         if id is not None and (known := await store.batch(tenant, id)) is not None:
             return _again(known, body)
+        state.gateway.path.check_queue()
         batch = await _new(body, store, tenant, id)
         if key is not None:
             claims = {name: value for name, value in asdict(key).items() if name != "key"}

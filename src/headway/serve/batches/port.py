@@ -34,6 +34,9 @@ class BatchStore(Protocol):
     def changed(self) -> asyncio.Event:
         """To be set when a batch was added or cancelled here."""
 
+    def problem(self) -> str | None:
+        """Return why nothing that is added now would be kept, None = it would. Cheap enough to ask often."""
+
     async def close(self) -> None:
         """Finish the calls that were made, let another gateway hold, and release files and threads."""
 

@@ -105,6 +105,10 @@ class PostgresStore(PostgresFiles):
         self.changed = asyncio.Event()
         super().__init__(address)
 
+    def problem(self) -> str | None:
+        """Return None: each call tells when the server is out."""
+        return None
+
     async def close(self) -> None:
         """Finish the calls that were made and let another gateway hold."""
         with suppress(HeadwayError):
