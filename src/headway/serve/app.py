@@ -31,7 +31,6 @@ from headway.serve.request_parsing import (
     CompletionBody,
     Kind,
     PoolingBody,
-    read_json,
 )
 from headway.serve.responses.endpoints import (
     add_response_endpoints,
@@ -231,7 +230,7 @@ def _operations(app: FastAPI, state: AppState) -> None:
         if engine not in engines:
             known = ", ".join(engines)
             raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
-        return JSONResponse(await engines[engine].control(read_json(await state.body(request))))
+        return JSONResponse(await engines[engine].control(await state.json(request)))
 
 
 def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
