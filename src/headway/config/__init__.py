@@ -22,6 +22,7 @@ from headway.config.backends import Backend as Backend
 from headway.config.batches import Batches as Batches
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
+from headway.config.grammars import Grammars as Grammars
 from headway.config.journal import Journal as Journal
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
@@ -206,6 +207,7 @@ class Config:
 
     recipe: str = "headway"
     server: Server = field(default_factory=Server)
+    grammars: Grammars = field(default_factory=Grammars)
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)
     wire: Wire = field(default_factory=Wire)
@@ -264,7 +266,7 @@ class Config:
 
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
-    "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
+    "server": Server, "grammars": Grammars, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
     "broker.postgres": Postgres, "wire": Wire, "up": Up, "predictor": Predictor,
     "apps": Apps, "batches": Batches, "journal": Journal, "log": Log, "tracing": Tracing,
     "backends": Backend, "classes": Tier, "keys": Key,

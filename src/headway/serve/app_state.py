@@ -25,6 +25,7 @@ from headway.serve.adapters import base_models
 from headway.serve.budget import Held
 from headway.serve.claims import check_claims
 from headway.serve.gateway import Gateway
+from headway.serve.grammars import check_grammars
 from headway.serve.idempotency import keyed
 from headway.serve.offload import INLINE, offload
 from headway.serve.pooling import PATHS as POOLING
@@ -308,9 +309,10 @@ class AppState:
         return raw, self.validated(kind, raw)
 
     def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
-        """Check the fields of a body; errors as `validate`."""
+        """Check the fields of a body; errors as `check_grammars` and `validate`."""
         if kind in POOLING and raw.get("model") is None:  # vLLM wants none of these
             raw = {**raw, "model": self.only_model()}
+        check_grammars(raw, self.config.grammars)
         return validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
