@@ -1,7 +1,7 @@
 """Limits of structured output, checked before a request is queued.
 
 The engine compiles a grammar on the cores that all its requests share, and some of its libraries write
-The engine compiles a grammar on the cores that all its requests share, and some of its libraries write
+repetitions out: eleven characters, "a{1,100000}", may take minutes.
 """
 
 from __future__ import annotations
