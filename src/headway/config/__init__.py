@@ -207,7 +207,6 @@ class Config:
 
     recipe: str = "headway"
     server: Server = field(default_factory=Server)
-    grammars: Grammars = field(default_factory=Grammars)
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)
     wire: Wire = field(default_factory=Wire)
@@ -218,6 +217,7 @@ class Config:
     log: Log = field(default_factory=Log)
     tracing: Tracing = field(default_factory=Tracing)
     batches: Batches = field(default_factory=Batches)
+    grammars: Grammars = field(default_factory=Grammars)
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
@@ -266,10 +266,10 @@ class Config:
 
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
-    "server": Server, "grammars": Grammars, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
+    "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
     "broker.postgres": Postgres, "wire": Wire, "up": Up, "predictor": Predictor,
-    "apps": Apps, "batches": Batches, "journal": Journal, "log": Log, "tracing": Tracing,
-    "backends": Backend, "classes": Tier, "keys": Key,
+    "apps": Apps, "batches": Batches, "grammars": Grammars, "journal": Journal, "log": Log,
+    "tracing": Tracing, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
 
 
