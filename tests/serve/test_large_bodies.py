@@ -46,14 +46,16 @@ def test_checks_end_at_the_first_wrong_element(
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"),
-    [(CHAT, {"messages": [0] * 300_000}), (CHAT, {"messages": SAY * 3000}),
-     (COMPLETIONS, {"prompt": [7] * 9000}), (CHAT, {"messages": SAY, "tools": [{}] * 3000})],
+    ("path", "fields", "most"),
+    [(CHAT, {"messages": [0] * 300_000}, 2048), (CHAT, {"messages": SAY * 3000}, 2048),
+     (COMPLETIONS, {"prompt": [7] * 9000}, 2048), (CHAT, {"messages": SAY, "tools": [{}] * 3000}, 2048),
+     (CHAT, {"messages": SAY, "stop": ["a"] * 1025}, 1024),
+     (COMPLETIONS, {"prompt": "a", "bad_words": ["a"] * 1025}, 1024)],
 )  # fmt: skip
-def test_lists_are_bounded(gateway: Gateway, path: str, fields: dict[str, Any]) -> None:
+def test_lists_are_bounded(gateway: Gateway, path: str, fields: dict[str, Any], most: int) -> None:
     said = error(gateway.post(MODEL | fields, path), 400)
     assert said["code"] == "too_many_values"
-    assert "at most 2048" in said["message"]
+    assert f"at most {most}." in said["message"]
 
 
 @pytest.mark.parametrize("element", ["{}", "[]", "[0]", '{"": []}'])
