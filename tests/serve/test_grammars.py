@@ -32,6 +32,14 @@ def nested(depth: int) -> dict[str, Any]:
     return schema(**nested(depth - 1)) if depth else {"type": "string"}
 
 
+def deep(depth: int) -> Any:
+    """Return more lists within each other than can be written as JSON."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def tool(**field: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema(**field)}}
 
@@ -52,8 +60,10 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     (response_format({"anyOf": [schema(pattern="[a-z]{1,200}")] * 20}), "max_regex"),
     (response_format(schema(enum=["word"] * 10_000)), "max_kib"),
     (response_format(schema(maxLength=100_000)), "max_repeats"),
+    (response_format(schema(minLength=-100_000, maxLength=1e5)), "max_repeats"),
     (response_format({"allOf": [schema(maxItems=600 + i) for i in range(20)]}), "max_repeats"),
     (response_format(nested(40)), "max_depth"),
+    (response_format(deep(10_000)), "max_depth"),
     ({"tools": [tool(pattern=REPEATED)], "tool_choice": "required"}, "max_regex"),
     (
         {
@@ -118,6 +128,8 @@ def test_any_text_has_a_length(text: str) -> None:
 def test_repetitions_within_each_other_take_no_time_to_count() -> None:
     assert written_out("(" * 9000 + "a" + "){999999999}" * 9000) > 10**9
     assert written_out("a{" + "9" * 9000 + "}") > 10**8
+    assert written_out("[" * 1_000_000) == 1
+    assert written_out("a{1,2" * 200_000) == 5 * 200_000
 
 
 @pytest.mark.parametrize(

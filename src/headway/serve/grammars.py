@@ -19,7 +19,8 @@ _REGEX = frozenset(("pattern", "regex", "whitespace_pattern", "guided_regex", "g
 _AS_TEXT = frozenset(("json", "guided_json", "structural_tag"))  # may have their JSON as a text
 _BOUNDS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
 # An escaped character, a class, a counted repetition, or any other character.
-_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+# An unclosed class extends to the end of the text, and nothing is given back: the time stays linear.
+_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|\{(\d++)(?:,(\d*+))?\}|.", re.DOTALL)
 _ENDLESS = 10**9  # more than any limit
 _HINT = "Send a smaller grammar, or raise grammars.{} in the server's configuration."
 
@@ -29,17 +30,17 @@ def check_grammars(raw: Mapping[str, Any], limits: Grammars) -> None:
     found = {name: value for name, value in raw.items() if name in _FIELDS or name.startswith("guided_")}
     if raw.get("tool_choice") not in (None, "auto", "none"):  # the arguments are held to the tools' schemas
         found["tools"] = raw.get("tools")
-    regex = repeats = 0
+    regex, repeats = 0, 0.0
     for name, value in found.items():
-        if len(json.dumps(value)) > limits.max_kib * 1024:
-            raise _too_large(name, f"more than {limits.max_kib} KiB", "max_kib")
         for key, one, depth in _nodes(name, value):
             if depth > limits.max_depth:
                 raise _too_large(name, f"more than {limits.max_depth} objects within each other", "max_depth")
             if key in _REGEX and isinstance(one, str):
                 regex += written_out(one)
-            elif key in _BOUNDS and type(one) is int:
-                repeats += one
+            elif key in _BOUNDS and isinstance(one, int | float):
+                repeats += max(0, one)  # NaN counts as nothing
+        if len(json.dumps(value)) > limits.max_kib * 1024:
+            raise _too_large(name, f"more than {limits.max_kib} KiB", "max_kib")
         if regex > limits.max_regex:
             what = f"regular expressions of more than {limits.max_regex} characters, repetitions written out"
             raise _too_large(name, what, "max_regex")
