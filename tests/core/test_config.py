@@ -63,6 +63,12 @@ idle_timeout_s = 6
 max_connections = 100
 drain_s = 0
 
+[grammars]
+max_kib = 32
+max_depth = 20
+max_regex = 500
+max_repeats = 5000
+
 [[engines]]
 model = "org/some-model"
 served_name = "some"

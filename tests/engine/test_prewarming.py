@@ -97,7 +97,7 @@ async def prefixes_are_held(running: VllmEngine) -> None:
     counter, book = await TokenCounter.load("smollm2"), PrefixBook()
     for run in ("r1", "r2"):  # seen by the gateway; this engine has never had such a prompt
         for unit in ("act", "check"):
-            ids = (await counter.read(ChatBody.model_validate(chat(run, unit)), 2048)).ids
+            ids = counter.read(ChatBody.model_validate(chat(run, unit)), 2048).ids
             assert ids is not None
             book.learn(asked(run, unit), ids)
     shared = book.common("default", "app/act")
@@ -115,10 +115,10 @@ async def prefixes_are_held(running: VllmEngine) -> None:
     assert again is not None
     assert not again.fresh
 
-    prompt = (await counter.read(ChatBody.model_validate(chat("r3", "act")), 2048)).tokens
+    prompt = counter.read(ChatBody.model_validate(chat("r3", "act")), 2048).tokens
     assert await computed(running, "r3", "act") == prompt - full
     cold = await computed(running, "r3", "check")
-    assert cold == (await counter.read(ChatBody.model_validate(chat("r3", "check")), 2048)).tokens
+    assert cold == counter.read(ChatBody.model_validate(chat("r3", "check")), 2048).tokens
     await held.release()
     assert (await state(running))["blocks_free"] == free
 

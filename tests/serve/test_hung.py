@@ -19,6 +19,7 @@ from tests.serve.gateway import CLASSES, OPERATOR, SAY, Fake, Gateway, serving, 
 from tests.serve.hostile import Hostile
 from tests.serve.swapping import Swapping, make_model, use_fake_engines
 from tests.serve.test_request_ends import closed, events, fakes, hanging
+from tests.serve.test_status import families
 
 SOON = {"health_timeout_s": 1.0}
 PATIENCE = 40.0  # seconds for engines to start and stop on a machine with all cores busy
@@ -57,6 +58,19 @@ def test_requests_of_a_stopped_engine_are_computed_again(serve: Serve, mortal: F
         assert events(streamed)[-1] == "[DONE]"
         assert mortal.last()["asked"] == 4, "each was run again once"
         assert [state for state, _ in until(lambda: closed(gateway))] == ["done", "done"]
+
+
+def test_metrics_come_without_those_of_stopped_engines(serve: Serve, fake: Fake, mortal: Fake) -> None:
+    """Both stopped ones are asked at once: one after the other they would outlast the test's patience."""
+    late = {"health_timeout_s": 60.0, "silence_timeout_s": 60.0}
+    with serve(mortal.url, mortal.url, fake.url, engine=late) as gateway:
+        with stopped(pid(mortal)):
+            found = families(gateway)
+        assert [value for *_, value in found["headway_engine_up"]] == [1, 1, 1]
+        scraped = {labels["instance"]: value for _, labels, value in found["headway_engine_scraped"]}
+        assert scraped == {"e0": 0, "e1": 0, "e2": 1}
+        assert {labels["instance"] for _, labels, _ in found["vllm:num_preemptions"]} == {"e2"}
+        assert {value for *_, value in families(gateway)["headway_engine_scraped"]} == {1}
 
 
 def test_requests_of_a_stopped_engine_are_computed_elsewhere(serve: Serve, fake: Fake, mortal: Fake) -> None:

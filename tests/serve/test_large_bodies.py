@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headway.errors import RequestError
-from headway.serve import app_state, request_parsing
+from headway.serve import app_state, request_parsing, token_endpoints
 from headway.serve.request_parsing import ChatBody, CompletionBody, read_json, validate
 from headway.serve.tokens import TokenCounter
 from tests.serve.gateway import CHAT, SAY, Gateway
@@ -45,14 +46,16 @@ def test_checks_end_at_the_first_wrong_element(
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"),
-    [(CHAT, {"messages": [0] * 300_000}), (CHAT, {"messages": SAY * 3000}),
-     (COMPLETIONS, {"prompt": [7] * 9000}), (CHAT, {"messages": SAY, "tools": [{}] * 3000})],
+    ("path", "fields", "most"),
+    [(CHAT, {"messages": [0] * 300_000}, 2048), (CHAT, {"messages": SAY * 3000}, 2048),
+     (COMPLETIONS, {"prompt": [7] * 9000}, 2048), (CHAT, {"messages": SAY, "tools": [{}] * 3000}, 2048),
+     (CHAT, {"messages": SAY, "stop": ["a"] * 1025}, 1024),
+     (COMPLETIONS, {"prompt": "a", "bad_words": ["a"] * 1025}, 1024)],
 )  # fmt: skip
-def test_lists_are_bounded(gateway: Gateway, path: str, fields: dict[str, Any]) -> None:
+def test_lists_are_bounded(gateway: Gateway, path: str, fields: dict[str, Any], most: int) -> None:
     said = error(gateway.post(MODEL | fields, path), 400)
     assert said["code"] == "too_many_values"
-    assert "at most 2048" in said["message"]
+    assert f"at most {most}." in said["message"]
 
 
 @pytest.mark.parametrize("element", ["{}", "[]", "[0]", '{"": []}'])
@@ -97,7 +100,9 @@ def test_bytes_never_promise_more_tokens_than_there_are(counter: TokenCounter, t
     assert counter._bytes.least_tokens("a" * 1000) > 10
 
 
-@pytest.mark.parametrize("text", ["a" * 500_000, "€" * 100_000, "word " * 50_000])
+@pytest.mark.parametrize(
+    "text", ["a" * 500_000, "€" * 100_000, "word " * 50_000, *(white * 500_000 for white in " \n\t\u3000")]
+)
 def test_what_cannot_fit_is_not_tokenized(
     counter: TokenCounter, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -110,20 +115,20 @@ def test_what_cannot_fit_is_not_tokenized(
     ]
     for body in bodies:
         with pytest.raises(RequestError, match=r"at least \d+ tokens") as caught:
-            asyncio.run(counter.read(body, 2048))
+            counter.read(body, 2048)
         assert caught.value.code == "context_length_exceeded"
 
 
 def test_many_short_prompts_are_not_one_long_one(counter: TokenCounter) -> None:
     body = validate("completions", MODEL | {"prompt": ["a" * 200] * 1000}, 2048)
-    assert asyncio.run(counter.read(body, 2048)).tokens < 200
+    assert counter.read(body, 2048).tokens < 200
 
 
 async def test_tokenizing_lets_others_run(counter: TokenCounter) -> None:
     """A thread that counts goes on while 300 kB are tokenized in another one."""
     body = validate("completions", MODEL | {"prompt": "word " * 60_000}, 2048)
     turns = 0
-    reading = asyncio.ensure_future(counter.read(body, 10**6))
+    reading = asyncio.ensure_future(asyncio.to_thread(counter.read, body, 10**6))
     while not reading.done():
         turns += 1
         await asyncio.sleep(0.001)
@@ -131,21 +136,65 @@ async def test_tokenizing_lets_others_run(counter: TokenCounter) -> None:
     assert turns > 3, "the interpreter was held"
 
 
-def test_large_bodies_are_read_beside_the_event_loop(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: dict[str, str] = {}
+def say(text: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text, **more}]
 
-    def noting(work: Any) -> Any:
+
+SAID = {"messages": SAY}
+TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 20_000}}
+STARTED = {"unit": "u", "state": "started"}
+
+
+@pytest.fixture
+def threads(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
+    """Return what returns the threads in which bodies have been read since it was called last."""
+    names: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
         def noted(*arguments: Any, **more: Any) -> Any:
-            threads[work.__name__] = threading.current_thread().name
+            names.append(threading.current_thread().name.rpartition("_")[0] or "event loop")
             return work(*arguments, **more)
 
-        return noted
+        monkeypatch.setattr(owner, name, noted)
 
+    counter = gateway.inner.counters["smollm2"]
     for name in ("read_json", "validate", "interpret"):
-        monkeypatch.setattr(app_state, name, noting(getattr(app_state, name)))
-    assert gateway.post(gateway.chat(metadata="x" * 20_000)).status_code == 200
-    assert {name.rpartition("_")[0] for name in threads.values()} == {"large-body"}
-    assert gateway.post(gateway.chat()).status_code == 200
-    assert set(threads.values()) == {"gateway"}
+        note(app_state, name)
+    for name in ("_encode", "text", "words"):
+        note(counter, name)
+    note(counter._tokenizer, "apply_chat_template")
+    note(token_endpoints, "JSONResponse")
+
+    def seen() -> set[str]:
+        found = set(names)
+        names.clear()
+        return found
+
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("path", "large", "small"),
+    [
+        (CHAT, SAID | {"metadata": "x" * 20_000}, SAID),
+        *((CHAT, {"messages": say(white * 20_000)}, {"messages": say(white)}) for white in " \u3000"),
+        (CHAT, {"messages": say("hi", name="x" * 20_000)}, {"messages": say("hi", name="x")}),
+        (CHAT, {"messages": say("") * 300}, {"messages": say("") * 3}),
+        (CHAT, SAID | {"tools": [TOOL], "tool_choice": "none"}, SAID | {"tools": []}),
+        (COMPLETIONS, {"prompt": " " * 20_000}, {"prompt": " "}),
+        ("/tokenize", {"messages": say("\n" * 20_000)}, {"messages": say(" ")}),
+        ("/tokenize", {"prompt": " " * 200_000, "return_token_strs": True}, {"prompt": " "}),
+        ("/detokenize", {"tokens": [7] * 20_000}, {"tokens": [7]}),
+        ("/v1/messages/count_tokens", {"messages": say(" " * 20_000)}, {"messages": say(" ")}),
+        ("/v1/runs/r1/units", STARTED | {"app": " " * 20_000}, STARTED),
+    ],
+)  # fmt: skip
+def test_large_bodies_are_read_beside_the_event_loop(
+    gateway: Gateway, threads: Callable[[], set[str]], path: str, large: Any, small: Any
+) -> None:
+    assert gateway.post(MODEL | large, path).status_code < 500
+    assert threads() == {"large-body"}
+    assert gateway.post(MODEL | small, path).status_code < 500
+    assert threads() == {"event loop"}

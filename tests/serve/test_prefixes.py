@@ -90,7 +90,7 @@ def counter() -> TokenCounter:
 
 
 def read(counter: TokenCounter, body: ChatBody | CompletionBody) -> tuple[int, list[int] | None]:
-    prompt = asyncio.run(counter.read(body, 2048))
+    prompt = counter.read(body, 2048)
     return prompt.tokens, None if prompt.ids is None else list(prompt.ids)
 
 

@@ -65,7 +65,7 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
             name
             for name in found
             if name.startswith("headway_engine_")
-            and name not in ("headway_engine_up", "headway_engine_model")
+            and name not in ("headway_engine_up", "headway_engine_scraped", "headway_engine_model")
         }
         assert counted == {
             f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions")
@@ -91,7 +91,7 @@ def test_metrics_without_an_engine(serve: Serve) -> None:
 
 
 def test_an_engine_whose_metrics_are_nonsense(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nonsense(_: VllmEngine) -> str:
+    async def nonsense(_: VllmEngine, seconds: float) -> str:
         return "vllm:broken{ 1 2 3\n<html>"
 
     monkeypatch.setattr(VllmEngine, "metrics", nonsense)

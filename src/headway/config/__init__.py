@@ -21,6 +21,7 @@ from headway.config.backends import Backend as Backend
 from headway.config.batches import Batches as Batches
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
+from headway.config.grammars import Grammars as Grammars
 from headway.config.journal import Journal as Journal
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
@@ -216,6 +217,7 @@ class Config:
     log: Log = field(default_factory=Log)
     tracing: Tracing = field(default_factory=Tracing)
     batches: Batches = field(default_factory=Batches)
+    grammars: Grammars = field(default_factory=Grammars)
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
@@ -272,8 +274,8 @@ _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
     "broker.postgres": Postgres, "wire": Wire, "up": Up, "predictor": Predictor,
-    "apps": Apps, "batches": Batches, "journal": Journal, "log": Log, "tracing": Tracing,
-    "backends": Backend, "classes": Tier, "keys": Key,
+    "apps": Apps, "batches": Batches, "grammars": Grammars, "journal": Journal, "log": Log,
+    "tracing": Tracing, "backends": Backend, "classes": Tier, "keys": Key,
 }  # fmt: skip
 
 

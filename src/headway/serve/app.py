@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from headway import __version__
 from headway.broker.sqlite_health import log_bytes
 from headway.config import Config
+from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.anthropic.endpoints import PATH as MESSAGES
@@ -35,7 +37,6 @@ from headway.serve.request_parsing import (
     CompletionBody,
     Kind,
     PoolingBody,
-    read_json,
 )
 from headway.serve.responses.endpoints import (
     add_response_endpoints,
@@ -49,6 +50,7 @@ from headway.serve.token_endpoints import add_token_endpoints
 
 log = logging.getLogger("headway.serve")
 _FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged
+_ENGINE_S = 3.0  # for an engine's part of /metrics; Prometheus waits for 10 s
 _LOGGED = 300  # characters of an error's message; part of it may be the client's
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -219,10 +221,13 @@ def _operations(app: FastAPI, state: AppState) -> None:
 
     @app.get("/metrics", responses=error_docs(401), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """Return Prometheus metrics: Headway's, and each engine's with an instance label."""
+        """Return Prometheus metrics: Headway's, and each engine's with an instance label.
+
+        What an engine does not tell within three seconds is missing: headway_engine_scraped is 0.
+        """
         state.check_status(request)
-        await _gauge(gateway)
-        pages = {id: await engine.metrics() for id, engine in engines.items() if engine.up.is_set()}
+        _gauge(gateway)
+        pages = dict(await asyncio.gather(*(_scrape(gateway, engine) for engine in engines.values())))
         size = sum(len(page) for page in pages.values())
         theirs = await offload(size, lambda: relabelled(pages))
         return PlainTextResponse(gateway.metrics.render(theirs), media_type="text/plain; version=0.0.4")
@@ -237,7 +242,7 @@ def _operations(app: FastAPI, state: AppState) -> None:
         if engine not in engines:
             known = ", ".join(engines)
             raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
-        return JSONResponse(await engines[engine].control(read_json(await state.body(request))))
+        return JSONResponse(await engines[engine].control(await state.json(request)))
 
 
 def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
@@ -258,8 +263,8 @@ def _sqlite_files(config: Config) -> dict[str, Path]:
     return files
 
 
-async def _gauge(gateway: Gateway) -> None:
-    """Bring the gauges up to date; the schedulers inside the engines are asked for their counters."""
+def _gauge(gateway: Gateway) -> None:
+    """Bring the gauges up to date, but for what the engines know."""
     metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
     metrics.queued.set(controller.queued)
     metrics.planned(controller.planner.gauges)
@@ -270,12 +275,26 @@ async def _gauge(gateway: Gateway) -> None:
     engines, control = gateway.dispatcher.engines, gateway.dispatcher.control
     serving = {id: engine.models.current for id, engine in engines.items() if engine.up.is_set()}
     metrics.models(serving, {model: control.queued(model) for model in gateway.counters})
-    for id, engine in engines.items():
-        metrics.up.labels(id).set(engine.up.is_set())
-        if engine.up.is_set():
-            try:
-                state = await engine.control({"op": "state", "jobs": False})
-                metrics.evictions.labels(id).set(state["counters"]["evictions"])
-                metrics.counted(id, state["counters"])
-            except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):
-                continue  # an engine without Headway's scheduler has no such counters, or says nonsense
+
+
+async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
+    """Return an engine's id and its own page, which is empty when it is down or does not answer in time."""
+    metrics, up, page, answers = gateway.metrics, engine.up.is_set(), "", False
+    if up:
+        page, answers = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
+    metrics.up.labels(engine.id).set(up)
+    metrics.scraped.labels(engine.id).set(answers and bool(page))
+    return engine.id, page
+
+
+async def _count(metrics: Metrics, engine: EngineView) -> bool:
+    """Take over the counters of the scheduler inside an engine; return whether it answers in time."""
+    try:
+        state = await engine.control({"op": "state", "jobs": False}, _ENGINE_S)
+        metrics.evictions.labels(engine.id).set(state["counters"]["evictions"])
+        metrics.counted(engine.id, state["counters"])
+    except EngineGone:
+        return False
+    except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):
+        pass  # an engine without Headway's scheduler has no such counters, or says nonsense
+    return True

@@ -25,6 +25,7 @@ from headway.serve.adapters import base_models
 from headway.serve.budget import Held
 from headway.serve.claims import check_claims
 from headway.serve.gateway import Gateway
+from headway.serve.grammars import check_grammars
 from headway.serve.idempotency import keyed
 from headway.serve.offload import INLINE, offload
 from headway.serve.pooling import PATHS as POOLING
@@ -194,9 +195,12 @@ class AppState:
             headers={"connection": "close"},
         )
 
-    async def json(self, request: Request) -> dict[str, Any]:
-        """Read the JSON object of a request that is answered at once; errors as `read`."""
-        data = await self.body(request)
+    async def json(self, request: Request, empty: bytes = b"") -> dict[str, Any]:
+        """Read the JSON object of a request that is answered at once; errors as `read`.
+
+        empty: stands for a body without bytes.
+        """
+        data = await self.body(request) or empty
         return await offload(len(data), partial(read_json, data))
 
     async def prompt(self, kind: Kind, data: bytes, translate: Translate | None = None) -> Prompt:
@@ -204,7 +208,8 @@ class AppState:
         _, body = await offload(len(data), partial(self._validated, kind, data, translate))
         engine = self._engine_of(body.model)
         model = self.adapters.get(body.model, body.model)
-        return await self.gateway.counters[model].read(body, engine.max_model_len)
+        counter = self.gateway.counters[model]
+        return await offload(len(data), partial(counter.read, body, engine.max_model_len))
 
     async def parse(
         self, kind: Kind, request: Request, held: Held, translate: Translate | None = None
@@ -282,11 +287,15 @@ class AppState:
         _check_runner(engine, kind, body.model)
         if isinstance(body, ChatBody) and body.tools:
             _check_tools(engine, body.model, raw.get("tool_choice"))
-        prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
-        parsed = await offload(size, partial(
-            interpret, kind, raw, body, headers, self.config, model=model, adapter=adapter, tenant=tenant,
-            arrival=arrival, prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
-        ))  # fmt: skip
+
+        def work() -> tuple[ParsedRequest, Prompt]:
+            prompt = self.gateway.counters[model].read(body, engine.max_model_len)
+            return interpret(
+                kind, raw, body, headers, self.config, model=model, adapter=adapter, tenant=tenant,
+                arrival=arrival, prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
+            ), prompt  # fmt: skip
+
+        parsed, prompt = await offload(size, work)
         if key is not None:
             own = body.priority is not None or "x-vllm-priority" in headers
             check_claims(key, parsed.request, parsed.request.priority if own else None)
@@ -300,9 +309,10 @@ class AppState:
         return raw, self.validated(kind, raw)
 
     def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
-        """Check the fields of a body; errors as `validate`."""
+        """Check the fields of a body; errors as `check_grammars` and `validate`."""
         if kind in POOLING and raw.get("model") is None:  # vLLM wants none of these
             raw = {**raw, "model": self.only_model()}
+        check_grammars(raw, self.config.grammars)
         return validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:

@@ -20,7 +20,6 @@ from headway.serve import tasks
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.fields import checked
 from headway.serve.gateway import Gateway
-from headway.serve.request_parsing import read_json
 from headway.serve.run_endpoints import body_docs, check_begins
 from headway.serve.run_identity import UNIT, RunFields, stage_of
 from headway.stages import Resource, Stage
@@ -50,7 +49,7 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
         """Execute a unit on a backend, and return its output and whether the backend was warm."""
         tenant = state.tenant(request)
         backend = _find(gateway, name)
-        body = checked(BackendBody, read_json(await state.body(request)))
+        body = checked(BackendBody, await state.json(request))
         stage = stage_of(request.headers, body)
         if stage is not None and UNIT not in request.headers and body.unit is None:
             stage = replace(stage, unit=name)

@@ -77,6 +77,8 @@ class Metrics:
         self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
         self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
+        told = "1 when this page has the instance's own metrics: it was up and answered in time."
+        self.scraped = Gauge("headway_engine_scraped", told, ["instance"], registry=r)
         self.evictions = Gauge(
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )

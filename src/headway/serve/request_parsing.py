@@ -35,6 +35,7 @@ _Count = Annotated[int, Field(ge=1, strict=True)]
 # Objects and arrays in a body, at most: each one costs far more to read than the two bytes that it takes.
 _MOST_NESTED = 16_384
 _FEWEST = 1024  # elements that a list may have for every model, however short its context
+_MOST = {"stop": 1024, "bad_words": 1024}  # texts that the engine looks for with every token
 
 # Synonymous header names, of which the first one present wins; the last entry is the body's field.
 _SLO_NAMES: dict[str, tuple[str, ...]] = {
@@ -183,12 +184,12 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
     most = max(longest, _FEWEST)
     if kind in POOLING:
         return checked(PoolingBody, as_completion(kind, raw, most))
-    for name in ("prompt", "messages", "tools"):
+    for name, limit in (*dict.fromkeys(("prompt", "messages", "tools"), most).items(), *_MOST.items()):
         value = raw.get(name)
-        if isinstance(value, list) and len(value) > most:
+        if isinstance(value, list) and len(value) > limit:
             raise RequestError(
                 f"{name} has {len(value)} elements.",
-                f"Send at most {most}.",
+                f"Send at most {limit}.",
                 param=name,
                 code="too_many_values",
             )

@@ -18,7 +18,6 @@ from headway.errors import RequestError
 from headway.events import RunEnded, UnitBegan, UnitEnded
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.fields import checked
-from headway.serve.request_parsing import read_json
 from headway.serve.run_identity import APP, LONGEST, SESSION, Name, app_of
 from headway.stages import Stage
 
@@ -57,7 +56,7 @@ def _reports(app: FastAPI, state: AppState) -> None:
     async def end(id: str, request: Request) -> Response:
         """End a run: at once, or with its last request in progress. Ending it again changes nothing."""
         tenant = state.tenant(request)
-        key = _key(tenant, request, id, checked(EndBody, await _read(state, request)).app)
+        key = _key(tenant, request, id, checked(EndBody, await state.json(request, b"{}")).app)
         _known(state, key)
         dispatcher.tell(RunEnded(*key))
         return JSONResponse(_described(state, key))
@@ -70,7 +69,7 @@ def _reports(app: FastAPI, state: AppState) -> None:
     async def unit(id: str, request: Request) -> Response:
         """Report that a unit outside the LLM has started, which may begin the run, or that it has ended."""
         tenant = state.tenant(request)
-        body = checked(UnitBody, await _read(state, request))
+        body = checked(UnitBody, await state.json(request, b"{}"))
         key = _key(tenant, request, id, body.app)
         stage = Stage(key[1], key[2], body.unit)
         if body.state == "started":
@@ -112,10 +111,6 @@ def _states(app: FastAPI, state: AppState) -> None:
 
 
 # ---- what a call is about
-
-
-async def _read(state: AppState, request: Request) -> dict[str, Any]:
-    return read_json(await state.body(request) or b"{}")
 
 
 def _key(tenant: str, request: Request, id: str, app: str | None) -> Key:

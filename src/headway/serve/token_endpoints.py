@@ -12,8 +12,10 @@ from headway.errors import RequestError
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.offload import offload
 from headway.serve.request_parsing import Kind, read_json
+from headway.serve.tokens import Prompt, TokenCounter
 
 _MOST_IDS = 1_000_000
+_BYTES = 4  # of a token, about
 _TEXT: dict[str, Any] = {"model": {"type": "string"}, "prompt": {"type": "string"}}
 _TOKENIZE = {
     "type": "object",
@@ -47,18 +49,21 @@ def _tokens(app: FastAPI, state: AppState) -> None:
         asked |= await offload(len(data), partial(read_json, data))
         kind: Kind = "chat" if "messages" in asked else "completions"
         prompt = await state.prompt(kind, data, lambda raw: {"model": asked["model"], **raw})
-        if prompt.ids is None:
-            raise RequestError(
-                "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.",
-                param="prompt",
-            )  # fmt: skip
-        model = asked["model"]
-        told = {"count": prompt.tokens, "max_model_len": state.describe(model)["max_model_len"]}
-        answer: dict[str, Any] = told | {"tokens": list(prompt.ids)}
-        if asked.get("return_token_strs"):
-            words = partial(state.counter(model).words, prompt.ids)
-            answer["token_strs"] = await offload(4 * prompt.tokens, words)
-        return JSONResponse(answer)
+        counter, longest = state.counter(asked["model"]), state.describe(asked["model"])["max_model_len"]
+        told = partial(_told, prompt, counter, longest, words=bool(asked.get("return_token_strs")))
+        return await offload(_BYTES * prompt.tokens, told)
+
+
+def _told(prompt: Prompt, counter: TokenCounter, longest: int, *, words: bool) -> Response:
+    """Return the answer with the tokens of a prompt; words: as the vocabulary writes them, too."""
+    ids = prompt.ids
+    if ids is None:
+        raise RequestError(
+            "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.",
+            param="prompt",
+        )  # fmt: skip
+    answer = {"count": prompt.tokens, "max_model_len": longest, "tokens": list(ids)}
+    return JSONResponse(answer | {"token_strs": counter.words(ids)} if words else answer)
 
 
 def _text(app: FastAPI, state: AppState) -> None:
@@ -68,14 +73,17 @@ def _text(app: FastAPI, state: AppState) -> None:
         state.tenant(request)
         raw = await state.json(request)
         ids = raw.get("tokens")
-        if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
-            raise RequestError(
-                "tokens is no list of token ids.",
-                f"Send a list of up to {_MOST_IDS:,} integers.",
-                param="tokens",
-            )
         counter = state.counter(raw.get("model", state.only_model()))
-        return JSONResponse({"prompt": await offload(4 * len(ids), partial(counter.text, ids))})
+        size = _BYTES * len(ids) if isinstance(ids, list) else 0
+        return await offload(size, partial(_text_of, ids, counter))
+
+
+def _text_of(ids: Any, counter: TokenCounter) -> Response:
+    if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
+        raise RequestError(
+            "tokens is no list of token ids.", f"Send a list of up to {_MOST_IDS:,} integers.", param="tokens"
+        )
+    return JSONResponse({"prompt": counter.text(ids)})
 
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,11 @@ import json
 import os
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, RequestError
 from headway.models.resolve import resolve
-from headway.serve.offload import offload
 from headway.serve.request_parsing import ChatBody, CompletionBody, too_long
 
 _KEEPING = frozenset(("ByteLevel", "Digits", "Split"))  # pre-tokenizers that drop no byte
@@ -56,16 +54,16 @@ class TokenCounter:
         """Load a model's tokenizer (seconds); ConfigError when the model has none."""
         return cls(await asyncio.to_thread(load_tokenizer, model))
 
-    async def read(self, body: ChatBody | CompletionBody, max_model_len: int) -> Prompt:
-        """Return the prompt's tokens; RequestError when its bytes alone show that they cannot fit."""
-        texts = _texts(body)
-        size = sum(map(len, texts))
-        if self._bytes is not None and size > max_model_len:
-            least = [self._bytes.least_tokens(text) for text in texts]
-            tokens = sum(least) if isinstance(body, ChatBody) else max(least)
-            if tokens > max_model_len + (len(texts) if isinstance(body, ChatBody) else 0):
-                raise too_long(body, f"at least {tokens} tokens", max_model_len)
-        return await offload(size, partial(self._read, body))
+    def read(self, body: ChatBody | CompletionBody, most: int) -> Prompt:
+        """Return the prompt's tokens; RequestError when its bytes alone show more than `most`.
+
+        How long it takes depends on the whole body: on tools and the number of messages, too.
+        """
+        encoding = self._read_chat(body, most) if isinstance(body, ChatBody) else self._read_text(body, most)
+        if isinstance(encoding, int):
+            return Prompt(encoding)
+        alike = _OWN_WAY.isdisjoint(body.model_extra or ())
+        return Prompt(len(encoding), encoding if alike else None)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included. RequestError for an id that there is not."""
@@ -83,31 +81,34 @@ class TokenCounter:
         if bad is not None:
             raise RequestError(f"There is no token {bad}.", f"Send ids from 0 to {size - 1}.", param="tokens")
 
-    def _read(self, body: ChatBody | CompletionBody) -> Prompt:
-        encoding = self._read_chat(body) if isinstance(body, ChatBody) else self._read_text(body)
-        if isinstance(encoding, int):
-            return Prompt(encoding)
-        alike = _OWN_WAY.isdisjoint(body.model_extra or ())
-        return Prompt(len(encoding), encoding if alike else None)
-
-    def _read_text(self, body: CompletionBody) -> Sized | int:
+    def _read_text(self, body: CompletionBody, most: int) -> Sized | int:
         prompt = body.prompt
+        if not isinstance(prompt, str) and isinstance(prompt[0], int):
+            return prompt
+        for one in [prompt] if isinstance(prompt, str) else prompt:
+            if isinstance(one, str):
+                self._check_fits(body, one, most)
         if isinstance(prompt, str):
             return self._encode(prompt, True)
-        if isinstance(prompt[0], int):
-            return prompt
         return max(len(self._encode(one, True)) if isinstance(one, str) else len(one) for one in prompt)
 
-    def _read_chat(self, body: ChatBody) -> Sized | int:
+    def _read_chat(self, body: ChatBody, most: int) -> Sized | int:
         messages = [{**m.model_dump(), "content": _text(m.content)} for m in body.messages]
+        exact = all(_is_text(message.content) for message in body.messages)
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=body.tools, add_generation_prompt=True, tokenize=False
             )
         except Exception:  # a template may raise anything; the engine's own error reaches the client
-            return len(self._encode("\n".join(message["content"] for message in messages), False))
+            text, exact = "\n".join(message["content"] for message in messages), False
+        self._check_fits(body, text, most)
         encoding = self._encode(text, False)  # the template has added the special tokens
-        return encoding if all(_is_text(message.content) for message in body.messages) else len(encoding)
+        return encoding if exact else len(encoding)
+
+    def _check_fits(self, body: ChatBody | CompletionBody, text: str, most: int) -> None:
+        """Refuse a text with more bytes than `most` tokens can hold: to tokenize it may take a second."""
+        if self._bytes is not None and (least := self._bytes.least_tokens(text)) > most:
+            raise too_long(body, f"at least {least} tokens", most)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -153,14 +154,6 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
 
 def _is_text(content: str | list[dict[str, Any]] | None) -> bool:
     return not isinstance(content, list) or all(part.get("type") == "text" for part in content)
-
-
-def _texts(body: ChatBody | CompletionBody) -> list[str]:
-    """Return the texts of all messages, without space around them, or each prompt's."""
-    if isinstance(body, ChatBody):
-        return [_text(message.content).strip() for message in body.messages]  # templates may strip them
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return [one for one in prompts if isinstance(one, str)]  # token ids need no counting
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,12 @@ async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
     counter = await TokenCounter.load(engine.model)
     rng = np.random.default_rng([seed, 3000])
     calls = mix.calls(load, np.zeros(_SAMPLE), rng, warn=lambda _: None)
-    held = [-(-(await _tokens(counter, call, engine)) // block_size(engine)) for call in calls]
+    held = [-(-_tokens(counter, call, engine) // block_size(engine)) for call in calls]
     wanted = round(SHARE * engine.max_running * float(np.mean(held))) + _NULL
     return replace(engine, blocks=max(wanted, least(engine)))
 
 
-async def _tokens(counter: TokenCounter, call: Call, engine: Engine) -> int:
+def _tokens(counter: TokenCounter, call: Call, engine: Engine) -> int:
     messages = [{"role": "user", "content": call.prompt}]
     body = ChatBody.model_validate({"model": engine.name, "messages": messages})
-    return (await counter.read(body, engine.max_model_len)).tokens + call.max_tokens
+    return counter.read(body, engine.max_model_len).tokens + call.max_tokens

@@ -21,7 +21,6 @@ from headway.serve.batches.port import PIECE, BatchStore, pieces
 from headway.serve.batches.records import Batch, StoredFile, no_file
 from headway.serve.fields import checked
 from headway.serve.idempotency import HEADER, batch_id, reused
-from headway.serve.request_parsing import read_json
 from headway.serve.run_endpoints import body_docs
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -222,7 +221,7 @@ def _batches(app: FastAPI, state: AppState) -> None:
         """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""
         key, store = state.key(request), _store(state)
         tenant = "default" if key is None else key.tenant
-        body = checked(BatchBody, read_json(await state.body(request)))
+        body = checked(BatchBody, await state.json(request))
         id = batch_id(tenant, request.headers)
         if id is not None and (known := await store.batch(tenant, id)) is not None:
             return _again(known, body)

@@ -21,7 +21,14 @@ from headway.serve.batches.port import BatchStore, pieces
 from headway.serve.batches.records import Batch, Line, input_gone
 from headway.serve.fields import checked
 from headway.serve.offload import offload
-from headway.serve.request_parsing import PATHS, Kind, ParsedRequest, read_json
+from headway.serve.request_parsing import (
+    PATHS,
+    ChatBody,
+    CompletionBody,
+    Kind,
+    ParsedRequest,
+    read_json,
+)
 from headway.serve.responses.translate import chat_of
 
 MOST_ERRORS = 50  # that a batch is told
@@ -55,8 +62,12 @@ async def interpret_line(
             param="url", code="invalid_url",
         )  # fmt: skip
     kind = KINDS[batch.endpoint]
-    raw = chat_of(line.body) if batch.endpoint == RESPONSES else line.body
-    body = await offload(size, lambda: state.validated(kind, raw))
+
+    def validated() -> tuple[dict[str, Any], ChatBody | CompletionBody]:
+        raw = chat_of(line.body) if batch.endpoint == RESPONSES else line.body
+        return raw, state.validated(kind, raw)
+
+    raw, body = await offload(size, validated)
     if body.stream:
         raise RequestError(
             "A line of a batch cannot stream.", "Leave out stream.", param="body.stream",

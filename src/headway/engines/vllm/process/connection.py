@@ -311,10 +311,10 @@ class EngineConnection:
             "Run the same version of Headway in the gateway and in its engines.",
         )
 
-    async def metrics(self) -> str:
-        """Return the instance's own Prometheus page, empty when it does not answer."""
+    async def metrics(self, seconds: float) -> str:
+        """Return the instance's own Prometheus page, empty when it does not answer in time."""
         try:
-            status, page = await self._ask("GET", "/metrics", 5)
+            status, page = await self._ask("GET", "/metrics", seconds)
         except EngineError:
             return ""
         return _shown(page) if status == 200 else ""
