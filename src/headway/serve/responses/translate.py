@@ -40,6 +40,8 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name, hint in _UNKNOWN.items():
         if raw.get(name):
             raise RequestError(f"{name} cannot be used here.", hint, param=name, code="unsupported_parameter")
+    if raw.get("n") not in (None, 1):
+        raise RequestError("A response has one answer, so n cannot be used here.", "Leave it out.", param="n")
     chat = {name: raw[name] for name in _SAME if raw.get(name) is not None}
     chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
     chat["messages"] = [*_instructions(raw.get("instructions")), *_items(raw.get("input"))]
