@@ -253,5 +253,10 @@ def test_an_error_ends_the_stream() -> None:
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
 
 
+def test_a_prompt_may_be_cut() -> None:
+    assert chat_of(body(truncation="auto"))["truncate_prompt_tokens"] == -1
+    assert "truncate_prompt_tokens" not in chat_of(body(truncation="disabled"))
+
+
 def test_a_chat_of_a_text_is_one_message() -> None:
     assert chat_of(body())["messages"] == [{"role": "user", "content": "Hi."}]

@@ -301,7 +301,7 @@ class AppState:
 
     def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
         """Check the fields of a body; errors as `validate`."""
-        if kind in POOLING and raw.get("model") is None:  # vLLM wants none of these
+        if raw.get("model") is None:  # vLLM wants none
             raw = {**raw, "model": self.only_model()}
         return validate(kind, raw, self._longest)
 

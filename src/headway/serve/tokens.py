@@ -13,15 +13,17 @@ from typing import Any
 
 from headway.errors import ConfigError, RequestError
 from headway.models.resolve import resolve
+from headway.serve.lengths.text import texts_in
 from headway.serve.offload import offload
 from headway.serve.request_parsing import ChatBody, CompletionBody, too_long
 
 _KEEPING = frozenset(("ByteLevel", "Digits", "Split"))  # pre-tokenizers that drop no byte
 Encode = Callable[[str, bool], Sized]
+Content = str | list[str | dict[str, Any]] | None  # of a message
 # Fields of a body by which the engine makes other tokens of the same messages, or keeps their KV apart.
 _OWN_WAY = frozenset(
     ("add_generation_prompt", "add_special_tokens", "cache_salt", "chat_template", "chat_template_kwargs",
-     "continue_final_message", "documents", "prompt_embeds", "truncate_prompt_tokens")
+     "continue_final_message", "documents", "prompt_embeds")
 )  # fmt: skip
 
 
@@ -57,13 +59,18 @@ class TokenCounter:
         return cls(await asyncio.to_thread(load_tokenizer, model))
 
     async def read(self, body: ChatBody | CompletionBody, max_model_len: int) -> Prompt:
-        """Return the prompt's tokens; RequestError when its bytes alone show that they cannot fit."""
+        """Return the prompt's tokens; RequestError when its bytes alone show that they cannot fit.
+
+        Of one that the engine cuts and that cannot fit, a lower bound.
+        """
         texts = _texts(body)
         size = sum(map(len, texts))
         if self._bytes is not None and size > max_model_len:
             least = [self._bytes.least_tokens(text) for text in texts]
             tokens = sum(least) if isinstance(body, ChatBody) else max(least)
             if tokens > max_model_len + (len(texts) if isinstance(body, ChatBody) else 0):
+                if body.keeps is not None:
+                    return Prompt(tokens)
                 raise too_long(body, f"at least {tokens} tokens", max_model_len)
         return await offload(size, partial(self._read, body))
 
@@ -87,7 +94,7 @@ class TokenCounter:
         encoding = self._read_chat(body) if isinstance(body, ChatBody) else self._read_text(body)
         if isinstance(encoding, int):
             return Prompt(encoding)
-        alike = _OWN_WAY.isdisjoint(body.model_extra or ())
+        alike = body.keeps is None and _OWN_WAY.isdisjoint(body.model_extra or ())
         return Prompt(len(encoding), encoding if alike else None)
 
     def _read_text(self, body: CompletionBody) -> Sized | int:
@@ -144,15 +151,15 @@ def _encode(tokenizer: Any) -> Encode:
     return lambda text, special: backend.encode_batch_fast([text], add_special_tokens=special)[0]
 
 
-def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return a message's text; other parts (images) count as nothing."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content or ""
+def _text(content: Content) -> str:
+    """Return a message's text, as vLLM joins its parts; other parts (images) count as nothing."""
+    return "\n".join(texts_in(content))
 
 
-def _is_text(content: str | list[dict[str, Any]] | None) -> bool:
-    return not isinstance(content, list) or all(part.get("type") == "text" for part in content)
+def _is_text(content: Content) -> bool:
+    return not isinstance(content, list) or all(
+        isinstance(part, str) or part.get("type") == "text" for part in content
+    )
 
 
 def _texts(body: ChatBody | CompletionBody) -> list[str]:

@@ -43,7 +43,7 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name, may in _ONLY.items():
         if raw.get(name) not in may:
             raise RequestError(f"{name} is not known here.", "Leave it out.", param=name)
-    if not isinstance(raw.get("max_tokens"), int):
+    if raw.get("max_tokens") is None:
         raise RequestError(
             "max_tokens is missing.", "Give the most tokens of the answer.", param="max_tokens"
         )

@@ -63,8 +63,10 @@ def _create(app: FastAPI, state: AppState) -> None:
 
         with gateway.bodies.hold() as held:
             parsed = await state.parse("chat", request, held, translate)
+            core = parsed.request
             base = asked | {
-                "id": parsed.request.id, "created_at": int(clock.shown(parsed.request.arrival)),
+                "id": core.id, "created_at": int(clock.shown(core.arrival)),
+                "model": core.adapter or core.model,
             }  # fmt: skip
             if parsed.background:
                 obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)

@@ -55,6 +55,8 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     effort = object_in(raw.get("reasoning") or {}, "reasoning").get("effort")
     if effort is not None:
         chat["reasoning_effort"] = effort
+    if raw.get("truncation") == "auto":
+        chat["truncate_prompt_tokens"] = -1
     if raw.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
