@@ -221,6 +221,14 @@ def test_a_stop_sequence_is_named() -> None:
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "zz")
 
 
+def test_the_earlier_name_of_a_schema_is_known_too() -> None:
+    chat = chat_of(body(output_format={"type": "json_schema", "schema": {"type": "object"}}))
+    assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert "output_format" not in chat
+    with pytest.raises(RequestError, match="json_schema"):
+        chat_of(body(output_format={"type": "xml"}))
+
+
 def test_thinking_may_be_turned_off() -> None:
     chat = chat_of(body(thinking={"type": "disabled"}))
     assert chat["chat_template_kwargs"] == {"enable_thinking": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import socket
@@ -91,6 +92,27 @@ def test_wrong_types_name_the_field(gateway: Gateway, fields: dict[str, Any], pa
 def test_wrong_prompts(gateway: Gateway, prompt: Any) -> None:
     said = error(gateway.post({"model": "smollm2", "prompt": prompt}, COMPLETIONS), 400)
     assert said["param"] == "prompt"
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_the_body(gateway: Gateway) -> None:
+    raw = b"\xef\xbb\xbf" + json.dumps(gateway.chat()).encode()
+    assert gateway.post(None, content=raw).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/files", "/tokenize"])
+def test_a_compressed_body_is_refused_in_words(gateway: Gateway, path: str) -> None:
+    raw = gzip.compress(json.dumps(gateway.chat()).encode())
+    answer = gateway.post(None, path, content=raw, headers={"content-encoding": "gzip"})
+    assert "gzip" in error(answer, 415)["message"]
+    plain = gateway.post(gateway.chat(), headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nothing", CHAT])
+def test_a_head_is_answered_as_a_get_without_its_body(gateway: Gateway, path: str) -> None:
+    whole, head = gateway.get(path), WEB.head(gateway.url + path)
+    assert (head.status_code, head.content) == (whole.status_code, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
 
 
 def test_missing_fields(gateway: Gateway) -> None:

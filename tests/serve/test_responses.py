@@ -112,7 +112,7 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
         ({"input": [{"role": "robot", "content": "x"}]}, "role"),
         ({"text": {"format": {"type": "x"}}}, "format"),
         ({"instructions": [1]}, "instructions"), ({"max_output_tokens": 0}, "max_tokens"),
-        ({"n": 2, "stream": True}, "n cannot"), ({"n": 2}, "n cannot"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"n": 2, "stream": True}, "n cannot"), ({"n": 2}, "n cannot"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(gateway: Gateway, fields: dict[str, Any], words: str) -> None:

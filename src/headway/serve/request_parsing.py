@@ -166,7 +166,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
             code="too_many_values",
         )
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")  # editors of Windows begin a file with a mark of its encoding
         value = _JSON.decode(text)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is legal JSON but no text
             json.dumps(value, ensure_ascii=False).encode()

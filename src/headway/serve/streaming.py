@@ -50,7 +50,10 @@ class LateResponse(Response):
 
 
 class Unwound:
-    """ASGI middleware around all others: serves a `LateResponse` after they have returned."""
+    """ASGI middleware around all others: serves a `LateResponse` after they have returned.
+
+    A HEAD is served as the GET that it asks about; uvicorn leaves out the body.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,6 +61,8 @@ class Unwound:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         routed = {**scope}  # with what routing adds, which is not kept
+        if scope.get("method") == "HEAD":
+            routed["method"] = "GET"
         await self._app(routed, receive, send)
         if TENANT in routed:
             scope[TENANT] = routed[TENANT]

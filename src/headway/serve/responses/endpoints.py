@@ -39,7 +39,7 @@ _SCHEMA: dict[str, Any] = {
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response; with `stream`, its events.", "content": {"text/event-stream": {}}},
-    **error_docs(400, 401, 403, 404, 413, 422, 429, 502, 503, 504),
+    **error_docs(400, 401, 403, 404, 413, 415, 422, 429, 502, 503, 504),
 }
 
 

@@ -22,6 +22,7 @@ _UNKNOWN = {
     "previous_response_id": "Headway keeps no conversations; send the earlier items in input.",
     "conversation": "Headway keeps no conversations; send the earlier items in input.",
     "prompt": "Headway keeps no prompt templates; send instructions and input.",
+    "top_logprobs": "Ask /v1/chat/completions, whose answers have log probabilities.",
 }
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 # What a response says of the request that it answers, where that says nothing.
