@@ -83,6 +83,7 @@ RESPONSES: dict[str, Callable[[], Iterable[bytes]]] = {
     "a page of an error": lambda: [whole(b"<h1>Bad gateway</h1>", "502 Bad Gateway", "text/html")],
     "no body": lambda: [whole(b"")],
     "another error": lambda: [whole(b'{"detail":"Not Found"}', "404 Not Found")],
+    "an error of another key": lambda: [whole(b'{"error":{"message":"key?"}}', "401 Unauthorized")],
     "an answer as an error": lambda: [whole(GOOD, "400 Bad Request")],
     "an error as an answer": lambda: [whole(b'{"error":{"message":"x"}}')],
     "a redirect": lambda: [whole(GOOD, "307 Temporary Redirect", more=b"location: /v1/stolen\r\n")],
@@ -160,6 +161,9 @@ class Hostile(socketserver.ThreadingTCPServer):
             return [whole(b'{"detail":"Not Found"}', "404 Not Found")]
         asked = json.loads(body)
         name = (asked.get("vllm_xargs") or {}).get("hostile", "good")
+        if name == "busy":
+            more = f"retry-after: {asked['vllm_xargs']['after']}\r\n".encode()
+            return [whole(b'{"error":{"message":"busy"}}', "503 Service Unavailable", more=more)]
         if name == "a bad chunk later":
             return self._bad_chunk_later()
         return generated(name, bool(asked.get("stream")))

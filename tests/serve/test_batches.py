@@ -97,6 +97,12 @@ def test_openai_s_client_gets_every_line_answered(gateway: Gateway, tmp_path: Pa
     assert client.files.delete(uploaded.id).deleted
 
 
+def test_a_mark_of_the_encoding_is_no_part_of_the_first_line(gateway: Gateway) -> None:
+    record = {"custom_id": "a", "method": "POST", "url": CHAT, "body": gateway.chat()}
+    seen = ended(gateway, begin(gateway, ["\ufeff" + json.dumps(record), record | {"custom_id": "b"}]))
+    assert seen["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
 def test_text_completions_and_windows(gateway: Gateway, fake: Fake) -> None:
     body = {"model": "smollm2", "prompt": "Say", "max_tokens": 8}
     record = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}

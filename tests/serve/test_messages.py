@@ -16,6 +16,7 @@ from headway.serve.anthropic.translate import chat_of, message_of
 from tests.serve.conftest import Serve
 from tests.serve.gateway import OPERATOR, Fake, Gateway
 from tests.serve.test_request_ends import fakes
+from tests.serve.tool_calls import PARTS, arguments_of, in_turns
 
 PATH = "/v1/messages"
 
@@ -220,6 +221,14 @@ def test_a_stop_sequence_is_named() -> None:
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "zz")
 
 
+def test_the_earlier_name_of_a_schema_is_known_too() -> None:
+    chat = chat_of(body(output_format={"type": "json_schema", "schema": {"type": "object"}}))
+    assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert "output_format" not in chat
+    with pytest.raises(RequestError, match="json_schema"):
+        chat_of(body(output_format={"type": "xml"}))
+
+
 def test_thinking_may_be_turned_off() -> None:
     chat = chat_of(body(thinking={"type": "disabled"}))
     assert chat["chat_template_kwargs"] == {"enable_thinking": False}
@@ -268,6 +277,29 @@ def test_a_stream_is_the_same_however_it_is_cut(deltas: list[dict[str, Any]], cu
     )
     assert told[-2]["delta"]["stop_reason"] == "max_tokens"
     assert told[-2]["usage"] == {"input_tokens": 3, "output_tokens": 5}
+
+
+@given(PARTS)
+def test_tool_calls_that_take_turns_are_a_block_each(parts: list[tuple[int, str]]) -> None:
+    whole, found = arguments_of(parts), dict[int, tuple[str, str, str]]()
+    out = MessageEvents("hw-1", "m", 7).feed(in_turns(parts))
+    for event in out.split(b"\n\n")[:-1]:
+        told = json.loads(event.split(b"data: ", 1)[1])
+        if told["type"] == "content_block_start":
+            assert told["index"] == len(found)
+            block = told["content_block"]
+            found[told["index"]] = block["id"], block["name"], ""
+        elif told["type"] == "content_block_delta":
+            assert told["index"] == len(found) - 1, "blocks do not interleave"
+            id, name, text = found[told["index"]]
+            found[told["index"]] = id, name, text + told["delta"]["partial_json"]
+    assert list(found.values()) == [(f"c{number}", f"f{number}", text) for number, text in whole.items()]
+
+
+def test_a_block_ends_once_its_arguments_are_whole_and_another_begins() -> None:
+    out = MessageEvents("hw-1", "m", 7).feed(in_turns([(0, '{"a": 1}'), (1, '{"b"')], end=False))
+    assert out.count(b"event: content_block_stop") == 1
+    assert b'"b' in out
 
 
 def test_an_error_ends_the_stream() -> None:

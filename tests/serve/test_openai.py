@@ -122,9 +122,15 @@ def test_odd_messages_are_the_engine_s_to_judge(gateway: Gateway, fake: Fake) ->
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "4"},
     ]
+    messages.append({"role": "user", "content": ["Is it", "4?"]})
     answer = gateway.post(gateway.chat(messages=messages))
     assert answer.status_code == 200, answer.text
     assert fake.last()["body"]["messages"] == messages
+
+
+def test_whether_an_answer_streams_is_read_once(gateway: Gateway, fake: Fake) -> None:
+    assert gateway.post(gateway.chat(stream="off", max_tokens=4.0)).json()["usage"]["completion_tokens"] == 4
+    assert (fake.last()["body"]["stream"], fake.last()["body"]["max_tokens"]) == (False, 4.0)
 
 
 def test_unicode_arrives_whole(gateway: Gateway, fake: Fake) -> None:

@@ -16,6 +16,7 @@ from headway.serve.responses.translate import base_of, chat_of, response_of
 from tests.serve.conftest import Serve
 from tests.serve.gateway import OPERATOR, Fake, Gateway, until
 from tests.serve.test_request_ends import fakes
+from tests.serve.tool_calls import PARTS, arguments_of, in_turns
 
 PATH = "/v1/responses"
 
@@ -111,6 +112,7 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
         ({"input": [{"role": "robot", "content": "x"}]}, "role"),
         ({"text": {"format": {"type": "x"}}}, "format"),
         ({"instructions": [1]}, "instructions"), ({"max_output_tokens": 0}, "max_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"n": 2, "stream": True}, "n cannot"), ({"n": 2}, "n cannot"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(gateway: Gateway, fields: dict[str, Any], words: str) -> None:
@@ -218,11 +220,42 @@ def test_a_stream_ends_in_the_response_that_would_have_come_whole(
     assert len(set(added)) == len(added)
 
 
+@given(PARTS)
+def test_tool_calls_that_take_turns_are_an_item_each(parts: list[tuple[int, str]]) -> None:
+    out = ResponseEvents(base_of(body(), "hw-1", 10)).feed(in_turns(parts))
+    seen = [json.loads(event.split(b"data: ", 1)[1]) for event in out.split(b"\n\n") if event]
+    whole = arguments_of(parts)
+    done = [one["item"] for one in seen if one["type"] == "response.output_item.done"]
+    assert {item["call_id"]: (item["name"], item["arguments"]) for item in done} == {
+        f"c{number}": (f"f{number}", text) for number, text in whole.items()
+    }
+    assert len(done) == len(whole)
+    assert [one["call_id"] for one in seen[-1]["response"]["output"]] == [f"c{number}" for number in whole]
+    for place, number in enumerate(whole):
+        mine = [one for one in seen if one.get("output_index") == place]
+        deltas = [one for one in mine if one["type"] == "response.function_call_arguments.delta"]
+        assert "".join(one["delta"] for one in deltas) == whole[number]
+        assert (mine[0]["type"], mine[-1]["type"]) == (
+            "response.output_item.added",
+            "response.output_item.done",
+        )
+
+
+def test_an_item_is_done_once_its_arguments_are_whole_and_another_begins() -> None:
+    out = ResponseEvents(base_of(body(), "hw-1", 10)).feed(in_turns([(0, '{"a": 1}'), (1, "{")], end=False))
+    assert out.count(b"event: response.output_item.done") == 1
+
+
 def test_an_error_ends_the_stream() -> None:
     events = ResponseEvents(base_of(body(), "hw-1", 10))
     told = events.feed(b'data: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n')
     last = json.loads(told.split(b"\n\n")[-2].split(b"data: ", 1)[1])
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+
+
+def test_a_prompt_may_be_cut() -> None:
+    assert chat_of(body(truncation="auto"))["truncate_prompt_tokens"] == -1
+    assert "truncate_prompt_tokens" not in chat_of(body(truncation="disabled"))
 
 
 def test_a_chat_of_a_text_is_one_message() -> None:

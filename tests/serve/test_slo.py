@@ -85,7 +85,7 @@ def test_the_spread_of_a_forecast_is_told_once_there_are_answers(serve: Serve, f
         ({}, {"service_tier": "default"}, {}),
         ({}, {"service_tier": "auto"}, {}),
         ({}, {"service_tier": "priority"}, {"ttft": 1500, "tpot": 150}),
-        ({}, {"service_tier": "flex"}, {}),
+        ({}, {"service_tier": "flex"}, {}), ({}, {"service_tier": "scale"}, {}),
     ],
 )  # fmt: skip
 def test_headers_before_body_before_class(ask: Any, headers: Any, fields: Any, expected: Any) -> None:

@@ -188,7 +188,7 @@ def test_keys_from_the_environment_and_files(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("ALPHA_KEY", "sk-from-the-environment")
-    (tmp_path / "beta").write_text("sk-from-a-file\n")
+    (tmp_path / "beta").write_text("sk-from-a-file\n", "utf-8-sig")
     keys = Key("env:ALPHA_KEY", "alpha"), Key(f"file:{tmp_path / 'beta'}", "beta")
     with serve(keys=keys, server={"operator_key": f"file:{tmp_path / 'beta'}"}) as gateway:
         for text in ("sk-from-the-environment", "sk-from-a-file"):

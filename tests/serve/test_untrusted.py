@@ -69,6 +69,18 @@ def test_what_is_no_response_is_a_502(gateway: Gateway, hostile: Hostile, name: 
     ended(gateway)
 
 
+def test_a_key_that_the_engine_refuses_is_not_the_client_s(gateway: Gateway) -> None:
+    assert "api_key of its [[engines]]" in refused(
+        gateway.post(gateway.chat(**asks("an error of another key")))
+    )
+
+
+@pytest.mark.parametrize(("after", "told"), [("7", "7"), ("soon", None), ("9" * 99, None)])
+def test_when_to_try_again_is_passed_on(gateway: Gateway, after: str, told: str | None) -> None:
+    answer = gateway.post(gateway.chat(vllm_xargs={"hostile": "busy", "after": after}))
+    assert (answer.status_code, answer.headers.get("retry-after")) == (503, told)
+
+
 @pytest.mark.parametrize("name", NO_ANSWERS)
 def test_what_is_no_answer_is_a_502(gateway: Gateway, name: str) -> None:
     assert "e0 sent an invalid answer" in refused(gateway.post(gateway.chat(**asks(name))))

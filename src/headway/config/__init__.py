@@ -284,7 +284,7 @@ def load(path: Path | None) -> Config:
     if path is None:
         return Config()
     try:
-        return parse(tomllib.loads(path.read_text()), str(path))
+        return parse(tomllib.loads(path.read_text("utf-8-sig")), str(path))
     except OSError as error:
         problem = f"The configuration file {path} cannot be read: {error.strerror}."
         raise ConfigError(problem, "Check --config.") from error

@@ -58,7 +58,7 @@ def reveal(secret: str, setting: str) -> str:
             raise ConfigError(problem, "Set it where headway serve starts.", param=setting)
     else:
         try:
-            found = Path(place).expanduser().read_text().strip()
+            found = Path(place).expanduser().read_text("utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
             problem = f"{setting} is in the file {place}, which cannot be read: {why}."

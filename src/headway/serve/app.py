@@ -162,7 +162,7 @@ def _generation(app: FastAPI, state: AppState) -> None:
         handle.__name__ = kind
         return handle
 
-    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 422, 429, 502, 503, 504)}
+    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 415, 422, 429, 502, 503, 504)}
     routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
         ("/v1/chat/completions", "chat", ChatBody),
         ("/v1/completions", "completions", CompletionBody),

@@ -169,8 +169,9 @@ class AppState:
     async def read(self, request: Request, held: Held) -> bytes:
         """Read the body; 413 as soon as it is too long, whatever its declared length.
 
-        429 when the bodies of all requests together are too long.
+        415 when it is compressed, 429 when the bodies of all requests together are too long.
         """
+        refuse_compressed(request)
         limit = self.config.server.max_body_kib * 1024
         declared = request.headers.get("content-length", "0")
         if declared.isdigit():
@@ -310,7 +311,7 @@ class AppState:
 
     def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
         """Check the fields of a body; errors as `check_grammars` and `validate`."""
-        if kind in POOLING and raw.get("model") is None:  # vLLM wants none of these
+        if raw.get("model") is None:  # vLLM wants none
             raw = {**raw, "model": self.only_model()}
         check_grammars(raw, self.config.grammars)
         return validate(kind, raw, self._longest)
@@ -332,6 +333,17 @@ def _headers(request: Request) -> dict[str, str]:
     Some thirty names are looked up, for each of which Starlette would go through them all.
     """
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(request.headers.raw)}
+
+
+def refuse_compressed(request: Request) -> None:
+    """Refuse a compressed body, whose size nobody knows before it is unpacked: RequestError (415)."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise RequestError(
+            f"The body is compressed ({coding[:40]!r}), which is not read here.",
+            "Send it as it is, without Content-Encoding.", status=415, code="unsupported_encoding",
+            headers={"accept-encoding": "identity"},
+        )  # fmt: skip
 
 
 def _check_runner(engine: Engine, kind: Kind, model: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _DONE = b"[DONE]"
@@ -52,3 +52,14 @@ def thought_of(message: Mapping[str, Any]) -> str | None:
     """Return what a model has thought, by either name that vLLM has for it."""
     thought: str | None = message.get("reasoning") or message.get("reasoning_content")
     return thought
+
+
+def complete(arguments: Sequence[str]) -> bool:
+    """Tell whether the parts of a tool call's arguments are all of them: a whole JSON object."""
+    if not arguments or not arguments[-1].endswith("}"):  # as most parts do not, and joining all takes time
+        return False
+    try:
+        json.loads("".join(arguments))
+    except ValueError:
+        return False
+    return True

@@ -97,7 +97,7 @@ def read(path: Path) -> tuple[str, Graph]:
     try:
         if path.stat().st_size > _MOST:
             raise ConfigError(f"{path} is larger than {_MOST >> 20} MiB.", "Export the graph again.")
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", "Check the path and its rights.") from error
     graph = from_json(text, str(path))

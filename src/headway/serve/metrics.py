@@ -76,12 +76,7 @@ class Metrics:
         self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind"], registry=r)
         self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
         self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
-        self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
-        told = "1 when this page has the instance's own metrics: it was up and answered in time."
-        self.scraped = Gauge("headway_engine_scraped", told, ["instance"], registry=r)
-        self.evictions = Gauge(
-            "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
-        )
+        self._add_engines(r)
         self.logs = Gauge(
             "headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r
         )
@@ -94,6 +89,14 @@ class Metrics:
         r.register(self._counted)
         self._planned = _Planned()
         r.register(self._planned)
+
+    def _add_engines(self, r: CollectorRegistry) -> None:
+        self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
+        told = "1 when this page has the instance's own metrics: it was up and answered in time."
+        self.scraped = Gauge("headway_engine_scraped", told, ["instance"], registry=r)
+        self.evictions = Gauge(
+            "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
+        )
 
     def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
         """Add the metrics of answers in seconds, and the targets that they are held against."""

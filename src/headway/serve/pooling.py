@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from headway.errors import RequestError
+from headway.serve.lengths.text import texts_in
 
 PoolingKind = Literal["embeddings", "pooling", "classify", "score", "rerank"]
 PATHS: dict[PoolingKind, str] = {
@@ -72,16 +73,14 @@ def _texts(name: str, value: Any, most: int) -> list[Any]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(isinstance(one, str) for one in value) or all(isinstance(one, list) for one in value):
+        if all(isinstance(one, str) for one in value):
             return value
-        if all(type(one) is int for one in value):
+        if all(isinstance(one, list) for one in value):
+            return [_chat(one) if any(isinstance(part, dict) for part in one) else one for one in value]
+        if all(type(one) in (int, float) for one in value):
             return [value]
         if all(isinstance(one, str | dict) for one in value):
-            return (
-                ["\n".join(_content(one) for one in value)]
-                if name == "messages"
-                else list(map(_content, value))
-            )
+            return [_chat(value)] if name == "messages" else list(map(_content, value))
     if isinstance(value, dict):
         return [_content(value)]
     raise RequestError(
@@ -89,9 +88,12 @@ def _texts(name: str, value: Any, most: int) -> list[Any]:
     )
 
 
+def _chat(messages: list[Any]) -> str:
+    """Return the text of a conversation."""
+    return "\n".join(_content(one) for one in messages if isinstance(one, str | dict))
+
+
 def _content(value: str | dict[str, Any]) -> str:
     """Return the text of a message, or of the parts of a document; images count as nothing."""
-    content = value if isinstance(value, str) else value.get("content", value.get("text", ""))
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
+    content = value if isinstance(value, str) else value.get("content", value.get("text"))
+    return "\n".join(texts_in(content))

@@ -30,11 +30,11 @@ from headway.types import Request, Slo
 Kind = Literal["chat", "completions"] | PoolingKind
 _GENERATING: dict[Kind, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 PATHS = _GENERATING | dict[Kind, str](POOLING.items())
-_Count = Annotated[int, Field(ge=1, strict=True)]
+_Count = Annotated[int, Field(ge=1)]
 
 # Objects and arrays in a body, at most: each one costs far more to read than the two bytes that it takes.
 _MOST_NESTED = 16_384
-_FEWEST = 1024  # elements that a list may have for every model, however short its context
+_FEWEST = 2048  # elements that a list may have for every model, however short its context
 _MOST = {"stop": 1024, "bad_words": 1024}  # texts that the engine looks for with every token
 
 # Synonymous header names, of which the first one present wins; the last entry is the body's field.
@@ -50,22 +50,29 @@ HEADERS: dict[str, str] = {
     **dict.fromkeys(("x-llm-d-inference-objective", "x-headway-task", "idempotency-key"), "string"),
     **run_identity.HEADERS,
 }
-_OPENAI_TIERS = {"priority": "chat", "flex": "batch"}  # OpenAI's names, unless a class has them
+# OpenAI's names, unless a class has them; where there is no class for one, vLLM ignores it, and so do we.
+_OPENAI_TIERS = {
+    "auto": "default", "default": "default", "scale": "default", "priority": "chat", "flex": "batch",
+}  # fmt: skip
 _OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier", "headway")
 
 
 class Body(BaseModel):
-    """The fields of both endpoints. Fields not named here pass through."""
+    """The fields of both endpoints. Fields not named here pass through.
+
+    Those that vLLM has, too, are read as loosely as vLLM does: 8.0 and "8" are integers.
+    """
 
     model_config = ConfigDict(extra="allow")
     prompt_field: ClassVar[str] = "prompt"
 
     model: str
-    stream: Annotated[bool, Field(strict=True)] | None = None
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_tokens: _Count | None = None
-    n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
-    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     service_tier: str | None = None
     background: Annotated[bool, Field(strict=True)] | None = None
     ttft_slo_ms: Ms | None = None
@@ -74,13 +81,18 @@ class Body(BaseModel):
     headway: run_identity.RunFields | None = None
     vllm_xargs: dict[str, Any] | None = None
 
+    @property
+    def keeps(self) -> int | None:
+        """Tokens that the engine keeps of a longer prompt; -1 = as many as fit, None = it cuts none."""
+        return self.truncate_prompt_tokens
+
 
 class Message(BaseModel):
     """One chat message; the engine's chat template checks the rest of it."""
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class ChatBody(Body):
@@ -103,6 +115,13 @@ class PoolingBody(CompletionBody):
     """The body of a request for a pooling model, as a completion of its texts."""
 
     prompt_field: ClassVar[str] = "input"
+    max_tokens_per_query: int = 0
+    max_tokens_per_doc: int = 0
+
+    @property
+    def keeps(self) -> int | None:
+        cut = self.max_tokens_per_query > 0 or self.max_tokens_per_doc > 0
+        return -1 if cut and self.truncate_prompt_tokens is None else self.truncate_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +167,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
             code="too_many_values",
         )
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")  # editors of Windows begin a file with a mark of its encoding
         value = _JSON.decode(text)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is legal JSON but no text
             json.dumps(value, ensure_ascii=False).encode()
@@ -193,7 +212,11 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
                 param=name,
                 code="too_many_values",
             )
-    return checked(ChatBody, raw) if kind == "chat" else checked(CompletionBody, raw)
+    if kind == "chat":
+        return checked(ChatBody, raw)
+    if raw.get("echo") and raw.get("max_tokens") == 0:
+        raw = {**raw, "max_tokens": 1}  # as vLLM does, which makes the token and leaves it out
+    return checked(CompletionBody, raw)
 
 
 def interpret(
@@ -208,6 +231,7 @@ def interpret(
     """
     _check_names(headers, body)
     name, tier = _tier(body, headers, config)
+    prompt_tokens = _kept(body, prompt_tokens, max_model_len)
     max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
     request = Request(
         id=f"hw-{uuid.uuid4().hex[:20]}",
@@ -265,6 +289,8 @@ def _upstream(
     """Return the body for the engine, without what is Headway's own."""
     upstream = {key: value for key, value in raw.items() if key not in _OURS}
     upstream["priority"] = priority
+    if body.stream is not None:
+        upstream["stream"] = body.stream  # so that the engine reads it as it is read here
     if body.stream:
         # Headway counts tokens by the usage event; a client that did not ask must not get it per chunk.
         options = (body.stream_options or {}) if wants_usage else {}
@@ -276,11 +302,12 @@ _UNCONFIGURED = Tier()
 
 
 def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, Tier]:
-    name = headers.get("x-llm-d-inference-objective") or body.service_tier
-    if name is None or name in ("auto", "default"):
-        return "default", config.classes.get("default", _UNCONFIGURED)
-    if name not in config.classes:
-        name = _OPENAI_TIERS.get(name, name)
+    name = headers.get("x-llm-d-inference-objective") or body.service_tier or "default"
+    if name not in config.classes and name in _OPENAI_TIERS:
+        name = _OPENAI_TIERS[name]
+        name = name if name in config.classes else "default"
+    if name == "default":
+        return name, config.classes.get(name, _UNCONFIGURED)
     if name not in config.classes:
         raise RequestError(
             f"There is no class {name[:64]!r}.",
@@ -328,16 +355,29 @@ def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:
     return value
 
 
+def _kept(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
+    """Return the tokens that the engine keeps of a prompt, which it cuts where its client asks for that."""
+    if body.keeps is None:
+        return prompt_tokens
+    if body.keeps >= 0:
+        return min(prompt_tokens, body.keeps)
+    return min(prompt_tokens, max_model_len if isinstance(body, PoolingBody) else max_model_len - 1)
+
+
 def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
-    """Return the limit of output tokens; RequestError when prompt and answer cannot fit the model."""
+    """Return the limit of output tokens, which vLLM lowers to what the prompt leaves of the context.
+
+    RequestError when the prompt leaves nothing, or more is asked for than the context ever has.
+    """
     if isinstance(body, PoolingBody):
         if prompt_tokens > max_model_len:
             raise too_long(body, f"{prompt_tokens} tokens", max_model_len)
         return 1
     limit = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
-    if prompt_tokens + (limit or 1) > max_model_len:
+    room = max_model_len - prompt_tokens
+    if room < 1 or (limit or 1) > max_model_len:
         raise too_long(body, f"{prompt_tokens} tokens and {limit or 1} more are asked for", max_model_len)
-    return limit or max_model_len - prompt_tokens
+    return min(limit or room, room)
 
 
 def too_long(body: ChatBody | CompletionBody, what: str, max_model_len: int) -> RequestError:

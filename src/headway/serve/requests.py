@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -236,6 +237,9 @@ class EngineResponse:
         return response
 
     async def _begin(self) -> None:
+        if self.status == 401:  # which its client would take for its own
+            what = "it refuses the gateway's key with status 401; see api_key of its [[engines]]"
+            raise MalformedAnswer(self.engine, what)
         if self.status != 200 and not 400 <= self.status <= 599:
             raise MalformedAnswer(self.engine, f"its status is {self.status}")
         if not self.streams:
@@ -281,6 +285,12 @@ class EngineResponse:
             self._reading, waited = False, time.monotonic() - began
             if waited > self.silence:
                 self.silence = waited
+
+    @property
+    def retry_after(self) -> str | None:
+        """Seconds after which the engine wants to be asked again; None = it does not say."""
+        told = self._response.headers.get("retry-after", "")
+        return told if re.fullmatch("[0-9]{1,6}", told) else None
 
     @property
     def at_end(self) -> bool:

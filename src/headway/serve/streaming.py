@@ -50,7 +50,10 @@ class LateResponse(Response):
 
 
 class Unwound:
-    """ASGI middleware around all others: serves a `LateResponse` after they have returned."""
+    """ASGI middleware around all others: serves a `LateResponse` after they have returned.
+
+    A HEAD is served as the GET that it asks about; uvicorn leaves out the body.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,6 +61,8 @@ class Unwound:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         routed = {**scope}  # with what routing adds, which is not kept
+        if scope.get("method") == "HEAD":
+            routed["method"] = "GET"
         await self._app(routed, receive, send)
         if TENANT in routed:
             scope[TENANT] = routed[TENANT]
@@ -132,12 +137,14 @@ class ResponseStream(LateResponse):
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
 
     async def _start(self, response: EngineResponse, scope: Scope, send: Send) -> None:
-        """Send status and headers, with the body that comes next; only the status is the engine's."""
+        """Send the head, with the body that comes next; only status and Retry-After are the engine's."""
         kind = b"text/event-stream; charset=utf-8" if response.streams else b"application/json"
         headers = [(b"content-type", kind), (b"x-request-id", self._in_flight.id.encode())]
         headers += [(name, value.encode()) for name, value in self._in_flight.promise()]
         if self._in_flight.waited is not None:
             headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
+        if response.retry_after is not None:
+            headers.append((b"retry-after", response.retry_after.encode()))
         if not response.streams:
             headers.append((b"content-length", b"%d" % len(response.head)))
         if (connection := scope.get(CONNECTION)) is not None:

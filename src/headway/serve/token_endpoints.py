@@ -30,7 +30,7 @@ _DETOKENIZE = {
 }  # fmt: skip
 
 
-_ERRORS = error_docs(400, 401, 404, 413, 429)
+_ERRORS = error_docs(400, 401, 404, 413, 415, 429)
 
 
 def add_token_endpoints(app: FastAPI, state: AppState) -> None:

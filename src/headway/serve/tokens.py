@@ -12,14 +12,16 @@ from typing import Any
 
 from headway.errors import ConfigError, RequestError
 from headway.models.resolve import resolve
+from headway.serve.lengths.text import texts_in
 from headway.serve.request_parsing import ChatBody, CompletionBody, too_long
 
 _KEEPING = frozenset(("ByteLevel", "Digits", "Split"))  # pre-tokenizers that drop no byte
 Encode = Callable[[str, bool], Sized]
+Content = str | list[str | dict[str, Any]] | None  # of a message
 # Fields of a body by which the engine makes other tokens of the same messages, or keeps their KV apart.
 _OWN_WAY = frozenset(
     ("add_generation_prompt", "add_special_tokens", "cache_salt", "chat_template", "chat_template_kwargs",
-     "continue_final_message", "documents", "prompt_embeds", "truncate_prompt_tokens")
+     "continue_final_message", "documents", "prompt_embeds")
 )  # fmt: skip
 
 
@@ -57,12 +59,13 @@ class TokenCounter:
     def read(self, body: ChatBody | CompletionBody, most: int) -> Prompt:
         """Return the prompt's tokens; RequestError when its bytes alone show more than `most`.
 
-        How long it takes depends on the whole body: on tools and the number of messages, too.
+        Of one that the engine cuts and that cannot fit, a lower bound. How long it takes depends on the whole
+        body: on tools and the number of messages, too.
         """
         encoding = self._read_chat(body, most) if isinstance(body, ChatBody) else self._read_text(body, most)
         if isinstance(encoding, int):
             return Prompt(encoding)
-        alike = _OWN_WAY.isdisjoint(body.model_extra or ())
+        alike = body.keeps is None and _OWN_WAY.isdisjoint(body.model_extra or ())
         return Prompt(len(encoding), encoding if alike else None)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -83,14 +86,15 @@ class TokenCounter:
 
     def _read_text(self, body: CompletionBody, most: int) -> Sized | int:
         prompt = body.prompt
-        if not isinstance(prompt, str) and isinstance(prompt[0], int):
-            return prompt
-        for one in [prompt] if isinstance(prompt, str) else prompt:
-            if isinstance(one, str):
-                self._check_fits(body, one, most)
         if isinstance(prompt, str):
-            return self._encode(prompt, True)
-        return max(len(self._encode(one, True)) if isinstance(one, str) else len(one) for one in prompt)
+            return self._encoded(body, prompt, True, most)
+        if isinstance(prompt[0], int):
+            return prompt
+        texts = [one for one in prompt if isinstance(one, str)]
+        for one in texts:
+            self._beyond(body, one, most)  # before any of them is tokenized
+        counts = [_count(self._encoded(body, one, True, most)) for one in texts]
+        return max([*counts, *(len(one) for one in prompt if not isinstance(one, str))])
 
     def _read_chat(self, body: ChatBody, most: int) -> Sized | int:
         messages = [{**m.model_dump(), "content": _text(m.content)} for m in body.messages]
@@ -101,14 +105,28 @@ class TokenCounter:
             )
         except Exception:  # a template may raise anything; the engine's own error reaches the client
             text, exact = "\n".join(message["content"] for message in messages), False
-        self._check_fits(body, text, most)
-        encoding = self._encode(text, False)  # the template has added the special tokens
-        return encoding if exact else len(encoding)
+        encoding = self._encoded(body, text, False, most)  # the template has added the special tokens
+        return encoding if exact else _count(encoding)
 
-    def _check_fits(self, body: ChatBody | CompletionBody, text: str, most: int) -> None:
-        """Refuse a text with more bytes than `most` tokens can hold: to tokenize it may take a second."""
-        if self._bytes is not None and (least := self._bytes.least_tokens(text)) > most:
+    def _encoded(self, body: ChatBody | CompletionBody, text: str, special: bool, most: int) -> Sized | int:
+        """Return a text's tokens, with or without the special ones around it, or `_beyond`."""
+        return self._beyond(body, text, most) or self._encode(text, special)
+
+    def _beyond(self, body: ChatBody | CompletionBody, text: str, most: int) -> int:
+        """Return a lower bound of the tokens of a text whose bytes are more than `most` can hold, else 0.
+
+        RequestError for it unless the engine cuts it: to tokenize it may take a second.
+        """
+        least = self._bytes.least_tokens(text) if self._bytes is not None else 0
+        if least <= most:
+            return 0
+        if body.keeps is None:
             raise too_long(body, f"at least {least} tokens", most)
+        return least
+
+
+def _count(encoding: Sized | int) -> int:
+    return encoding if isinstance(encoding, int) else len(encoding)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -145,15 +163,15 @@ def _encode(tokenizer: Any) -> Encode:
     return lambda text, special: backend.encode_batch_fast([text], add_special_tokens=special)[0]
 
 
-def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return a message's text; other parts (images) count as nothing."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content or ""
+def _text(content: Content) -> str:
+    """Return a message's text, as vLLM joins its parts; other parts (images) count as nothing."""
+    return "\n".join(texts_in(content))
 
 
-def _is_text(content: str | list[dict[str, Any]] | None) -> bool:
-    return not isinstance(content, list) or all(part.get("type") == "text" for part in content)
+def _is_text(content: Content) -> bool:
+    return not isinstance(content, list) or all(
+        isinstance(part, str) or part.get("type") == "text" for part in content
+    )
 
 
 @dataclass(frozen=True, slots=True)

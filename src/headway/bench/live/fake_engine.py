@@ -197,12 +197,12 @@ class FakeEngine:
     def _ask(self, path: str, body: dict[str, Any]) -> _Ask:
         extra = body.get("vllm_xargs") or {}
         tokens = int(extra.get("fake_tokens", self.tokens))
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or tokens
+        limit = int(body.get("max_completion_tokens") or body.get("max_tokens") or tokens)
         return _Ask(
             chat=path.endswith("chat/completions"),
             stream=bool(body.get("stream")),
             usage=bool((body.get("stream_options") or {}).get("include_usage")),
-            choices=body.get("n") or 1,
+            choices=int(body.get("n") or 1),
             tokens=min(tokens, limit),
             delay=float(extra.get("fake_delay", self.delay)),
             hold=str(extra.get("fake_hold", "")),

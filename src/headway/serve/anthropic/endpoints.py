@@ -38,7 +38,7 @@ _SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"description": "An error in Anthropic's shape."}
-    for code in (400, 401, 403, 404, 413, 429, 502, 503, 504)
+    for code in (400, 401, 403, 404, 413, 415, 429, 502, 503, 504)
 }
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 _ANSWERS: dict[int | str, dict[str, Any]] = {

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.serve.anthropic.translate import error_body, stop_of
-from headway.serve.chat_stream import ChatStream, thought_of
+from headway.serve.chat_stream import ChatStream, complete, thought_of
+
+# Type of a block -> type of its deltas, and the field that they have their text in.
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Block:
+    """A content block: what it begins with, its text so far, and how many parts of that are sent."""
+
+    begin: dict[str, Any]
+    parts: list[str] = field(default_factory=list)
+    sent: int = 0
+    begun: bool = False
 
 
 class MessageEvents(ChatStream):
     """Translates the bytes of a chat's stream, however they are cut.
+
+    A chat may write several tool calls at once, but content blocks may not interleave: what comes for another
+    block waits until the one that is open is over.
 
     id: of the request. model: its name. input_tokens: of its prompt.
     """
@@ -25,7 +45,9 @@ class MessageEvents(ChatStream):
         }  # fmt: skip
         self._begun = self._calls = False
         self._index = -1  # of the block that is open
-        self._open: tuple[str, int] | None = None  # its type, and the number of its tool call
+        # By type and number of the tool call: the one that is open, then those that wait.
+        self._blocks: dict[tuple[str, int], _Block] = {}
+        self._ended: set[int] = set()  # tool calls that are over
         self._reason: tuple[str, str | None] = ("end_turn", None)
         self._usage = dict(self._head["usage"])
 
@@ -52,38 +74,48 @@ class MessageEvents(ChatStream):
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
         if thought := thought_of(delta):
-            yield from self._block("thinking", 0, {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._part({"type": "thinking_delta", "thinking": thought})
+            yield from self._grow(0, {"type": "thinking", "thinking": "", "signature": ""}, thought)
         if delta.get("content"):
-            yield from self._block("text", 0, {"type": "text", "text": ""})
-            yield self._part({"type": "text_delta", "text": delta["content"]})
+            yield from self._grow(0, {"type": "text", "text": ""}, delta["content"])
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
+            number = int(call.get("index", 0))
             self._calls = True
             begin = {"type": "tool_use", "id": call.get("id"), "name": function.get("name"), "input": {}}
-            yield from self._block("tool_use", int(call.get("index", 0)), begin)
-            if function.get("arguments"):
-                yield self._part({"type": "input_json_delta", "partial_json": function["arguments"]})
+            if number not in self._ended:
+                yield from self._grow(number, begin, function.get("arguments") or "")
 
-    def _block(self, kind: str, number: int, begin: Mapping[str, Any]) -> Iterator[bytes]:
-        """Begin a block unless it is the one that is open."""
-        if self._open == (kind, number):
-            return
-        yield from self._close()
-        self._open, self._index = (kind, number), self._index + 1
-        yield _sent("content_block_start", {"index": self._index, "content_block": begin})
+    def _grow(self, number: int, begin: dict[str, Any], text: str) -> Iterator[bytes]:
+        """Add to a block, which begins if it has not."""
+        block = self._blocks.setdefault((begin["type"], number), _Block(begin))
+        if text:
+            block.parts.append(text)
+        yield from self._flow()
 
-    def _part(self, delta: Mapping[str, Any]) -> bytes:
-        return _sent("content_block_delta", {"index": self._index, "delta": delta})
-
-    def _close(self) -> Iterator[bytes]:
-        if self._open is not None:
-            self._open = None
+    def _flow(self, *, end: bool = False) -> Iterator[bytes]:
+        """Yield what may be sent of the blocks. end: nothing more comes."""
+        while self._blocks:
+            (kind, number), block = next(iter(self._blocks.items()))
+            if not block.begun:
+                block.begun, self._index = True, self._index + 1
+                yield _sent("content_block_start", {"index": self._index, "content_block": block.begin})
+            if more := "".join(block.parts[block.sent :]):
+                name, place = _DELTAS[kind]
+                yield _sent(
+                    "content_block_delta", {"index": self._index, "delta": {"type": name, place: more}}
+                )
+                block.sent = len(block.parts)
+            over = len(self._blocks) > 1 and (kind != "tool_use" or complete(block.parts))
+            if not (end or over):
+                return
+            del self._blocks[kind, number]
+            if kind == "tool_use":
+                self._ended.add(number)
             yield _sent("content_block_stop", {"index": self._index})
 
     def _finish(self) -> Iterator[bytes]:
         yield from self._begin()
-        yield from self._close()
+        yield from self._flow(end=True)
         reason, word = self._reason
         told = {"delta": {"stop_reason": reason, "stop_sequence": word}}
         yield _sent("message_delta", told | {"usage": self._usage})

@@ -18,7 +18,7 @@ STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "
 _SAME = ("model", "max_tokens", "temperature", "top_k", "top_p", "stream")
 _TAKEN = {
     *_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice", "metadata", "service_tier",
-    "thinking", "cache_control", "context_management", "output_config", "betas",
+    "thinking", "cache_control", "context_management", "output_config", "output_format", "betas",
 }  # fmt: skip
 _UNKNOWN = ("container", "mcp_servers")  # that Anthropic's own servers have
 _ONLY = {"n": (None, 1), "background": (None, False)}  # fields of chats that a message has no place for
@@ -43,7 +43,7 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name, may in _ONLY.items():
         if raw.get(name) not in may:
             raise RequestError(f"{name} is not known here.", "Leave it out.", param=name)
-    if not isinstance(raw.get("max_tokens"), int):
+    if raw.get("max_tokens") is None:
         raise RequestError(
             "max_tokens is missing.", "Give the most tokens of the answer.", param="max_tokens"
         )
@@ -62,7 +62,10 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         chat["stream_options"] = {"include_usage": True}
     if (user := object_in(raw.get("metadata") or {}, "metadata").get("user_id")) is not None:
         chat["user"] = str(user)
-    return chat | _thinking(raw, chat) | _output(object_in(raw.get("output_config") or {}, "output_config"))
+    config = object_in(raw.get("output_config") or {}, "output_config")
+    if raw.get("output_format"):  # its name before there was output_config
+        config = {"format": raw["output_format"], **config}
+    return chat | _thinking(raw, chat) | _output(config)
 
 
 def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway import clock
 from headway.errors import RequestError
-from headway.serve.app_state import AppState, error_docs, header_docs
+from headway.serve.app_state import AppState, error_docs, header_docs, refuse_compressed
 from headway.serve.batches.files import ROOM, Quota, Upload, new_id, too_large
 from headway.serve.batches.port import PIECE, BatchStore, pieces
 from headway.serve.batches.records import Batch, StoredFile, no_file
@@ -74,11 +74,12 @@ def _uploads(app: FastAPI, state: AppState) -> None:
     quota = Quota(limits.tenant_mib * 2**20)
 
     @app.post(
-        "/v1/files", responses=error_docs(400, 401, 403, 408, 413, 503), openapi_extra=_FORM
+        "/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 503), openapi_extra=_FORM
     )  # fmt: skip
     async def upload(request: Request) -> Response:
         """Store a file of requests, one a line, for batches."""
         tenant, store = state.tenant(request), _store(state)
+        refuse_compressed(request)
         declared = request.headers.get("content-length", "0")
         size = int(declared) if declared.isdigit() and len(declared) < 19 else 0
         if size > limits.max_file_mib * 2**20 + ROOM:
@@ -214,7 +215,7 @@ async def _found_batch(state: AppState, request: Request, id: str) -> tuple[Batc
 
 def _batches(app: FastAPI, state: AppState) -> None:
     @app.post(
-        "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 422, 429, 503),
+        "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 415, 422, 429, 503),
         openapi_extra=body_docs(BatchBody) | {"parameters": header_docs(HEADER)},
     )  # fmt: skip
     async def create(request: Request) -> Response:

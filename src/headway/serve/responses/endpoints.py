@@ -39,7 +39,7 @@ _SCHEMA: dict[str, Any] = {
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response; with `stream`, its events.", "content": {"text/event-stream": {}}},
-    **error_docs(400, 401, 403, 404, 413, 422, 429, 502, 503, 504),
+    **error_docs(400, 401, 403, 404, 413, 415, 422, 429, 502, 503, 504),
 }
 
 
@@ -63,8 +63,10 @@ def _create(app: FastAPI, state: AppState) -> None:
 
         with gateway.bodies.hold() as held:
             parsed = await state.parse("chat", request, held, translate)
+            core = parsed.request
             base = asked | {
-                "id": parsed.request.id, "created_at": int(clock.shown(parsed.request.arrival)),
+                "id": core.id, "created_at": int(clock.shown(core.arrival)),
+                "model": core.adapter or core.model,
             }  # fmt: skip
             if parsed.background:
                 obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from headway.serve.chat_stream import ChatStream, thought_of
+from headway.serve.chat_stream import ChatStream, complete, thought_of
 from headway.serve.responses.translate import (
     call_item,
     end_of,
@@ -22,8 +23,43 @@ _DELTA = {
 }  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Item:
+    """An item of the output, with the parts of its text that have come.
+
+    at: its place in the output. call: id and name, of a tool call. place: which part of the response it is.
+    """
+
+    kind: str
+    id: str
+    at: int
+    call: tuple[Any, Any]
+    parts: list[str] = field(default_factory=list)
+    done: bool = False
+    place: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.place = {"item_id": self.told("")["id"], "output_index": self.at}
+        if self.kind != "function_call":
+            self.place["content_index"] = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def told(self, status: str) -> dict[str, Any]:
+        """Return it as it is."""
+        if self.kind == "message":
+            return message_item(self.id, self.text, status)
+        if self.kind == "reasoning":
+            return reasoning_item(self.id, self.text, status)
+        return call_item(self.id, *self.call, self.text, status)
+
+
 class ResponseEvents(ChatStream):
     """Translates the bytes of a chat's stream, however they are cut.
+
+    A chat may write several tool calls at once: each is an item that is open until its arguments are whole.
 
     base: the response as it is before it has begun.
     """
@@ -33,11 +69,8 @@ class ResponseEvents(ChatStream):
         self._response = dict(base)
         self._begun = False
         self._number = 0
-        self._open: tuple[str, int] | None = None  # the item that grows: its type, the number of its call
-        self._text = ""  # of that item
-        self._call: tuple[Any, Any] = (None, None)  # its id and name, of a tool call
-        self._calls = 0
-        self._items: list[dict[str, Any]] = []
+        self._items: list[_Item] = []
+        self._latest: dict[tuple[str, int], _Item] = {}  # by type and number of the tool call
         self._end: dict[str, Any] = end_of("stop")
         self._usage: Mapping[str, Any] = {}
 
@@ -62,78 +95,73 @@ class ResponseEvents(ChatStream):
             yield from self._grow("message", 0, delta["content"])
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
-            number = int(call.get("index", 0))
-            if self._open != ("function_call", number):
-                yield from self._close()
-                self._call = call.get("id"), function.get("name")
-            yield from self._grow("function_call", number, function.get("arguments") or "")
+            head = call.get("id"), function.get("name")
+            number, text = int(call.get("index", 0)), function.get("arguments") or ""
+            yield from self._grow("function_call", number, text, head)
 
-    def _grow(self, kind: str, number: int, text: str) -> Iterator[bytes]:
+    def _grow(
+        self, kind: str, number: int, text: str, call: tuple[Any, Any] = (None, None)
+    ) -> Iterator[bytes]:
         """Add to the item that is open, or to a new one."""
-        if self._open != (kind, number):
+        item = self._latest.get((kind, number))
+        if item is None or (item.done and kind != "function_call"):
             yield from self._close()
-            self._open, self._text = (kind, number), ""
-            at = {"output_index": len(self._items)}
-            item = self._item("in_progress")
-            if kind != "function_call":
-                item["content"] = []
-            yield self._sent("response.output_item.added", at | {"item": item})
-            if kind == "message":
-                part = self._place() | {"part": text_part("")}
-                yield self._sent("response.content_part.added", part)
-        self._text += text
-        if text:
+            item = self._latest[kind, number] = self._new(kind, call)
+            yield from self._open(item)
+        if text and not item.done:
+            item.parts.append(text)
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            yield self._sent(_DELTA[kind], self._place() | {"delta": text} | more)
+            yield self._sent(_DELTA[kind], item.place | {"delta": text} | more)
 
-    def _item(self, status: str) -> dict[str, Any]:
-        """Return the open item as it is."""
-        assert self._open is not None, "only an open item is asked for"
-        kind, id = self._open[0], self._response["id"]
-        if any(item["type"] == kind for item in self._items):  # ids differ
-            id = f"{id}_{len(self._items)}"
-        if kind == "message":
-            return message_item(id, self._text, status)
-        if kind == "reasoning":
-            return reasoning_item(id, self._text, status)
-        return call_item(f"{self._response['id']}_{self._calls}", *self._call, self._text, status)
+    def _new(self, kind: str, call: tuple[Any, Any]) -> _Item:
+        id, at = self._response["id"], len(self._items)
+        alike = sum(item.kind == kind for item in self._items)
+        if kind == "function_call":
+            id = f"{id}_{alike}"
+        elif alike:  # ids differ
+            id = f"{id}_{at}"
+        self._items.append(_Item(kind, id, at, call))
+        return self._items[-1]
 
-    def _place(self) -> dict[str, Any]:
-        """Return which part of the response the open item is."""
-        assert self._open is not None, "only an open item is asked for"
-        place = {"item_id": self._item("")["id"], "output_index": len(self._items)}
-        return place if self._open[0] == "function_call" else place | {"content_index": 0}
+    def _open(self, item: _Item) -> Iterator[bytes]:
+        told = item.told("in_progress")
+        if item.kind != "function_call":
+            told["content"] = []
+        yield self._sent("response.output_item.added", {"output_index": item.at, "item": told})
+        if item.kind == "message":
+            yield self._sent("response.content_part.added", item.place | {"part": text_part("")})
 
-    def _close(self) -> Iterator[bytes]:
-        """End the item that is open."""
-        if self._open is None:
-            return
-        kind, place, item = self._open[0], self._place(), self._item("completed")
-        if kind == "message":
-            yield self._sent("response.output_text.done", place | {"text": self._text, "logprobs": []})
-            yield self._sent("response.content_part.done", place | {"part": text_part(self._text)})
-        elif kind == "reasoning":
-            yield self._sent("response.reasoning_text.done", place | {"text": self._text})
-        else:
-            named = {"arguments": self._text, "name": self._call[1]}
-            yield self._sent("response.function_call_arguments.done", place | named)
-            self._calls += 1
-        yield self._sent("response.output_item.done", {"output_index": len(self._items), "item": item})
-        self._items.append(item)
-        self._open = None
+    def _close(self, *, end: bool = False) -> Iterator[bytes]:
+        """End the items to which nothing can come once another has begun. end: end all."""
+        for item in self._items:
+            if item.done or not (end or item.kind != "function_call" or complete(item.parts)):
+                continue
+            item.done, text = True, item.text
+            if item.kind == "message":
+                yield self._sent("response.output_text.done", item.place | {"text": text, "logprobs": []})
+                yield self._sent("response.content_part.done", item.place | {"part": text_part(text)})
+            elif item.kind == "reasoning":
+                yield self._sent("response.reasoning_text.done", item.place | {"text": text})
+            else:
+                named = {"arguments": text, "name": item.call[1]}
+                yield self._sent("response.function_call_arguments.done", item.place | named)
+            told = {"output_index": item.at, "item": item.told("completed")}
+            yield self._sent("response.output_item.done", told)
 
     def _finish(self) -> Iterator[bytes]:
         yield from self._begin()
-        yield from self._close()
-        if not any(item["type"] != "reasoning" for item in self._items):
-            self._items.append(message_item(self._response["id"], ""))
-        self._response |= self._end | {"output": self._items, "usage": usage_of(self._usage)}
+        yield from self._close(end=True)
+        output = [item.told("completed") for item in self._items]
+        if not any(item.kind != "reasoning" for item in self._items):
+            output.append(message_item(self._response["id"], ""))
+        self._response |= self._end | {"output": output, "usage": usage_of(self._usage)}
         yield self._sent(f"response.{self._response['status']}", {"response": self._response})
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
         told = {"code": "server_error", "message": str(error.get("message"))}
-        self._response |= {"status": "failed", "error": told, "output": self._items}
+        output = [item.told("completed") for item in self._items if item.done]
+        self._response |= {"status": "failed", "error": told, "output": output}
         yield self._sent("response.failed", {"response": self._response})
 
     def _sent(self, kind: str, body: Mapping[str, Any]) -> bytes:

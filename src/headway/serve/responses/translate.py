@@ -22,6 +22,7 @@ _UNKNOWN = {
     "previous_response_id": "Headway keeps no conversations; send the earlier items in input.",
     "conversation": "Headway keeps no conversations; send the earlier items in input.",
     "prompt": "Headway keeps no prompt templates; send instructions and input.",
+    "top_logprobs": "Ask /v1/chat/completions, whose answers have log probabilities.",
 }
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 # What a response says of the request that it answers, where that says nothing.
@@ -40,6 +41,8 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name, hint in _UNKNOWN.items():
         if raw.get(name):
             raise RequestError(f"{name} cannot be used here.", hint, param=name, code="unsupported_parameter")
+    if raw.get("n") not in (None, 1):
+        raise RequestError("A response has one answer, so n cannot be used here.", "Leave it out.", param="n")
     chat = {name: raw[name] for name in _SAME if raw.get(name) is not None}
     chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
     chat["messages"] = [*_instructions(raw.get("instructions")), *_items(raw.get("input"))]
@@ -53,6 +56,8 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     effort = object_in(raw.get("reasoning") or {}, "reasoning").get("effort")
     if effort is not None:
         chat["reasoning_effort"] = effort
+    if raw.get("truncation") == "auto":
+        chat["truncate_prompt_tokens"] = -1
     if raw.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
