@@ -122,7 +122,13 @@ class AppState:
             )  # fmt: skip
 
     def _given(self, request: Request) -> bytes | None:
-        """Return the digest of the key that a request carries; two different ones are none."""
+        """Return the digest of the key that a request carries; two different ones are none.
+
+        RequestError for a header that comes twice: proxies and servers differ in which of the two counts.
+        """
+        for name in ("authorization", "x-api-key"):
+            if len(request.headers.getlist(name)) > 1:
+                raise RequestError(f"The header {name} comes more than once.", "Send it once.", param=name)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         bearer = key.strip() if scheme.lower() == "bearer" else None
         other = request.headers.get("x-api-key")  # as clients of Anthropic's API send it
@@ -154,6 +160,11 @@ class AppState:
                 "This wants the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
+
+    def check_reader(self, request: Request) -> None:
+        """Refuse what describes the server to those without a key, where keys are configured; 401."""
+        if not self.is_operator(request):
+            self.key(request)
 
     def check_status(self, request: Request) -> None:
         """Refuse questions about the gateway's state where only operators may ask them."""
