@@ -218,7 +218,7 @@ def interpret(
         priority=_priority(body, headers, tier),
         adapter=adapter,
         tenant=tenant,
-        task=headers.get("x-headway-task", name)[:128],
+        task=run_identity.name_in(headers, "x-headway-task") or name,
         tier=name,
         stage=run_identity.stage_of(headers, body.headway),
         drop=tier.drop,
