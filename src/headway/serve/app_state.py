@@ -296,7 +296,8 @@ class AppState:
         prompt = await self.gateway.counters[model].read(body, engine.max_model_len)
         parsed = await offload(size, partial(
             interpret, kind, raw, body, headers, self.config, model=model, adapter=adapter, tenant=tenant,
-            arrival=arrival, prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
+            arrival=arrival, lengths=prompt.lengths, max_model_len=engine.max_model_len,
+            max_running=engine.max_running,
         ))  # fmt: skip
         if key is not None:
             own = body.priority is not None or "x-vllm-priority" in headers

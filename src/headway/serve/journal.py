@@ -80,7 +80,7 @@ class JournalKeeper:
         if not self.on:
             return
         request, e2e = in_flight.request, now - in_flight.request.arrival
-        tpot = (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else 0.0
+        tpot = request.tpot(ttft, e2e, output_tokens)
         promised = request.slo.objective != "best_effort"
         met = int(request.slo.met(ttft, tpot, e2e)) if promised else None
         first = request.arrival + ttft

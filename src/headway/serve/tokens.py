@@ -27,13 +27,18 @@ _OWN_WAY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the tokenizer reads it.
+    """The prompts of a request as the tokenizer reads them.
 
-    tokens: their number, of the longest one when there are several.
+    lengths: tokens of each.
     """
 
-    tokens: int
+    lengths: Sequence[int]
     _encoding: Sized | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum(self.lengths)
 
     @property
     def ids(self) -> Sequence[int] | None:
@@ -84,19 +89,19 @@ class TokenCounter:
             raise RequestError(f"There is no token {bad}.", f"Send ids from 0 to {size - 1}.", param="tokens")
 
     def _read(self, body: ChatBody | CompletionBody) -> Prompt:
-        encoding = self._read_chat(body) if isinstance(body, ChatBody) else self._read_text(body)
+        if isinstance(body, ChatBody):
+            encoding = self._read_chat(body)
+        elif len(prompts := body.prompts) == 1:
+            encoding = self._read_text(prompts[0])
+        else:
+            return Prompt([len(self._read_text(one)) for one in prompts])
         if isinstance(encoding, int):
-            return Prompt(encoding)
+            return Prompt([encoding])
         alike = _OWN_WAY.isdisjoint(body.model_extra or ())
-        return Prompt(len(encoding), encoding if alike else None)
+        return Prompt([len(encoding)], encoding if alike else None)
 
-    def _read_text(self, body: CompletionBody) -> Sized | int:
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            return self._encode(prompt, True)
-        if isinstance(prompt[0], int):
-            return prompt
-        return max(len(self._encode(one, True)) if isinstance(one, str) else len(one) for one in prompt)
+    def _read_text(self, prompt: str | list[int]) -> Sized:
+        return self._encode(prompt, True) if isinstance(prompt, str) else prompt
 
     def _read_chat(self, body: ChatBody) -> Sized | int:
         messages = [{**m.model_dump(), "content": _text(m.content)} for m in body.messages]
@@ -159,8 +164,7 @@ def _texts(body: ChatBody | CompletionBody) -> list[str]:
     """Return the texts of all messages, without space around them, or each prompt's."""
     if isinstance(body, ChatBody):
         return [_text(message.content).strip() for message in body.messages]  # templates may strip them
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return [one for one in prompts if isinstance(one, str)]  # token ids need no counting
+    return [one for one in body.prompts if isinstance(one, str)]  # token ids need no counting
 
 
 @dataclass(frozen=True, slots=True)
