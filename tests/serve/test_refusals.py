@@ -32,6 +32,28 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     return dict(body["error"])
 
 
+# ---- more answers than a batch has
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param"),
+    [
+        ("a", {"n": 33}, "n"),
+        ([[1]] * 33, {}, "prompt"),
+        (["a"] * 3, {"n": 11}, "n"),
+        ("a", {"best_of": 33}, "n"),
+    ],
+)
+def test_more_answers_than_a_batch_has(gateway: Gateway, prompt: Any, fields: Any, param: str) -> None:
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1}
+    said = error(gateway.post(body | fields, COMPLETIONS), 400)
+    assert (said["code"], said["param"]) == ("too_many_answers", param)
+    assert "33 answers" in said["message"]
+    assert "at most 32" in said["message"]
+    assert "engines.max_running" in said["message"]
+    assert gateway.post(body | {"prompt": [[1]] * 8, "n": 4}, COMPLETIONS).status_code == 200
+
+
 # ---- bodies
 
 

@@ -297,7 +297,7 @@ class AppState:
         parsed = await offload(size, partial(
             interpret, kind, raw, body, headers, self.config, model=model, adapter=adapter, tenant=tenant,
             arrival=arrival, lengths=prompt.lengths, max_model_len=engine.max_model_len,
-            max_running=engine.max_running,
+            max_running=max(one.max_running for one in self.config.engines if model in one.served),
         ))  # fmt: skip
         if key is not None:
             own = body.priority is not None or "x-vllm-priority" in headers

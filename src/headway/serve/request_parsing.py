@@ -221,6 +221,8 @@ def interpret(
     _check_names(headers, body)
     name, tier = _tier(body, headers, config)
     longest, places = max(lengths), len(lengths) * body.choices
+    if kind not in POOLING and places > max_running:
+        raise _too_many(body, places, max_running)
     request = Request(
         id=f"hw-{uuid.uuid4().hex[:20]}",
         model=model,
@@ -353,6 +355,16 @@ def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_l
     if prompt_tokens + (limit or 1) > max_model_len:
         raise too_long(body, f"{prompt_tokens} tokens and {limit or 1} more are asked for", max_model_len)
     return limit or max_model_len - prompt_tokens
+
+
+def _too_many(body: ChatBody | CompletionBody, places: int, most: int) -> RequestError:
+    """Return the error of a request for more answers than a batch has."""
+    return RequestError(
+        f"This asks for {places} answers (prompts times n); {body.model} makes at most {most} at a time.",
+        "Send several requests, or raise engines.max_running.",
+        param=body.prompt_field if body.choices == 1 else "n",
+        code="too_many_answers",
+    )
 
 
 def too_long(body: ChatBody | CompletionBody, what: str, max_model_len: int) -> RequestError:
