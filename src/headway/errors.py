@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+_LINES, _WIDTH = 10, 500  # of a message over HTTP: a long field may have a problem in each of its values
+
+
+def shortened(message: str) -> str:
+    """Return a message with its first lines, their first characters, and the number of lines left out."""
+    lines = message.strip().split("\n")
+    kept = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]}..." for line in lines[:_LINES]]
+    more = [f"... and {len(lines) - _LINES:,} more lines"] if len(lines) > _LINES else []
+    return "\n".join([*kept, *more])
+
 
 class HeadwayError(Exception):
     """An error that the user can act on.
@@ -37,9 +47,14 @@ class HeadwayError(Exception):
         self.kind = kind or self.kind
         self.headers = headers or {}
 
+    @property
+    def told(self) -> str:
+        """What clients are told: message, of a long one the beginning, and hint."""
+        return f"{shortened(self.message)} {self.hint}"
+
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's shape: ``{"error": {message, type, param, code}}``."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.told, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class ConfigError(HeadwayError):

@@ -72,6 +72,9 @@ class Slo:
 class Request:
     """What the user asked for.
 
+    prompt_tokens: of all its prompts. longest_prompt: of the longest one, 0 = there is one prompt only.
+    max_tokens: of each answer.
+    places: that it takes in a batch: an answer for each of its prompts, times the choices (`n`).
     task: names the length statistics that apply.
     tier: the class that reports use.
     stage: the application run that it serves, if any.
@@ -93,6 +96,22 @@ class Request:
     stage: Stage | None = None
     drop: bool = False
     prefix: Prefix | None = None
+    longest_prompt: int = 0
+    places: int = 1
+
+    @property
+    def context(self) -> int:
+        """Tokens of its longest prompt."""
+        return self.longest_prompt or self.prompt_tokens
+
+    def per_answer(self, output_tokens: int) -> int:
+        """Return the mean tokens of one answer, given those of all."""
+        return -(-output_tokens // self.places)
+
+    def tpot(self, ttft: float, e2e: float, output_tokens: int) -> float:
+        """Return the mean seconds per token of one answer after its first; output_tokens: of all answers."""
+        more = self.per_answer(output_tokens) - 1
+        return (e2e - ttft) / more if more > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +185,8 @@ class Jobs(Table):
 class Backlog(Table):
     """Every request that Headway has accepted and not finished, as the slow loop sees it.
 
-    due: `Slo.due`. tokens: prompt + expected output, longest: prompt + max_tokens. model, instance, tenant:
+    due: `Slo.due`. prompt: of all prompts. tokens: these + expected output of all answers, longest: that one
+    answer may have with its prompt. places: as in `Request`. model, instance, tenant:
     codes of `Cluster`. objective: index into `OBJECTIVES`. sent: the request is inside `instance`; otherwise
     it is still ours to order. soft: seconds from the arrival to the soft target, where nothing was promised
     that is due. serial: order of coming, which decides between equal ranks (traces have many arrivals in one
@@ -175,9 +195,10 @@ class Backlog(Table):
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "due": float, "soft": float, "priority": int, "prompt": int, "tokens": float,
-        "longest": int, "model": int, "instance": int, "tenant": int, "objective": int, "sent": bool,
-        "serial": int,
+        "longest": int, "places": int, "model": int, "instance": int, "tenant": int, "objective": int,
+        "sent": bool, "serial": int,
     }  # fmt: skip
+    DEFAULTS: ClassVar[dict[str, float]] = {"places": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +327,7 @@ class Shortfall:
 
 
 class QueueLimit(NamedTuple):
-    """A setting by which a tenant (or its class `tier`) may have `most` requests waiting, as it has."""
+    """A setting by which a tenant (or its class `tier`) may have `most` places waiting, and what it has."""
 
     setting: str
     waiting: int

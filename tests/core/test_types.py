@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from headway.pack.kernels import due_of as due
 from headway.tables import Table
-from headway.types import Forecast, Instance, Jobs, Slo
+from headway.types import Forecast, Instance, Jobs, Request, Slo
 
 SECONDS = st.floats(0.001, 1e6)
 COUNT = st.integers(-99, 99)
@@ -230,3 +230,9 @@ def test_mean_and_spread_are_those_of_the_samples() -> None:
 def test_the_dispatch_window_is_the_batch_and_the_lead() -> None:
     assert Instance("e0", "m", 4, 100, 16, 2048).window == 6
     assert Instance("e0", "m", 4, 100, 16, 2048, lead=0).window == 4
+
+
+def test_the_pace_of_several_answers_is_that_of_each() -> None:
+    alone, four = Request("a", "m", 3, 9, 0.0), Request("b", "m", 3, 9, 0.0, places=4)
+    assert (alone.tpot(1.0, 3.0, 5), four.tpot(1.0, 3.0, 20)) == (0.5, 0.5)
+    assert (alone.tpot(1.0, 3.0, 1), four.tpot(1.0, 3.0, 4)) == (0.0, 0.0)

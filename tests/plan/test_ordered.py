@@ -87,7 +87,7 @@ class Both:
         slo = Slo(ttft=[None, 0.5, 2.0, 9.0][bits.take(4)], e2e=[None, 5.0][bits.take(2)])
         request = Request(
             id, f"m{int(bits.take(4) == 0)}", 1 + bits.take(500), 1 + bits.take(500),
-            self.now - 0.3 * bits.take(3), slo, bits.take(3),
+            self.now - 0.3 * bits.take(3), slo, bits.take(3), places=[1, 1, 1, 3][bits.take(4)],
         )  # fmt: skip
         self.queued.add(id)
         self.tell(Arrived(request))

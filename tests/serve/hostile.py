@@ -49,6 +49,14 @@ NO_ANSWERS = {
 }
 
 
+_MANY = b'{"error":{"message":"10000 errors:' + b"\\n  stop: not a text" * 10_000 + b'","code":400}}'
+# Errors as they should be, or too long.
+ERRORS = {
+    "many problems": _MANY,
+    "a long problem": b'{"error":{"message":"not a text: ' + b"x" * 100_000 + b'","type":"T","code":400}}',
+}
+
+
 def whole(body: bytes, status: str = "200 OK", kind: str = "application/json", more: bytes = b"") -> bytes:
     """Return a response with a body of known length."""
     head = (
@@ -179,6 +187,8 @@ def generated(name: str, streams: bool) -> Iterable[bytes]:
     """Return the response to a request that asks for it by name; "late NAME" comes after a token."""
     if name in RESPONSES:
         return RESPONSES[name]()
+    if name in ERRORS:
+        return [whole(ERRORS[name], "400 Bad Request")]
     if name == "good":
         return stream(TOKEN, DONE) if streams else [whole(GOOD)]
     if not streams:

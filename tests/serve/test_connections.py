@@ -138,7 +138,7 @@ def test_a_request_that_waits_for_the_gateway_is_not_slow(serve: Serve, fake: Fa
 
 
 def test_a_client_that_stops_reading(serve: Serve, fake: Fake) -> None:
-    with serve(server={"write_timeout_s": 0.5}) as gateway:
+    with serve(server={"write_timeout_s": 0.5}, engine={"max_running": 128}) as gateway:
         asks = gateway.chat(stream=True, n=128, max_tokens=1900, **fakes(tokens=1900))
         data = json.dumps(asks).encode()  # its answer is larger than what the system keeps for a client
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()

@@ -121,7 +121,7 @@ def test_what_cannot_fit_is_not_tokenized(
 
 def test_many_short_prompts_are_not_one_long_one(counter: TokenCounter) -> None:
     body = validate("completions", MODEL | {"prompt": ["a" * 200] * 1000}, 2048)
-    assert counter.read(body, 2048).tokens < 200
+    assert max(counter.read(body, 2048).lengths) < 200
 
 
 async def test_tokenizing_lets_others_run(counter: TokenCounter) -> None:

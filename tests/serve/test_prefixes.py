@@ -121,7 +121,7 @@ def test_tokens_that_only_the_engine_knows_are_not_guessed(
     tokens, ids = read(counter, ChatBody.model_validate(body))
     assert tokens > 0
     assert ids is None
-    assert read(counter, CompletionBody(model="m", prompt=[[1, 2], [3]])) == (2, None)
+    assert read(counter, CompletionBody(model="m", prompt=[[1, 2], [3]])) == (3, None)
 
 
 # ---- in a gateway

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -38,6 +39,8 @@ RUN = {"x-headway-app": "agent", "x-headway-run": "r1"}
         ({"x-session-id": "s1"}, {}, Stage("session", "s1", "call")),
         ({"x-session-id": "s1"}, {"run": "r2"}, Stage("session", "r2", "call")),
         ({}, {"app": "agent"}, Stage("agent", "", "call")),
+        ({"x-headway-app": "Prüfung à 世".encode().decode("latin-1")}, {}, Stage("Prüfung à 世", "", "call")),
+        ({"x-headway-app": "Pr\xfcfung"}, {}, Stage("Prüfung", "", "call")),
     ],
 )  # fmt: skip
 def test_headers_before_the_body(headers: dict[str, str], body: dict[str, Any], stage: Stage | None) -> None:
@@ -49,6 +52,8 @@ def test_headers_before_the_body(headers: dict[str, str], body: dict[str, Any], 
     [
         ({"x-headway-app": "a" * 129}, "has 129 characters"),
         (RUN | {"x-headway-unit": "u" * 129}, "has 129 characters"),
+        ({"x-headway-app": "a\x9bb"}, "printable"),
+        (RUN | {"x-headway-unit": "a\tb"}, "printable"),
         (RUN | {"x-headway-run-final": "yes"}, "must be true or false"),
         (RUN | {"x-slo-run-ms": "soon"}, "milliseconds"),
         (RUN | {"x-slo-run-ms": "nan"}, "milliseconds"),
@@ -325,3 +330,27 @@ def test_langchain_sends_the_headers(gateway: Gateway) -> None:
         model.bind(extra_headers=run.unit("verify")).invoke("hello")
         told = gateway.get("/v1/runs/c1?app=chain").json()
     assert [unit["unit"] for unit in told["units"]] == ["verify"]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "a\u202eb", "\x7f", "a\x00"])
+def test_names_are_printable(gateway: Gateway, name: str) -> None:
+    for field in ("app", "run", "unit"):
+        refused = gateway.post(gateway.chat(headway={"app": "agent", "run": "r"} | {field: name}))
+        assert refused.status_code == 400
+        assert "printable" in refused.json()["error"]["message"]
+    unit = {"unit": "act", "state": "started"}
+    others = [
+        gateway.post(unit, f"/v1/runs/{quote(name)}/units"),
+        gateway.post(unit | {"app": name}, "/v1/runs/r/units"),
+        gateway.post(unit | {"backend": name}, "/v1/runs/r/units"),
+        gateway.get("/v1/runs/r", params={"app": name}),
+    ]
+    assert [answer.status_code for answer in others[1:]] == [400] * 3
+    assert others[0].status_code == (404 if "\n" in name else 400)  # no path has a line's end
+    assert name not in gateway.get("/metrics").text
+
+
+def test_a_session_s_id_that_cannot_be_printed_is_kept_as_its_digest() -> None:
+    stage = stage_of({"x-session-id": "a\x9bb"}, None)
+    assert stage is not None
+    assert stage.run.startswith("sha256:")

@@ -13,7 +13,7 @@ from headway.config import Key, Tier
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.lengths.task import TELLING
 from tests.serve.conftest import Serve
-from tests.serve.gateway import CHAT, CLASSES, Fake, Gateway, configuration, serving, until
+from tests.serve.gateway import CHAT, CLASSES, SAY, Fake, Gateway, configuration, serving, until
 
 SLOW = 1e6  # milliseconds
 
@@ -192,11 +192,30 @@ def test_the_prompt_is_counted_with_the_model_s_tokenizer(
 
     assert tokens("one two three four") == 4
     assert tokens([1, 2, 3]) == 3
-    assert tokens([[1, 2], [1, 2, 3, 4, 5]]) == 5, "the longest counts"
-    assert tokens(["one two", "one two three"]) == 3
+    assert tokens([[1, 2], [1, 2, 3, 4, 5]]) == 7, "all count"
+    assert tokens(["one two", "one two three"]) == 5
     assert tokens("word " * 2000) == 2000 + 1, "long prompts too, off the event loop"
     whole = arrived(gateway, monkeypatch, {}, gateway.chat(messages=[{"role": "user", "content": "Hi"}]))
     assert 10 < whole.prompt_tokens < 60, "the chat template counts"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "places", "prompt", "context"),
+    [
+        ("/v1/completions", {"prompt": [1, 2, 3], "n": 3}, 3, 3, 3),
+        ("/v1/completions", {"prompt": [[1, 2, 3], [4]], "n": 3}, 6, 4, 3),
+        ("/v1/completions", {"prompt": ["one two", "one"], "best_of": 4, "n": 2}, 8, 3, 2),
+        (CHAT, {"messages": SAY, "n": 5}, 5, None, None),
+    ],
+)
+def test_a_request_has_a_place_for_each_prompt_and_choice(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, fields: Any, places: int,
+    prompt: int | None, context: int | None,
+) -> None:  # fmt: skip
+    request = arrived(gateway, monkeypatch, {}, {"model": "smollm2", "max_tokens": 2} | fields, path)
+    assert request.places == places
+    if prompt is not None:
+        assert (request.prompt_tokens, request.context) == (prompt, context)
 
 
 def arrived(

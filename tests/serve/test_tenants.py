@@ -18,7 +18,7 @@ from headway.errors import ConfigError
 from headway.serve.budget import ByteBudget
 from headway.serve.main import preflight
 from tests.serve.conftest import Serve
-from tests.serve.gateway import Fake, Gateway, configuration, serving, until
+from tests.serve.gateway import OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.serve.test_refusals import error
 from tests.serve.test_request_ends import fakes
 
@@ -199,6 +199,24 @@ def test_keys_from_the_environment_and_files(
             given = {b"authorization": b"Bearer " + wrong.encode("latin-1")}
             error(gateway.post(gateway.chat(), headers=given), 401)
     assert "sk-from" not in caplog.text
+
+
+def test_a_key_s_header_that_comes_twice_is_refused(serve: Serve) -> None:
+    with serve(keys=TWO) as gateway:
+        for name, scheme in (("authorization", "Bearer "), ("x-api-key", "")):
+            for texts in ((ALPHA.key, "sk-wrong"), ("sk-wrong", ALPHA.key), (ALPHA.key, ALPHA.key)):
+                headers = [(name, scheme + text) for text in texts]
+                said = error(gateway.post(gateway.chat(), headers=headers), 400)
+                assert said["param"] == name
+                assert "more than once" in error(gateway.get("/v1/models", headers=headers), 400)["message"]
+
+
+def test_with_keys_the_documentation_needs_one(serve: Serve) -> None:
+    with serve(keys=TWO) as gateway:
+        for path in ("/docs", "/openapi.json"):
+            assert error(gateway.get(path), 401)["code"] == "invalid_api_key"
+            for headers in (by(ALPHA), OPERATOR):
+                assert gateway.get(path, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

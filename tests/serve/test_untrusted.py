@@ -19,7 +19,7 @@ from headway.errors import EngineError
 from headway.serve.budget import AnswerBudget
 from headway.serve.streaming import EventReader
 from tests.serve.gateway import Gateway, configuration, serving
-from tests.serve.hostile import DONE, GOOD, MIB, NO_ANSWERS, RESPONSES, STREAMS, TOKEN, Hostile
+from tests.serve.hostile import DONE, ERRORS, GOOD, MIB, NO_ANSWERS, RESPONSES, STREAMS, TOKEN, Hostile
 from tests.serve.test_background import begin, finished
 from tests.serve.test_request_ends import events, hanging
 
@@ -85,6 +85,22 @@ def test_when_to_try_again_is_passed_on(gateway: Gateway, after: str, told: str 
 def test_what_is_no_answer_is_a_502(gateway: Gateway, name: str) -> None:
     assert "e0 sent an invalid answer" in refused(gateway.post(gateway.chat(**asks(name))))
     ended(gateway)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ERRORS)
+def test_of_a_long_error_the_beginning_is_told(gateway: Gateway, name: str, stream: bool) -> None:
+    answer = gateway.post(gateway.chat(stream=stream, **asks(name)))
+    assert answer.status_code == 400
+    said = answer.json()["error"]
+    assert len(answer.content) < 1000
+    assert said["code"] == 400
+    first, *others = said["message"].split("\n")
+    if name == "many problems":
+        assert (first, others[0]) == ("10000 errors:", "  stop: not a text")
+        assert others[-1] == "... and 9,991 more lines"
+    else:
+        assert first.endswith("xxx...")
 
 
 @pytest.mark.parametrize("name", STREAMS)

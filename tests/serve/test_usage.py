@@ -81,3 +81,14 @@ def test_over_http(serve: Serve, limit: dict[str, int]) -> None:
         assert headers[f"x-ratelimit-limit-{what}"] == str(next(iter(limit.values())))
         assert ask(gateway, B)[0] == 200
         assert 'headway_dropped_total{reason="rate_limit"} 1.0' in gateway.get("/metrics").text
+
+
+def test_all_prompts_of_a_request_count(serve: Serve) -> None:
+    key = Key(key=A, tenant="a", tokens_per_min=500)
+    with serve(keys=(key,), engine={"max_running": 64}) as gateway:
+        for prompt in ([[7] * 10] * 60, "one"):
+            body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1}
+            answer = gateway.post(body, "/v1/completions", headers={"authorization": f"Bearer {A}"})
+            until(lambda: not gateway.controller.requests)
+        assert answer.status_code == 429
+        assert answer.headers["x-headway-dropped-reason"] == "tokens_per_min"

@@ -63,7 +63,8 @@ class Overdue(NamedTuple):
 class Controller:
     """Holds every accepted request until it ends, and says when it goes where.
 
-    max_queued bounds the requests that wait, outside or inside engines; beyond it `admit` refuses.
+    max_queued bounds the requests that wait, outside or inside engines, by their places; once they have so
+    many, `admit` refuses.
     shares: what one tenant may take of them, None = all.
     """
 
@@ -73,6 +74,7 @@ class Controller:
     shares: QueueShares | None = None
     cluster: Cluster = field(default_factory=Cluster)
     requests: dict[str, Request] = field(default_factory=dict)
+    _places: int = 0  # of all requests, and of those not inside an engine
     _queued: int = 0
     _serial: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
@@ -81,13 +83,13 @@ class Controller:
     @property
     def queued(self) -> int:
         """Requests accepted and not inside an engine."""
-        return self._queued
+        return len(self.requests) - sum(map(len, self.cluster.sent.values()))
 
     @property
     def _waiting(self) -> int:
-        """Requests that wait, also inside engines whose packers choose among more than fit."""
+        """Places of what waits, also inside engines whose packers choose among more than fit."""
         inside = sum(instance.window for instance in self.cluster.instances.values())
-        return max(self._queued, len(self.requests) - inside)
+        return max(self._queued, self._places - inside)
 
     def admit(
         self, request: Request, now: float, storing: Mapping[Group, int] | None = None,
@@ -95,8 +97,8 @@ class Controller:
     ) -> Reject | None:  # fmt: skip
         """Tell, before anything is stored, whether the queue has room for this request.
 
-        storing: requests that were admitted and have not arrived yet, because they are being stored.
-        most: requests of its tenant that may wait, as far as its key is concerned.
+        storing: places of what was admitted and has not arrived yet, because it is being stored.
+        most: places of its tenant that may wait, as far as its key is concerned.
         """
         full = self.full(request.tenant, request.tier, now, storing or {}, most)
         return self.infeasible(request, now) if full is None else replace(full, id=request.id)
@@ -112,7 +114,7 @@ class Controller:
             return Reject("", "queue_full", retry_after=self._until_room(now))
         if self.shares is None:
             return None
-        queue = Waiting(self.max_queued, len(self.requests) - self._waiting, storing, most)
+        queue = Waiting(self.max_queued, self._places - self._waiting, storing, most)
         limit = self.shares.exceeded(tenant, tier, queue)
         if limit is None:
             return None
@@ -251,7 +253,7 @@ class Controller:
         row = self.cluster.backlog.row_of[id]
         assert not self.cluster.backlog.sent[row], f"{id} is inside an engine"
         self.cluster.send(row, instance)
-        self._queued -= 1
+        self._queued -= self.requests[id].places
 
     def decide(self, now: float) -> list[Command]:
         """Plan until nothing is left to do: one send can change what belongs inside another instance."""
@@ -322,33 +324,36 @@ class Controller:
             soft=request.slo.soft or SOFT,
             priority=request.priority,
             prompt=request.prompt_tokens,
-            tokens=request.prompt_tokens + forecast.mean,
-            longest=request.prompt_tokens + request.max_tokens,
+            tokens=request.prompt_tokens + forecast.mean * request.places,
+            longest=request.context + request.max_tokens,
+            places=request.places,
             model=self.cluster.code(request.model),
             tenant=self.cluster.code(request.tenant),
             objective=OBJECTIVES.index(request.slo.objective),
             serial=self._serial,
         )
         self._serial += 1
-        self._queued += 1
+        self._places += request.places
+        self._queued += request.places
         if self.shares is not None:
-            self.shares.came(request.tenant, request.tier)
+            self.shares.came(request.tenant, request.tier, request.places)
         self._watch(request)
 
     def _end(self, id: str, output_tokens: int, now: float) -> None:
         request = self._drop(id)
         if request is not None:
-            self.lengths.learn(request, output_tokens)
-            self._ends.append(now)
+            self.lengths.learn(request, request.per_answer(output_tokens))
+            self._ends.extend([now] * request.places)
 
     def _drop(self, id: str) -> Request | None:
         request = self.requests.pop(id, None)
         if request is not None:
             self._drops.discard(id)
             if self.shares is not None:
-                self.shares.left(request.tenant, request.tier)
-            row = self.cluster.backlog.row_of[id]
-            self._queued -= not self.cluster.backlog.sent[row]
+                self.shares.left(request.tenant, request.tier, request.places)
+            self._places -= request.places
+            if not self.cluster.backlog.sent[self.cluster.backlog.row_of[id]]:
+                self._queued -= request.places
             self.cluster.remove(id)
         return request
 
@@ -358,7 +363,7 @@ class Controller:
         if row is None or not self.cluster.backlog.sent[row]:
             return False
         self.cluster.unsend(row)
-        self._queued += 1
+        self._queued += self.requests[id].places
         if output_tokens:
             self._drops.discard(id)
         else:
@@ -378,11 +383,11 @@ class Controller:
         return Reject(id, "saturated", retry_after=self._until_room(now))
 
     def _until_room(self, now: float) -> float:
-        """Return seconds until about one queued request has left."""
+        """Return seconds until about one place of the queue is free."""
         return self._seconds_of_ends(self._queued - self.max_queued + 1, now)
 
     def _seconds_of_ends(self, count: int, now: float) -> float:
-        """Return seconds until that many requests have ended, from the recent rate; 1 to 60."""
+        """Return seconds until that many places are free, from the recent rate; 1 to 60."""
         if len(self._ends) < 2:
             return 1.0
         latency = (now - self._ends[0]) / len(self._ends)

@@ -90,7 +90,7 @@ class Drops:
     ) -> Needs:
         theta, done = learned.theta, learned.cached if computed is None else computed
         pace = pace_at(theta, 0, 0.0)
-        prompt = next_token_seconds(theta, max(request.prompt_tokens - done, 1), pace.base)
+        prompt = next_token_seconds(theta, max(request.context - done, 1), pace.base)
         return Needs(prompt, least_answer(self.doubt, forecast.spread, forecast.mean * pace.token))
 
     def try_anyway(self, request: Request, now: float) -> bool:

@@ -23,8 +23,8 @@ Group = tuple[str, str]  # tenant, class
 class Waiting(NamedTuple):
     """The queue as a request finds it.
 
-    limit: requests that may wait. inside: requests that engines work on. storing: those that were admitted
-    and have not arrived yet. most: `max_queued` of the request's key, None = there is none.
+    limit: places that may wait. inside: those that engines work on. storing: those of requests that were
+    admitted and have not arrived yet. most: `max_queued` of the request's key, None = there is none.
     """
 
     limit: int
@@ -35,7 +35,9 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class QueueShares:
-    """Counts the accepted requests of each tenant and class, and refuses those beyond a share.
+    """Counts the accepted requests of each tenant and class by places, and refuses those beyond a share.
+
+    A request is within a share of which anything is left, however many places it takes itself.
 
     tenant_share, class_share: above 0, at most 1 = no limit.
     """
@@ -45,16 +47,16 @@ class QueueShares:
     _held: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _all: int = 0
 
-    def came(self, tenant: str, tier: str) -> None:
+    def came(self, tenant: str, tier: str, places: int = 1) -> None:
         """Count a request that was accepted."""
-        self._held[tenant][tier] += 1
-        self._all += 1
+        self._held[tenant][tier] += places
+        self._all += places
 
-    def left(self, tenant: str, tier: str) -> None:
+    def left(self, tenant: str, tier: str, places: int = 1) -> None:
         """Forget a request that has ended."""
-        self._all -= 1
+        self._all -= places
         held = self._held[tenant]
-        held[tier] -= 1
+        held[tier] -= places
         if not held[tier]:
             del held[tier]
         if not held:

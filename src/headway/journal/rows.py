@@ -30,7 +30,8 @@ class RequestRow:
     kind: the endpoint. background: its client polls for the answer.
     arrival, queued, ended: instants; queued = stored, and in line for an engine.
     sent, resent: to an engine, for the first and the last time. first: its first token.
-    forecast: output tokens that were expected when it was last sent.
+    prompt_tokens: of the longest prompt. output_tokens: of all answers. forecast: as expected when it
+        was last sent.
     ttft, tpot, e2e: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
     priority: lower is more urgent.
     instance: the last engine. requeues: how often it came back from an engine.

@@ -22,12 +22,13 @@ from headway.types import Ints, Plan, Send, Swap, Warm
 class Offers:
     """Queued rows in one order, and instances inside which the first of them belong.
 
-    count: how many of the rows belong inside each instance. load: requests that are there. window: its
-    dispatch window.
+    places: of each row. count: how many of the rows belong inside each instance. load: places of the requests
+    that are there. window: its dispatch window.
     """
 
     names: Sequence[str]
     rows: Sequence[int]
+    places: Sequence[int]
     count: Sequence[int]
     load: Sequence[int]
     window: Sequence[int]
@@ -53,7 +54,7 @@ def spread(offers: Sequence[Offers], fleet: Iterable[str]) -> list[tuple[int, st
         return []
     one, begin, same = _joined(offers, fleet)
     end = [first + count for first, count in zip(begin, one.count, strict=True)]
-    return [(one.rows[at], one.names[i]) for at, i in _spread(same, begin, end, [*one.load], one.window)]
+    return [(one.rows[at], one.names[i]) for at, i in _spread(same, begin, end, one)]
 
 
 def _joined(offers: Sequence[Offers], fleet: Iterable[str]) -> tuple[Offers, list[int], Sequence[int]]:
@@ -70,18 +71,20 @@ def _joined(offers: Sequence[Offers], fleet: Iterable[str]) -> tuple[Offers, lis
         first += len(one.rows)
     names = [name for one in offers for name in one.names]
     rows = [row for one in offers for row in one.rows]
+    places = [some for one in offers for some in one.places]
     names.sort(key=place.__getitem__)
     _, count, load, window, begin = zip(*sorted(found), strict=True)
-    return Offers(names, rows, count, load, window), [*begin], rows
+    return Offers(names, rows, places, count, load, window), [*begin], rows
 
 
 def _spread(
-    same: Sequence[int], begin: list[int], end: Sequence[int], load: list[int], window: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return places of rows and the instances that get them, in this order; `begin` and `load` move.
+    same: Sequence[int], begin: list[int], end: Sequence[int], one: Offers
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Return indices of rows and the instances that get them, in this order; `begin` moves.
 
-    begin, end: places of the rows offered to an instance. same: equal for equal rows.
+    begin, end: indices of the rows offered to an instance. same: equal for equal rows.
     """
+    load, window = [*one.load], one.window
     shares = [
         inf if first == last else inside / most
         for first, last, inside, most in zip(begin, end, load, window, strict=True)
@@ -96,7 +99,7 @@ def _spread(
             continue
         out.append((begin[i], i))
         taken.add(same[begin[i]])
-        load[i] += 1
+        load[i] += one.places[begin[i]]
         shares[i] = load[i] / window[i]
     return out
 
@@ -136,9 +139,13 @@ def _offers(cluster: Cluster, name: str, rows: Ints, pull: bool) -> Offers:
     backlog, instance = cluster.backlog, cluster.instances[name]
     if pull:
         rows = rows[: instance.window]
+        places = backlog.places[rows]
+        rows = rows[np.cumsum(places) - places < instance.window]
         blocks = np.ceil(backlog.tokens[rows] / instance.block_size)
         fits = np.cumsum(blocks) <= instance.blocks_total
         fits[:1] = True  # alone it always may try: the engine itself refuses what can never fit
         rows = rows[fits]
-    queued = rows[~backlog.sent[rows]].tolist()
-    return Offers([name], queued, [len(queued)], [len(cluster.inside(name))], [instance.window])
+    queued = rows[~backlog.sent[rows]]
+    inside = int(backlog.places[cluster.inside(name).rows].sum())
+    places = backlog.places[queued].tolist()
+    return Offers([name], queued.tolist(), places, [queued.size], [inside], [instance.window])

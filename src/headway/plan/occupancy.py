@@ -16,7 +16,7 @@ class SentRequest:
     rank: its `Jobs.urgency` there.
     blocks: KV blocks that it may be expected to fill.
     due: its deadline; inf = best effort. sent: when it was sent.
-    full: the batch was full when it was sent.
+    full: the batch was full when it was sent. places: as in `Request`.
     """
 
     id: str
@@ -28,18 +28,19 @@ class SentRequest:
     due: float
     sent: float
     full: bool = False
+    places: int = 1
 
 
 class Occupancy:
     """What is inside one instance.
 
-    blocks: KV blocks that it may be expected to fill.
+    blocks: KV blocks that it may be expected to fill. places: of its requests.
     """
 
     def __init__(self) -> None:
         self._ranks: list[tuple[float, int]] = []
         self._requests: dict[int, SentRequest] = {}  # by serial
-        self.blocks = 0
+        self.blocks = self.places = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -57,12 +58,14 @@ class Occupancy:
         insort(self._ranks, (request.rank, request.serial))
         self._requests[request.serial] = request
         self.blocks += request.blocks
+        self.places += request.places
 
     def remove(self, request: SentRequest) -> None:
         """Remove a request that has ended or come back."""
         if self._requests.pop(request.serial, None) is not None:
             del self._ranks[bisect_right(self._ranks, (request.rank, request.serial)) - 1]
             self.blocks -= request.blocks
+            self.places -= request.places
 
     def rerank(self, request: SentRequest, rank: float) -> None:
         """Change the rank of a request that is inside."""
@@ -71,8 +74,9 @@ class Occupancy:
         self.add(request)
 
     def ahead(self, rank: float) -> tuple[int, int]:
-        """Return how many requests go before a queued one of this rank, and their KV blocks."""
+        """Return the places of the requests that go before a queued one of this rank, and their KV blocks."""
         count = bisect_right(self._ranks, (rank, 1 << 62))
         if count == len(self._ranks):
-            return count, self.blocks
-        return count, sum(self._requests[serial].blocks for _, serial in self._ranks[:count])
+            return self.places, self.blocks
+        before = [self._requests[serial] for _, serial in self._ranks[:count]]
+        return sum(one.places for one in before), sum(one.blocks for one in before)

@@ -18,7 +18,7 @@ from headway.core.cluster import Cluster
 from headway.core.ranks import ATTAINABLE, FAR_S
 from headway.events import Arrived, Event, Failed, Finished, Returned
 from headway.plan.dispatch import Offers, spread
-from headway.plan.sent import SentOrder
+from headway.plan.sent import SentOrder, size_of
 from headway.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
 from headway.ports import Planner
 from headway.types import Backlog, Instance, Ints, Plan, Send
@@ -131,19 +131,20 @@ class Ordered(Planner):
         """Return the queued rows that belong inside an instance of these; None when there are none."""
         inside, rows = peers.inside, list[int]()
         for entry in peers.walk(backlog, now):
-            tokens = float(backlog.tokens[entry[4]])
-            if self.pull and not inside.belongs(entry, tokens, len(rows), self.displaces):
+            size = size_of(backlog, entry[4])
+            if self.pull and not inside.belongs(entry, *size, len(rows), self.displaces):
                 break
             rows.append(entry[4])
         if not rows:
             return None
         count = inside.offered if self.pull else [len(rows)] * len(inside.names)
         load, window = compress(inside.load, count), compress(inside.window, count)
-        return Offers([*compress(inside.names, count)], rows, [*filter(None, count)], [*load], [*window])
+        names, places = [*compress(inside.names, count)], backlog.places[rows].tolist()
+        return Offers(names, rows, places, [*filter(None, count)], [*load], [*window])
 
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         entry = self._entry(cluster.backlog, row)
-        self._inside[cluster.code(name)].add(name, entry, float(cluster.backlog.tokens[row]))
+        self._inside[cluster.code(name)].add(name, entry, *size_of(cluster.backlog, row))
         return Send(str(cluster.backlog.keys[row]), name, entry[1] if self.ranked else 0.0)
 
     def _forget(self, backlog: Backlog, row: int) -> None:

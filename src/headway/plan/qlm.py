@@ -274,7 +274,8 @@ class Qlm(Planner):
     ) -> str:  # fmt: skip
         """Take note that a request is inside an instance; return its id."""
         id, due = str(backlog.keys[row]), float(backlog.due[row])
-        request = SentRequest(id, int(backlog.serial[row]), name, kind, rank, blocks, due, now, full)
+        serial, places = int(backlog.serial[row]), int(backlog.places[row])
+        request = SentRequest(id, serial, name, kind, rank, blocks, due, now, full, places)
         self._sent[id] = request
         self._places.queues.inside[name].add(request)
         return id

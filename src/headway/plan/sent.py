@@ -33,7 +33,7 @@ class SentOrder:
     Attributes:
         names: of the instances.
         window: their dispatch windows.
-        load: requests inside each.
+        load: places of the requests inside each.
         offered: how many requests of the present walk (`belongs`) belong inside each instance.
         changed: something came or went since this was last set to False.
     """
@@ -56,23 +56,23 @@ class SentOrder:
         self._inside: list[list[Entry]] = [[] for _ in instances]
         self._free, self._last = [*self.window], [_NONE] * len(instances)
         self._taken = [array("q") for _ in instances]  # blocks of each entry
+        self._places = [array("q") for _ in instances]  # places of each entry
+        self._before = 0  # places of the requests asked about
         self._filled = [0] * len(instances)  # blocks of all entries
         for name in self.names:
             rows = cluster.inside(name).rows
             for entry in entries(cluster.backlog, rows):
-                self.add(name, entry, float(cluster.backlog.tokens[entry[4]]))
+                self.add(name, entry, *size_of(cluster.backlog, entry[4]))
 
     def __contains__(self, name: object) -> bool:
         return name in self._place
 
-    def add(self, name: str, entry: Entry, tokens: float) -> None:
-        """Add a request of `tokens` expected tokens, prompt and answer, to an instance."""
+    def add(self, name: str, entry: Entry, tokens: float, places: int) -> None:
+        """Add a request to an instance; tokens: expected ones, prompts and answers."""
         i = self._place[name]
-        inside, blocks = self._inside[i], ceil(tokens / self._size[i])
-        at = bisect_left(inside, entry)
-        inside.insert(at, entry)
-        self._taken[i].insert(at, blocks)
-        self._note(i, blocks)
+        blocks = ceil(tokens / self._size[i])
+        self._insert(i, entry, blocks, places)
+        self._note(i, blocks, places)
 
     def remove(self, name: str, entry: Entry) -> None:
         """Remove a request from an instance; one that is not in it is ignored."""
@@ -82,7 +82,7 @@ class SentOrder:
             at = bisect_left(inside, one)
             if at < len(inside) and inside[at][3] == entry[3]:
                 del inside[at]
-                self._note(i, -self._taken[i].pop(at))
+                self._note(i, -self._taken[i].pop(at), -self._places[i].pop(at))
                 return
 
     def settle(self, now: float) -> None:
@@ -97,59 +97,73 @@ class SentOrder:
 
     def _move(self, i: int, at: int, level: int) -> None:
         """Move a request inside an instance to another level."""
-        inside, taken = self._inside[i], self._taken[i]
-        entry, blocks = (level, *inside.pop(at)[1:]), taken.pop(at)
-        at = bisect_left(inside, entry)
-        inside.insert(at, entry)
-        taken.insert(at, blocks)
-        self._note(i, 0)
+        entry = (level, *self._inside[i].pop(at)[1:])
+        self._insert(i, entry, self._taken[i].pop(at), self._places[i].pop(at))
+        self._note(i, 0, 0)
 
-    def _note(self, i: int, blocks: int) -> None:
-        """Take note of a change of an instance. blocks: that the change takes, negative = gives back."""
+    def _insert(self, i: int, entry: Entry, blocks: int, places: int) -> None:
+        at = bisect_left(self._inside[i], entry)
+        self._inside[i].insert(at, entry)
+        self._taken[i].insert(at, blocks)
+        self._places[i].insert(at, places)
+
+    def _note(self, i: int, blocks: int, places: int) -> None:
+        """Take note of a change of an instance, of what it takes there; negative = gives back."""
         inside = self._inside[i]
         self._filled[i] += blocks
-        self.load[i], self._free[i] = len(inside), self.window[i] - len(inside)
+        self.load[i] += places
+        self._free[i] = self.window[i] - self.load[i]
         self._last[i] = inside[-1] if inside else _NONE
         self.changed = True
 
-    def belongs(self, entry: Entry, tokens: float, before: int, displaces: bool) -> bool:
+    def belongs(self, entry: Entry, tokens: float, places: int, before: int, displaces: bool) -> bool:
         """Tell whether a queued request belongs inside an instance, and count it in `offered` of those.
 
         before: requests earlier in this walk; 0 starts a new one. It can only belong where all of them do.
         The first of a virtual queue always belongs inside: the engine itself refuses what can never fit.
+        A request needs one free place: its other answers wait inside.
         displaces: it may go before what is inside.
         """
         if before == 0:
+            self._before = 0
             self._asked, self.offered = range(len(self.names)), [0] * len(self.names)
             self._blocks = dict.fromkeys(self._size, 0)
         for size in self._blocks:
             self._blocks[size] += ceil(tokens / size)
         free, last = self._free, self._last
         if displaces:
-            asked = [i for i in self._asked if free[i] > before or entry < last[i]]
+            asked = [i for i in self._asked if free[i] > self._before or entry < last[i]]
         else:
-            asked = [i for i in self._asked if free[i] > before]
-        self._asked = [i for i in asked if self._fits(i, entry, before, displaces)]
+            asked = [i for i in self._asked if free[i] > self._before]
+        self._asked = [i for i in asked if self._fits(i, entry, displaces)]
+        self._before += places
         for i in self._asked:
             self.offered[i] = before + 1
         return bool(self._asked)
 
-    def _fits(self, i: int, entry: Entry, before: int, displaces: bool) -> bool:
+    def _fits(self, i: int, entry: Entry, displaces: bool) -> bool:
         """Tell whether there is a slot for a request at its place in an instance, and blocks up to there."""
-        inside, last = self._inside[i], self.window[i] - before - 1  # the last place with a slot
-        if last < 0 or (len(inside) > last and inside[last] < entry):
-            return False
+        slots = self.window[i] - self._before
         room = self._total[i] - self._blocks[self._size[i]]  # beside the requests asked about
-        if self._filled[i] <= room:
+        if self.load[i] < slots and self._filled[i] <= room:
             return True
+        inside = self._inside[i]
         ahead = bisect_left(inside, entry) if displaces else len(inside)
-        return ahead + before == 0 or self._fill(i, ahead) <= room
+        if ahead >= slots:  # each has a place or more
+            return False
+        if _first(self._places[i], ahead, self.load[i]) >= slots:
+            return False
+        return ahead + self._before == 0 or _first(self._taken[i], ahead, self._filled[i]) <= room
 
-    def _fill(self, i: int, ahead: int) -> int:
-        """Return the blocks of the first `ahead` requests inside."""
-        if ahead == len(self._inside[i]):
-            return self._filled[i]
-        return int(np.frombuffer(self._taken[i], np.int64)[:ahead].sum())
+
+def _first(amounts: array[int], count: int, total: int) -> int:
+    """Return the sum of the first amounts; total: of all."""
+    return total if count == len(amounts) else int(np.frombuffer(amounts, np.int64)[:count].sum())
+
+
+def size_of(backlog: Backlog, row: int) -> tuple[float, int]:
+    """Return what a request takes of an instance: its expected tokens, and its places."""
+    return backlog.tokens.item(row), backlog.places.item(row)
 
 
 def kv_room(instance: Instance, ahead: int | None) -> int:

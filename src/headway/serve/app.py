@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -58,12 +59,16 @@ Handler = Callable[[Request], Awaitable[Response]]
 def new_app() -> FastAPI:
     """Return an app without endpoints; `add_endpoints` adds them once the gateway is open."""
     # A redirect would lead to plain HTTP at the host that the client names.
-    return FastAPI(title="Headway", version=__version__, redirect_slashes=False)
+    return FastAPI(
+        title="Headway", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None,
+        openapi_url=None,
+    )  # fmt: skip
 
 
 def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
     _errors(app, state.gateway.metrics)
+    _documentation(app, state)
     _generation(app, state)
     add_response_endpoints(app, state)
     add_run_endpoints(app, state)
@@ -173,6 +178,18 @@ def _generation(app: FastAPI, state: AppState) -> None:
             path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=documented,
             response_model=None, route_class_override=_PlainRoute,
         )  # fmt: skip
+
+
+def _documentation(app: FastAPI, state: AppState) -> None:
+    @app.get("/openapi.json", include_in_schema=False)
+    async def schema(request: Request) -> Response:
+        state.check_reader(request)
+        return JSONResponse(app.openapi())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        state.check_reader(request)
+        return get_swagger_ui_html(openapi_url="/openapi.json", title=app.title)
 
 
 def _status(app: FastAPI, state: AppState) -> None:

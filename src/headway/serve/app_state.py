@@ -123,7 +123,13 @@ class AppState:
             )  # fmt: skip
 
     def _given(self, request: Request) -> bytes | None:
-        """Return the digest of the key that a request carries; two different ones are none."""
+        """Return the digest of the key that a request carries; two different ones are none.
+
+        RequestError for a header that comes twice: proxies and servers differ in which of the two counts.
+        """
+        for name in ("authorization", "x-api-key"):
+            if len(request.headers.getlist(name)) > 1:
+                raise RequestError(f"The header {name} comes more than once.", "Send it once.", param=name)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         bearer = key.strip() if scheme.lower() == "bearer" else None
         other = request.headers.get("x-api-key")  # as clients of Anthropic's API send it
@@ -155,6 +161,11 @@ class AppState:
                 "This wants the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
+
+    def check_reader(self, request: Request) -> None:
+        """Refuse what describes the server to those without a key, where keys are configured; 401."""
+        if not self.is_operator(request):
+            self.key(request)
 
     def check_status(self, request: Request) -> None:
         """Refuse questions about the gateway's state where only operators may ask them."""
@@ -293,7 +304,8 @@ class AppState:
             prompt = self.gateway.counters[model].read(body, engine.max_model_len)
             return interpret(
                 kind, raw, body, headers, self.config, model=model, adapter=adapter, tenant=tenant,
-                arrival=arrival, prompt_tokens=prompt.tokens, max_model_len=engine.max_model_len,
+                arrival=arrival, lengths=prompt.lengths, max_model_len=engine.max_model_len,
+                max_running=max(one.max_running for one in self.config.engines if model in one.served),
             ), prompt  # fmt: skip
 
         parsed, prompt = await offload(size, work)

@@ -80,7 +80,7 @@ class JournalKeeper:
         if not self.on:
             return
         request, e2e = in_flight.request, now - in_flight.request.arrival
-        tpot = (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else 0.0
+        tpot = request.tpot(ttft, e2e, output_tokens)
         promised = request.slo.objective != "best_effort"
         met = int(request.slo.met(ttft, tpot, e2e)) if promised else None
         first = request.arrival + ttft
@@ -132,7 +132,7 @@ class JournalKeeper:
             str(in_flight.kind) if in_flight else "", int(in_flight.background) if in_flight else 0,
             self._wall(request.arrival), self._when(in_flight.queued if in_flight else None),
             self._when(sends[0][0] if sends else None), self._when(sends[-1][0] if sends else None),
-            self._when(first), self._wall(ended), request.prompt_tokens, request.max_tokens, output_tokens,
+            self._when(first), self._wall(ended), request.context, request.max_tokens, output_tokens,
             in_flight.forecast if in_flight else None, slo.ttft, slo.tpot, slo.e2e, slo.weight, slo.soft,
             request.priority, sends[-1][1] if sends else None, max(len(sends) - 1, 0),
             stage.app[:_NAME] if stage else None, stage.run[:_NAME] if stage else None,

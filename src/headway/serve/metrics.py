@@ -208,7 +208,7 @@ class Metrics:
     def finished(self, request: Request, ttft: float, e2e: float, output_tokens: int) -> None:
         """Count a complete response: seconds from arrival, and its tokens."""
         by = (request.model, request.tier)
-        tpot = (e2e - ttft) / (output_tokens - 1) if output_tokens > 1 else 0.0
+        tpot = request.tpot(ttft, e2e, output_tokens)
         answers = self._answers.get(by) or self._answers_of(by)
         answers.ended.inc()
         answers.ttft.observe(ttft)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,6 +31,7 @@ Kind = Literal["chat", "completions"] | PoolingKind
 _GENERATING: dict[Kind, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 PATHS = _GENERATING | dict[Kind, str](POOLING.items())
 _Count = Annotated[int, Field(ge=1)]
+_Choices = Annotated[int, Field(ge=1, le=128)]
 
 # Objects and arrays in a body, at most: each one costs far more to read than the two bytes that it takes.
 _MOST_NESTED = 16_384
@@ -70,7 +71,8 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_tokens: _Count | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: _Choices | None = None
+    best_of: _Choices | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     service_tier: str | None = None
@@ -85,6 +87,11 @@ class Body(BaseModel):
     def keeps(self) -> int | None:
         """Tokens that the engine keeps of a longer prompt; -1 = as many as fit, None = it cuts none."""
         return self.truncate_prompt_tokens
+
+    @property
+    def choices(self) -> int:
+        """Answers that the engine makes to each prompt."""
+        return max(self.n or 1, self.best_of or 1)
 
 
 class Message(BaseModel):
@@ -109,6 +116,12 @@ _Prompts = Annotated[list[str], Field(fail_fast=True)] | _Ids | Annotated[list[_
 
 class CompletionBody(Body):
     prompt: str | Annotated[_Prompts, Field(min_length=1)]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, texts or token ids."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast(list[str | list[int]], [self.prompt] if single else self.prompt)
 
 
 class PoolingBody(CompletionBody):
@@ -221,32 +234,35 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
 
 def interpret(
     kind: Kind, raw: dict[str, Any], body: ChatBody | CompletionBody, headers: Mapping[str, str],
-    config: Config, *, model: str, adapter: str | None, tenant: str, arrival: float, prompt_tokens: int,
-    max_model_len: int,
+    config: Config, *, model: str, adapter: str | None, tenant: str, arrival: float,
+    lengths: Sequence[int], max_model_len: int, max_running: int,
 ) -> ParsedRequest:  # fmt: skip
     """Join headers, body and configured classes; headers win over the body, both over the class.
 
-    model, adapter: that serve it. prompt_tokens: of the longest prompt; RequestError when it cannot fit the
-    model.
+    model, adapter: that serve it. lengths: tokens of each prompt; RequestError when one cannot fit the model.
+    max_running: of the engine.
     """
     _check_names(headers, body)
     name, tier = _tier(body, headers, config)
-    prompt_tokens = _kept(body, prompt_tokens, max_model_len)
-    max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
+    lengths = [_kept(body, tokens, max_model_len) for tokens in lengths]
+    longest, places = max(lengths), len(lengths) * body.choices
     request = Request(
         id=f"hw-{uuid.uuid4().hex[:20]}",
         model=model,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
+        prompt_tokens=sum(lengths),
+        max_tokens=_max_tokens(body, longest, max_model_len),
         arrival=arrival,
         slo=_slo(body, headers, tier),
         priority=_priority(body, headers, tier),
         adapter=adapter,
         tenant=tenant,
-        task=headers.get("x-headway-task", name)[:128],
+        task=run_identity.name_in(headers, "x-headway-task") or name,
         tier=name,
         stage=run_identity.stage_of(headers, body.headway),
         drop=tier.drop,
+        longest_prompt=longest,
+        # A text that is embedded leaves its batch at once, so any number of them takes one batch.
+        places=min(places, max_running) if kind in POOLING else places,
     )
     background, stream = _delivery(body)
     wants_usage = bool((body.stream_options or {}).get("include_usage"))

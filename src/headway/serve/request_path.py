@@ -63,7 +63,7 @@ class RequestPath:
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
-        self._storing = Counter[Group]()  # admitted requests that the broker has not stored yet
+        self._storing = Counter[Group]()  # places of admitted requests that the broker has not stored yet
 
     # ---- in
 
@@ -79,7 +79,7 @@ class RequestPath:
     def check_room(self, tenant: str, most: int | None = None) -> None:
         """Refuse a request before its body is read (429), if its tenant may not have more of any class.
 
-        most: requests of its tenant that may wait, as far as its key is concerned.
+        most: places of its tenant that may wait, as far as its key is concerned.
         """
         control = self._dispatcher.control
         reject = control.controller.full(tenant, None, clock.now(), self._coming(), most)
@@ -123,7 +123,7 @@ class RequestPath:
         return control.controller.admit(request, clock.now(), self._coming(), most)
 
     def _coming(self) -> Mapping[Group, int]:
-        """Return the requests that the controller does not count: being stored, or at other gateways."""
+        """Return the places that the controller does not count: of what is being stored, or elsewhere."""
         elsewhere = self._dispatcher.control.elsewhere
         return self._storing + Counter(elsewhere) if elsewhere else self._storing
 
@@ -152,8 +152,8 @@ class RequestPath:
         in_flight = InFlightRequest.of(parsed)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.obstacle(parsed.request.model)
-        group = parsed.request.tenant, parsed.request.tier
-        self._storing[group] += 1
+        group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
+        self._storing[group] += places
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
             await self._put(in_flight)
@@ -161,13 +161,13 @@ class RequestPath:
             self._tracing.end(in_flight, clock.now(), "failed")
             raise
         finally:
-            self._stored(group)
+            self._stored(group, places)
         in_flight.held = held.keep()
         self.usage.accepted(parsed.request.tenant, parsed.request.prompt_tokens, clock.now())
         return in_flight
 
-    def _stored(self, group: Group) -> None:
-        self._storing[group] -= 1
+    def _stored(self, group: Group, places: int) -> None:
+        self._storing[group] -= places
         if not self._storing[group]:
             del self._storing[group]
 
@@ -260,7 +260,7 @@ class RequestPath:
     ) -> tuple[Sequence[Part], Mapping[str, str]]:
         """Return body, in parts, and headers for an engine."""
         forecast = self._lengths.lengths.forecast(in_flight.request)
-        in_flight.forecast = forecast.mean
+        in_flight.forecast = forecast.mean * in_flight.request.places
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
         metadata = write_metadata(in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft)
         headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
@@ -307,7 +307,7 @@ class RequestPath:
         in_flight.closed = True
         in_flight.drop_body()
         now, request = clock.now(), in_flight.request
-        self._lengths.answered(request, output_tokens)
+        self._lengths.answered(request, request.per_answer(output_tokens))
         self.usage.answered(request.tenant, output_tokens, now)
         self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
         self._lengths.ended(request.id)

@@ -17,7 +17,7 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from headway.broker.port import Job
-from headway.engines.vllm.process.answers import read_answer
+from headway.engines.vllm.process.answers import read_answer, short_error
 from headway.engines.vllm.process.connection import (
     BROKEN,
     EngineGone,
@@ -268,6 +268,8 @@ class EngineResponse:
             raise MalformedAnswer(self.engine, f"{error}, with status {self.status}") from error
         if answer.failed != (self.status != 200):
             raise MalformedAnswer(self.engine, f"its status {self.status} does not fit its body")
+        if answer.failed:
+            self.head = await offload(len(self.head), lambda: short_error(self.head))
         self.output_tokens = answer.output_tokens or 0
 
     async def read(self) -> bytes:

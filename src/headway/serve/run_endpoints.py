@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from headway import clock
 from headway.apps.account import MOST_OUTSIDE, EndedRun
@@ -18,7 +18,7 @@ from headway.errors import RequestError
 from headway.events import RunEnded, UnitBegan, UnitEnded
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.fields import checked
-from headway.serve.run_identity import APP, LONGEST, SESSION, Name, app_of
+from headway.serve.run_identity import APP, SESSION, Name, app_of, check_name
 from headway.stages import Stage
 
 
@@ -38,7 +38,7 @@ class UnitBody(EndBody):
 
     unit: Name
     state: Literal["started", "ended"]
-    backend: Annotated[str, Field(min_length=1, max_length=128, strict=True)] = "tool"
+    backend: Name = "tool"
 
 
 def add_run_endpoints(app: FastAPI, state: AppState) -> None:
@@ -114,10 +114,9 @@ def _states(app: FastAPI, state: AppState) -> None:
 
 
 def _key(tenant: str, request: Request, id: str, app: str | None) -> Key:
-    if len(id) > LONGEST:
-        raise RequestError(
-            f"The run's id has {len(id)} characters.", f"Use at most {LONGEST}.", param="id"
-        )  # fmt: skip
+    check_name(id, "The run's id", "id")
+    if app is not None:
+        check_name(app, "The application's name", "app")
     return tenant, app_of(request.headers) or app or SESSION, id
 
 

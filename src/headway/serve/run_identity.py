@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from headway.apps.run import CALL
 from headway.errors import RequestError
@@ -27,7 +28,16 @@ _SESSIONS = (
 HEADERS: dict[str, str] = {
     **dict.fromkeys((APP, RUN, UNIT, *_SESSIONS), "string"), FINAL: "boolean", DEADLINE: "number",
 }  # fmt: skip
-Name = Annotated[str, Field(min_length=1, max_length=LONGEST, strict=True)]
+
+
+def _printable(name: str) -> str:
+    """Return a name; ValueError when a log line or a metric's label would not show it as it is."""
+    if not name.isprintable():
+        raise ValueError("must have printable characters only")
+    return name
+
+
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST, strict=True), AfterValidator(_printable)]
 
 
 class RunFields(BaseModel):
@@ -53,8 +63,8 @@ def stage_of(headers: Mapping[str, str], fields: RunFields | None) -> Stage | No
     """
     body = fields or _NONE
     app = app_of(headers) or body.app
-    run = _name(headers, RUN) or body.run or _session(headers)
-    unit = _name(headers, UNIT) or body.unit
+    run = name_in(headers, RUN) or body.run or _session(headers)
+    unit = name_in(headers, UNIT) or body.unit
     final = _flag(headers) if FINAL in headers else body.final
     target = milliseconds(DEADLINE, headers[DEADLINE]) if DEADLINE in headers else body.slo_run_ms
     if app is None and run is None:
@@ -71,25 +81,34 @@ def stage_of(headers: Mapping[str, str], fields: RunFields | None) -> Stage | No
 
 def app_of(headers: Mapping[str, str]) -> str | None:
     """Return the application that headers name."""
-    return _name(headers, APP)
+    return name_in(headers, APP)
 
 
 def _session(headers: Mapping[str, str]) -> str | None:
-    """Return an agent's session; one that is too long, which its user cannot help, by its digest."""
+    """Return an agent's session; one that is no name, which its user cannot help, by its digest."""
     session = next((headers[name] for name in _SESSIONS if headers.get(name)), None)
-    if session is None or len(session) <= LONGEST:
+    if session is None or (len(session) <= LONGEST and session.isprintable()):
         return session
     return f"sha256:{hashlib.sha256(session.encode()).hexdigest()}"
 
 
-def _name(headers: Mapping[str, str], header: str) -> str | None:
-    """Return a header's name, None if it is missing or empty."""
-    name = headers.get(header)
-    if name is not None and len(name) > LONGEST:
-        raise RequestError(
-            f"The header {header} has {len(name)} characters.", f"Use at most {LONGEST}.", param=header
-        )
-    return name or None
+def name_in(headers: Mapping[str, str], header: str) -> str | None:
+    """Return a header's name, None if it is missing or empty; errors as `check_name`."""
+    name = headers.get(header) or None
+    if name is not None and not name.isascii():
+        with suppress(UnicodeError):  # clients send UTF-8, and headers are read as Latin-1
+            name = name.encode("latin-1").decode()
+    if name is not None:
+        check_name(name, f"The header {header}", header)
+    return name
+
+
+def check_name(name: str, what: str, param: str) -> None:
+    """Raise RequestError unless a name is short enough, and shown by logs and metrics as it is."""
+    if len(name) > LONGEST:
+        raise RequestError(f"{what} has {len(name)} characters.", f"Use at most {LONGEST}.", param=param)
+    if not name.isprintable():
+        raise RequestError(f"{what} is {name!a}.", "Use printable characters only.", param=param)
 
 
 def _flag(headers: Mapping[str, str]) -> bool:

@@ -27,13 +27,18 @@ _OWN_WAY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the tokenizer reads it.
+    """The prompts of a request as the tokenizer reads them.
 
-    tokens: their number, of the longest one when there are several.
+    lengths: tokens of each.
     """
 
-    tokens: int
+    lengths: Sequence[int]
     _encoding: Sized | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum(self.lengths)
 
     @property
     def ids(self) -> Sequence[int] | None:
@@ -62,11 +67,17 @@ class TokenCounter:
         Of one that the engine cuts and that cannot fit, a lower bound. How long it takes depends on the whole
         body: on tools and the number of messages, too.
         """
-        encoding = self._read_chat(body, most) if isinstance(body, ChatBody) else self._read_text(body, most)
-        if isinstance(encoding, int):
-            return Prompt(encoding)
+        if isinstance(body, ChatBody):
+            encoding = self._read_chat(body, most)
+        elif len(prompts := body.prompts) == 1:
+            encoding = self._read_text(body, prompts[0], most)
+        else:
+            for one in prompts:
+                if isinstance(one, str):
+                    self._beyond(body, one, most)  # before any of them is tokenized
+            return Prompt([_count(self._read_text(body, one, most)) for one in prompts])
         alike = body.keeps is None and _OWN_WAY.isdisjoint(body.model_extra or ())
-        return Prompt(len(encoding), encoding if alike else None)
+        return Prompt([_count(encoding)], encoding if alike and not isinstance(encoding, int) else None)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included. RequestError for an id that there is not."""
@@ -84,17 +95,8 @@ class TokenCounter:
         if bad is not None:
             raise RequestError(f"There is no token {bad}.", f"Send ids from 0 to {size - 1}.", param="tokens")
 
-    def _read_text(self, body: CompletionBody, most: int) -> Sized | int:
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            return self._encoded(body, prompt, True, most)
-        if isinstance(prompt[0], int):
-            return prompt
-        texts = [one for one in prompt if isinstance(one, str)]
-        for one in texts:
-            self._beyond(body, one, most)  # before any of them is tokenized
-        counts = [_count(self._encoded(body, one, True, most)) for one in texts]
-        return max([*counts, *(len(one) for one in prompt if not isinstance(one, str))])
+    def _read_text(self, body: CompletionBody, prompt: str | list[int], most: int) -> Sized | int:
+        return self._encoded(body, prompt, True, most) if isinstance(prompt, str) else prompt
 
     def _read_chat(self, body: ChatBody, most: int) -> Sized | int:
         messages = [{**m.model_dump(), "content": _text(m.content)} for m in body.messages]

@@ -81,7 +81,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Requests of a class of a tenant that wait outside the engines."""
+    """Requests of a class of a tenant that wait outside the engines, by their places."""
 
     tenant: str
     tier: str

@@ -61,7 +61,7 @@ class FlowControl(Planner):
         if not rows.size:
             return False
         blocks = float(np.ceil(backlog.tokens[rows] / instance.block_size).sum())
-        waiting = rows.size - instance.max_running
+        waiting = int(backlog.places[rows].sum()) - instance.max_running
         return waiting >= min(self.depth, instance.lead) or blocks >= self.kv * instance.blocks_total
 
     def _closed(self, cluster: Cluster, full: set[str]) -> list[int]:

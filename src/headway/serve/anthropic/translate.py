@@ -104,7 +104,7 @@ def stop_of(choice: Mapping[str, Any], calls: bool) -> tuple[str, str | None]:
 
 def error_of(error: HeadwayError) -> dict[str, Any]:
     """Return an error in Anthropic's shape."""
-    return error_body(error.status, str(error))
+    return error_body(error.status, error.told)
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:

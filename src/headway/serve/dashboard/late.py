@@ -97,8 +97,9 @@ def _targets(one: InFlightRequest, end: float, output_tokens: int) -> Iterator[t
     first = one.first_token if one.streams and one.first_token is not None else end
     if slo.ttft is not None:
         yield "ttft", slo.ttft, first - arrival - slo.ttft
-    if slo.tpot is not None and output_tokens > 1:
-        whole = slo.tpot * (output_tokens - 1)
+    more = one.request.per_answer(output_tokens) - 1
+    if slo.tpot is not None and more > 0:
+        whole = slo.tpot * more
         yield "tpot", whole, end - first - whole
     if slo.e2e is not None:
         yield "e2e", slo.e2e, end - arrival - slo.e2e

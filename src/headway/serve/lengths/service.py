@@ -152,7 +152,7 @@ class PredictorService:
         began = loop.time()
         self._reading += 1
         try:
-            seen = await loop.run_in_executor(self._reader, self._features, text, request.prompt_tokens)
+            seen = await loop.run_in_executor(self._reader, self._features, text, request.context)
         finally:
             self._reading -= 1
         self._metrics.seconds.observe(loop.time() - began)

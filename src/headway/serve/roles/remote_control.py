@@ -96,13 +96,14 @@ class RemoteControl(ControlView):
         """Keep up to date what is reported of requests; to be called before the controller forgets one."""
         match event:
             case Arrived(request):
-                self._waiting[_group(request)] += 1
+                self._waiting[_group(request)] += request.places
                 self._since[request.id] = clock.now()
             case Started(id):
                 self._started.add(id)
             case Returned(id):
                 if self._at.pop(id, None) is not None:
-                    self._waiting[_group(self.controller.requests[id])] += 1
+                    request = self.controller.requests[id]
+                    self._waiting[_group(request)] += request.places
             case Finished(id) | Failed(id):
                 if id in self.controller.requests and self._at.pop(id, None) is None:
                     self._waits_no_longer(id)
@@ -110,8 +111,9 @@ class RemoteControl(ControlView):
                 self._since.pop(id, None)
 
     def _waits_no_longer(self, id: str) -> None:
-        group = _group(self.controller.requests[id])
-        self._waiting[group] -= 1
+        request = self.controller.requests[id]
+        group = _group(request)
+        self._waiting[group] -= request.places
         if not self._waiting[group]:
             del self._waiting[group]
 

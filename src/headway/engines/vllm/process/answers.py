@@ -16,6 +16,8 @@ from typing import Annotated, Any
 from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
 
+from headway.errors import shortened
+
 _PIECE = 2**16  # bytes that are looked at in one go; another thread may have its turn in between
 # JSON objects in an answer: so many, and one more for this many bytes. Log probabilities have one in 30.
 _OBJECTS, _BYTES_PER_OBJECT = 2**16, 24
@@ -24,6 +26,7 @@ _LARGE = re.compile(rb"[0-9](?:[eE]\+?[0-9]{3}|[0-9.]{63})")
 _LARGE_WIDTH = 64  # bytes of its longest match
 _LITERAL = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+-]*+')  # of valid JSON: text, or number
 _LONGEST_NUMBER = 1000  # bytes
+_LONGEST_ERROR = 2000  # bytes that a client gets as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,17 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     if found.usage is None:
         return _PLAIN
     return Answer(found.usage.completion_tokens, usage_only=not found.choices)
+
+
+def short_error(data: bytes) -> bytes:
+    """Return an engine's error, as `read_answer` has read it, of whose long texts the beginnings are left."""
+    if len(data) <= _LONGEST_ERROR:
+        return data
+    told = json.loads(data)
+    told["error"] = {
+        name: shortened(value) if isinstance(value, str) else value for name, value in told["error"].items()
+    }
+    return json.dumps(told).encode()
 
 
 def _check_text(data: bytes) -> None:
