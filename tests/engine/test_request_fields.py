@@ -89,7 +89,7 @@ def take(kind: Kind, body: dict[str, Any], tokens: int) -> ParsedRequest:
     body = {"model": "m", **body}
     return interpret(
         kind, body, validate(kind, body, LONGEST), {}, Config(), model="m", adapter=None, tenant="default",
-        arrival=0.0, prompt_tokens=tokens, max_model_len=LONGEST,
+        arrival=0.0, lengths=[tokens], max_model_len=LONGEST, max_running=16,
     )  # fmt: skip
 
 

@@ -91,7 +91,10 @@ ORDINARY = {
         "print(subprocess.check_output([sys.executable, '-c', 'print(7)'], text=True))", "7"
     ),
     "leaves": ("for folder in ('/tmp', '/dev/shm', '.'): open(f'{folder}/left', 'w')", ""),
-    "finds": ("import os; print(os.listdir('/tmp'), os.listdir('/dev/shm'))", "[] []"),
+    "finds": (
+        "import os\nfound = {*os.listdir('/tmp'), *os.listdir('/dev/shm')}\n"
+        f"print(found - {set(Path(sys.prefix).parts)})", "set()"  # Python itself may be in /tmp
+    ),
     "users": ("import os; print(os.getresuid(), os.getgroups())", "(65534, 65534, 65534) []"),
     "environments": (
         "import glob\n"
