@@ -51,7 +51,7 @@ cases = cases_of(st.just(0.0)) | cases_of(st.sampled_from([-math.inf, -1.0, 0.0,
 
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
 @given(cases)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_same_steps(recipe: str, host: str, case: Case) -> None:
     tally = compare(case, recipe, host)
     assert tally.difference is None
