@@ -53,7 +53,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 def own_user(uid: int, gid: int) -> None:
-    """Enter a user namespace that has one user, nobody, which is this one outside."""
+    """Enter a user namespace in which this user is `nobody`, and the only one."""
     call("unshare", _CLONE_NEWUSER)
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
@@ -61,7 +61,7 @@ def own_user(uid: int, gid: int) -> None:
 
 
 def leave_root() -> None:
-    """Be nobody outside of the sandbox, too."""
+    """Drop root: become `nobody` outside the sandbox, too."""
     call("prctl", _PR_SET_KEEPCAPS, 1, 0, 0, 0)  # to make a user namespace where only root may
     call("setgroups", 0, None)
     call("setresgid", _NOBODY, _NOBODY, _NOBODY)
@@ -73,7 +73,7 @@ def leave_root() -> None:
 
 
 def private_root(visible: dict[str, str], disk_mib: int) -> None:
-    """Let everything be gone but a /tmp of its own and, read-only, the `visible` paths: {inside: outside}."""
+    """Replace the root by a private /tmp and, read-only, the `visible` paths: {inside: outside}."""
     call("mount", "none", "/", None, _MS_REC | _MS_PRIVATE, None)
     call("mount", "tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
@@ -169,7 +169,7 @@ def _status(status: int) -> int:
 
 
 def main() -> None:
-    """Do it. Arguments: MiB of files; pairs of a path inside and what it shows; "--"; the command."""
+    """Confine a command. Arguments: MiB of files; pairs of paths, inside and outside; "--"; the command."""
     if sys.platform != "linux" or os.uname().machine not in _MACHINES:
         sys.exit(f"there are none for {sys.platform} on {os.uname().machine}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would let the command interrupt process 1

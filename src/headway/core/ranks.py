@@ -20,7 +20,7 @@ Value = TypeVar("Value", float, Floats)
 ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
 # Levels; only `ATTAINABLE` and least slack use more than the first.
 ON_TIME, LATE, BEST_EFFORT, FAR = range(4)
-# A deadline in more seconds is far where overdue requests go before such (`Ordered.counts_late`).
+# Requests due in more seconds than this rank after overdue ones (`Ordered.counts_late`).
 FAR_S = 600.0
 # Seconds after which the queue wants a request served for which no target is stated; the engine knows better.
 SOFT = 10.0
