@@ -31,7 +31,7 @@ def headway(knowledge: Knowledge | None = None) -> Recipe:
     """Return the default recipe; knowledge: demand graphs of applications to begin with."""
     return Recipe(
         "headway",
-        "as many promises as can be kept, then best effort, then what is late; the default",
+        "as many promises as can be kept, then all other requests, earliest due first; the default",
         lambda: ByFleet(RunOrder(ranks.ATTAINABLE, ahead=_AHEAD, knowledge=knowledge), _swapping),
         Promises,
     )
