@@ -32,6 +32,8 @@ class Slo:
     ttft: from arrival to the first token.
     tpot: mean time per token after the first.
     e2e: from arrival to the last token.
+    line: the tpot counts from the instant at which the first token is due, not from when it comes: token k is
+        due at arrival + ttft + k * tpot (the token line of QoServe and SLOs-Serve). Needs ttft and tpot.
     weight: what keeping this SLO is worth beside others, where not all can be kept.
     soft: a soft target where neither ttft nor e2e is promised: seconds to the first token that order the
         request and promise nothing; None = ten times what its prompt takes alone.
@@ -42,6 +44,7 @@ class Slo:
     e2e: float | None = None
     weight: float = 1.0
     soft: float | None = None
+    line: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ttft", "tpot", "e2e", "soft"):
@@ -50,6 +53,8 @@ class Slo:
                 raise ValueError(f"{name} must be a positive number of seconds, not {value}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight must be a positive number, not {self.weight}")
+        if self.line and (self.ttft is None or self.tpot is None):
+            raise ValueError("line needs both ttft and tpot")
 
     @property
     def objective(self) -> Objective:
@@ -63,7 +68,9 @@ class Slo:
         return arrival + min((s for s in (self.ttft, self.e2e) if s is not None), default=math.inf)
 
     def met(self, ttft: float, tpot: float, e2e: float) -> bool:
-        """Tell whether measured seconds meet every target."""
+        """Tell whether measured seconds meet every target; tpot: from the first token, line or not."""
+        if self.line and self.ttft is not None and ttft < min(self.ttft, e2e):
+            tpot *= max(e2e - self.ttft, 0.0) / (e2e - ttft)  # as if the first token had come when it was due
         limits = ((self.ttft, ttft), (self.tpot, tpot), (self.e2e, e2e))
         return all(limit is None or seen <= limit for limit, seen in limits)
 
@@ -152,6 +159,7 @@ class Jobs(Table):
         arrival, first, last: instants; first, last = of the first and of the newest token, 0 before them.
         gap: longest silence between two tokens so far, seconds.
         ttft, tpot, e2e: SLOs in seconds, inf = none.
+        line_from: instant from which its tpot counts at the earliest, 0 = its first token (`Slo.line`).
         weight: of its `Slo`. soft: soft target, seconds from the arrival, 0 = none is stated.
         prompt, computed, output_tokens: tokens.
         drafts: tokens that a running row's next step verifies beside the one that it lacks (speculation).
@@ -172,7 +180,7 @@ class Jobs(Table):
 
     COLUMNS: ClassVar[dict[str, type]] = {
         "arrival": float, "first": float, "last": float, "gap": float,
-        "ttft": float, "tpot": float, "e2e": float, "weight": float, "soft": float,
+        "ttft": float, "tpot": float, "e2e": float, "line_from": float, "weight": float, "soft": float,
         "prompt": int, "computed": int, "output_tokens": int, "drafts": int, "lookahead": int,
         "tokens_left": float, "spread": float, "blocks": int, "shared": int, "saved": int,
         "priority": int, "urgency": float, "running": bool, "held": bool, "resumable": bool,

@@ -319,6 +319,13 @@ def test_a_class_has_its_slo_in_seconds() -> None:
     assert Tier(ttft_ms=300.0, tpot_ms=50.0, weight=3.0).slo == Slo(ttft=0.3, tpot=0.05, weight=3.0)
     assert Tier(tpot_ms=50.0, soft_ttft_ms=2000.0).slo == Slo(tpot=0.05, soft=2.0)
     assert Tier().slo == Slo()
+    assert Tier(ttft_ms=300.0, tpot_ms=50.0, pace="line").slo == Slo(ttft=0.3, tpot=0.05, line=True)
+
+
+def test_a_line_needs_a_start_and_a_pace() -> None:
+    with pytest.raises(ConfigError, match=r'classes\.gold .* pace = "line", but') as caught:
+        parse({"classes": {"gold": {"tpot_ms": 50, "pace": "line"}}})
+    assert caught.value.hint.startswith("Give it ttft_ms and tpot_ms")
 
 
 def test_requests_without_a_class_are_promised_nothing_and_batch_comes_after_them() -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
@@ -173,6 +173,20 @@ def test_an_slo_is_met_when_every_target_is(
 
 def test_an_slo_is_met_at_its_exact_limit() -> None:
     assert Slo(1.0, 0.1, 5.0).met(1.0, 0.1, 5.0)
+
+
+@given(first=st.floats(0.1, 20), pace=st.floats(0.01, 1), tokens=st.integers(2, 50))
+def test_a_line_is_met_when_the_last_token_comes_in_time(first: float, pace: float, tokens: int) -> None:
+    slo, e2e = Slo(ttft=5.0, tpot=0.1, line=True), first + pace * (tokens - 1)
+    due = 5.0 + 0.1 * (tokens - 1)
+    assume(abs(e2e - due) > 1e-6)
+    assert slo.met(first, pace, e2e) is (first <= 5.0 and e2e < due)
+
+
+@pytest.mark.parametrize("targets", [{"ttft": 1.0}, {"tpot": 1.0}])
+def test_a_line_needs_a_start_and_a_pace(targets: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="line needs both"):
+        Slo(**targets, line=True)  # type: ignore[arg-type]
 
 
 # ---- when a row's next token is due

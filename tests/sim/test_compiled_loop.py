@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.bench.simulate import slo_violations
 from headway.core.ranks import ATTAINABLE, DUE
 from headway.forecast.latency import profiles
 from headway.plan.ordered import Ordered
@@ -132,6 +133,21 @@ def test_what_is_late_inside_keeps_no_newcomer_outside() -> None:
         for outcome in (Simulation(full, [one], workload).run(), compiled)
     ]
     assert kept[1] >= 0.9 * kept[0]
+
+
+def test_a_token_line_lets_early_answers_wait() -> None:
+    """Answers whose first token came early have until its due time and their tpot, in both loops."""
+    one, rng = instance_spec("opt-13b-a100", 40, 2000, 256), np.random.default_rng(0)
+    mean = single(poisson(12.0, 20.0, rng), 200, 60, model="m", slo=Slo(ttft=6.0, tpot=0.06))
+    line = replace(mean, line=np.ones(len(mean), np.int64))
+    outcomes = [Simulation(RECIPES["headway"], [one], each).run() for each in (mean, line)]
+    same(outcomes[1], Simulation(RECIPES["headway"], [one], line, fast=False).run())
+    assert (outcomes[0].end != outcomes[1].end).any()
+    kept = [slo_violations.met(line, outcome).sum() for outcome in outcomes]
+    assert kept[1] >= kept[0] > slo_violations.met(mean, outcomes[0]).sum()
+    row = int(np.flatnonzero(slo_violations.met(line, outcomes[1]) & ~slo_violations.met(mean, outcomes[1]))[0])
+    assert max(slo_violations.late(line, outcomes[1])["tpot"][row], 0) == 0
+    assert outcomes[1].end[row] <= line.arrival[row] + 6.0 + 0.06 * 59
 
 
 def test_what_is_overdue_comes_before_a_far_deadline_in_both_loops() -> None:

@@ -162,6 +162,8 @@ class Tier:
 
     ttft_ms, tpot_ms, e2e_ms: promises. A class without ttft_ms and e2e_ms is interactive: its requests get
         their first token soon, and nothing is promised.
+    pace: "mean" = the tpot counts from the first token; "line" = from when the first token is due, so that
+        token k is due at arrival + ttft + k * tpot. A line needs ttft_ms and tpot_ms.
     soft_ttft_ms: a target for the first token in such a class, which orders its requests and promises
         nothing; unset, about ten times what the prompt takes on an engine that has nothing else to do.
     weight: what a promise of this class is worth beside those of others, where not all can be kept.
@@ -181,13 +183,14 @@ class Tier:
     weight: Positive = 1.0
     soft_ttft_ms: Positive | None = None
     measured: bool = False
+    pace: Literal["mean", "line"] = "mean"
 
     @cached_property
     def slo(self) -> Slo:
         """Return the SLO in seconds."""
         ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms, self.soft_ttft_ms)
         ttft, tpot, e2e, soft = (None if value is None else value / 1000 for value in ms)
-        return Slo(ttft, tpot, e2e, self.weight, soft)
+        return Slo(ttft, tpot, e2e, self.weight, soft, self.pace == "line")
 
 
 BATCH = Tier(priority=10, soft_ttft_ms=600_000.0)  # after interactive work, but it never waits for ever
@@ -330,6 +333,12 @@ def _check_class(name: str, tier: Tier, where: str) -> None:
             f"classes.{name} in {where} has soft_ttft_ms, but its promises order it.",
             "Leave out soft_ttft_ms, or ttft_ms and e2e_ms.",
             param=f"classes.{name}.soft_ttft_ms",
+        )
+    if tier.pace == "line" and (tier.ttft_ms is None or tier.tpot_ms is None):
+        raise ConfigError(
+            f'classes.{name} in {where} has pace = "line", but no line: that begins at ttft_ms.',
+            "Give it ttft_ms and tpot_ms, or leave pace out.",
+            param=f"classes.{name}.pace",
         )
     if tier.measured and tier.ttft_ms is None and tier.tpot_ms is None:
         raise ConfigError(

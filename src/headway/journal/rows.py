@@ -18,7 +18,7 @@ import numpy as np
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": tells a journal's files from other programs' SQLite files
-VERSION = 2  # of the tables below, in PRAGMA user_version
+VERSION = 3  # of the tables below, in PRAGMA user_version
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -33,6 +33,7 @@ class RequestRow:
     prompt_tokens: of the longest prompt. output_tokens: of all answers. forecast: as expected when it
         was last sent.
     ttft, tpot, e2e: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
+    line: 1 = its tpot counts from when the first token is due (`Slo.line`).
     priority: lower is more urgent.
     instance: the last engine. requeues: how often it came back from an engine.
     outcome: as `headway_requests` counts it: finished, refused, cancelled or failed.
@@ -61,6 +62,7 @@ class RequestRow:
     e2e: float | None
     weight: float
     soft: float | None
+    line: int
     priority: int
     instance: str | None
     requeues: int

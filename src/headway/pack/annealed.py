@@ -92,7 +92,7 @@ def _targets(jobs: Jobs, rows: Ints, now: float) -> Targets:
     """
     waited, out = now - jobs.arrival[rows], jobs.output_tokens[rows] > 0
     tpot, after_first = jobs.tpot[rows], jobs.output_tokens[rows] - 1 + jobs.tokens_left[rows]
-    ends = jobs.first[rows] + tpot * np.maximum(after_first, 1.0) - now
+    ends = np.maximum(jobs.first[rows], jobs.line_from[rows]) + tpot * np.maximum(after_first, 1.0) - now
     e2e = np.where(out, np.minimum(jobs.e2e[rows] - waited, ends), jobs.e2e[rows] - waited)
     late = out & (jobs.first[rows] - jobs.arrival[rows] > jobs.ttft[rows])
     return Targets(

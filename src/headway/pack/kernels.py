@@ -58,17 +58,23 @@ def promised(jobs: Rows, row: int) -> bool:
 
 
 @compiled
+def tpot_from(jobs: Rows, row: int) -> float:
+    """Return the instant from which the tpot of a row with a first token counts."""
+    return float(max(jobs["first"][row], jobs["line_from"][row]))
+
+
+@compiled
 def due_of(jobs: Rows, row: int) -> float:
     """Return the instant at which a row owes its next visible token, inf = never.
 
-    Before the first token that is arrival + ttft; afterwards first + made * tpot (BROS 4.2's remaining
+    Before the first token that is arrival + ttft; afterwards `tpot_from` + made * tpot (BROS 4.2's remaining
     time, cumulative so that tokens made early count). An e2e promise is due as a whole.
     """
     arrival, output_tokens = jobs["arrival"][row], jobs["output_tokens"][row]
     token = (
         arrival + jobs["ttft"][row]
         if output_tokens == 0
-        else jobs["first"][row] + output_tokens * jobs["tpot"][row]
+        else tpot_from(jobs, row) + output_tokens * jobs["tpot"][row]
     )
     return float(min(token, arrival + jobs["e2e"][row]))
 

@@ -334,7 +334,7 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
 
 
 def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
-    own = {
+    own: dict[str, Any] = {
         field: target
         for field, names in _SLO_NAMES.items()
         if (target := _target(names, body, headers)) is not None

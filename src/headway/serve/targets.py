@@ -108,11 +108,11 @@ def plain(number: float) -> float:
 
 def describe(tier: Tier) -> str:
     """Return what a class promises, and the soft target that orders it, in words."""
-    parts = []
+    parts, from_due = [], " from then on, however early the first one comes" if tier.pace == "line" else ""
     if tier.ttft_ms is not None:
         parts.append(f"first token {_ms(tier.ttft_ms)}")
     if tier.tpot_ms is not None:
-        parts.append(f"{'then ' if parts else ''}{_ms(tier.tpot_ms)} per token")
+        parts.append(f"{'then ' if parts else ''}{_ms(tier.tpot_ms)} per token{from_due}")
     if tier.e2e_ms is not None:
         parts.append(f"whole answer {_ms(tier.e2e_ms)}")
     if tier.ttft_ms is None and tier.e2e_ms is None:

@@ -121,7 +121,7 @@ def parse_slo(text: str) -> Slo:
 
     Raises ConfigError for an unknown or repeated metric and for a number that is not positive.
     """
-    limits: dict[str, float] = {}
+    limits: dict[str, Any] = {}
     for pair in text.split():
         word, _, value = pair.partition(":")
         if word not in _WORDS:

@@ -51,9 +51,18 @@ def seen(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
     return {name: np.where(never | np.isnan(column), np.inf, column) for name, column in columns.items()}
 
 
+def judged(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
+    """Return what the targets are held against: as `seen`, but a token line's tpot counts from its start."""
+    columns = seen(workload, outcome)
+    line = (workload.line == 1) & (columns["ttft"] < workload.ttft)
+    rest = np.maximum(workload.output - 1, 1)
+    from_due = np.maximum(columns["e2e"] - np.where(line, workload.ttft, 0.0), 0.0) / rest
+    return columns | {"tpot": np.where(line & (workload.output > 1), from_due, columns["tpot"])}
+
+
 def met(workload: Workload, outcome: Outcome) -> Bools:
     """Tell which requests met every target that they have."""
-    within = [column <= getattr(workload, name) for name, column in seen(workload, outcome).items()]
+    within = [column <= getattr(workload, name) for name, column in judged(workload, outcome).items()]
     return np.asarray(np.all(within, axis=0))
 
 
@@ -61,7 +70,7 @@ def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
     """Return the seconds by which each request missed each metric, 0 when it met it or has no limit."""
     times = {"ttft": 1, "tpot": np.maximum(workload.output - 1, 1), "e2e": 1}
     found = {}
-    for name, column in seen(workload, outcome).items():
+    for name, column in judged(workload, outcome).items():
         promised = getattr(workload, name)
         excess = np.where(column > promised, column, 0.0) - np.where(column > promised, promised, 0.0)
         found[name] = np.asarray(excess * times[name], float)
@@ -70,7 +79,7 @@ def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
 
 def of(run: Run, request: int) -> list[SloResult]:
     """Return the SLO metrics of one request, the largest violation first."""
-    columns, excess = seen(run.workload, run.outcome), late(run.workload, run.outcome)
+    columns, excess = judged(run.workload, run.outcome), late(run.workload, run.outcome)
     kept = [
         SloResult(name, limit, float(columns[name][request]), float(excess[name][request]))
         for name in PROMISES

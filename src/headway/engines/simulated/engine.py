@@ -117,7 +117,8 @@ class SimulatedEngine:
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
             tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency, spread=spread,
             ttft=_or_never(targets.ttft), tpot=_or_never(targets.tpot), e2e=_or_never(targets.e2e),
-            weight=targets.weight, soft=(targets.soft or 0.0) if soft is None else soft,
+            line_from=arrival + (targets.ttft or 0.0) if targets.line else 0.0, weight=targets.weight,
+            soft=(targets.soft or 0.0) if soft is None else soft,
         )  # fmt: skip
         if row >= self.target.size:
             self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])

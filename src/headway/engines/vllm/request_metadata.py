@@ -28,7 +28,7 @@ class RequestMetadata:
     id: Headway's request id.
     arrival: instant at which the gateway got the request.
     ttft, tpot, e2e: SLO in seconds, inf = none.
-    weight, soft: as in `Jobs`.
+    line: as in `Slo`. weight, soft: as in `Jobs`.
     tokens_left: expected output tokens.
     spread: `Jobs.spread`.
     urgency: `Jobs.urgency` at entry, lower first, 0 = the packer's own order.
@@ -39,6 +39,7 @@ class RequestMetadata:
     ttft: float = math.inf
     tpot: float = math.inf
     e2e: float = math.inf
+    line: float = 0.0
     weight: float = 1.0
     soft: float = 0.0
     tokens_left: float = 1.0
@@ -61,8 +62,8 @@ def write_metadata(
     slo = request.slo
     values = {
         "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "soft": slo.soft if soft is None else soft,
-        "weight": slo.weight if slo.weight != 1.0 else None, "tokens_left": forecast.mean,
-        "spread": forecast.spread, "urgency": finite(rank),
+        "weight": slo.weight if slo.weight != 1.0 else None, "line": 1.0 if slo.line else None,
+        "tokens_left": forecast.mean, "spread": forecast.spread, "urgency": finite(rank),
     }  # fmt: skip
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
     return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival + ahead, **numbers}
@@ -99,6 +100,7 @@ def read_metadata(request: Any) -> RequestMetadata:
         ttft=_number(extra, "ttft", math.inf),
         tpot=_number(extra, "tpot", math.inf),
         e2e=_number(extra, "e2e", math.inf),
+        line=_number(extra, "line", 0.0),
         weight=_number(extra, "weight", 1.0),
         soft=_number(extra, "soft", 0.0),
         tokens_left=_number(extra, "tokens_left", float(limit or 1)),

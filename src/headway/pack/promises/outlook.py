@@ -14,7 +14,7 @@ from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams, PromisesConfig
 from headway.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
 from headway.forecast.latency.online import prefill_of, seconds_of
-from headway.pack.kernels import Rows, decodes, exclusive_of, missing_of, promised
+from headway.pack.kernels import Rows, decodes, exclusive_of, missing_of, promised, tpot_from
 from headway.types import Floats, Ints
 
 # Levels, most urgent first. STREAM: silent for long. Kept, as they can be on time: ANSWER decodes, PROMPT
@@ -199,7 +199,7 @@ def outlook_of(
     slow = answer * pace.mean / pace.token
     start = min(end - keep.answer_safety * slow, first_due - prompt if made == 0 else np.inf)
     if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
-        due = jobs["first"][row] + made * jobs["tpot"][row] - prompt
+        due = tpot_from(jobs, row) + made * jobs["tpot"][row] - prompt
         catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
         lost = lost or catch_up < now
         if _is_paused(jobs, row) and not lost:
@@ -224,7 +224,7 @@ def _is_paused(jobs: Rows, row: int) -> bool:
 def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
     """Return the seconds by which an answer is ahead of its tpot; less the margin that it keeps of it."""
     kept = (1.0 - keep.tpot_margin) * jobs["tpot"][row]
-    return float(jobs["first"][row] + jobs["output_tokens"][row] * kept - now)
+    return float(tpot_from(jobs, row) + jobs["output_tokens"][row] * kept - now)
 
 
 @compiled

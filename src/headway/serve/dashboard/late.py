@@ -99,7 +99,7 @@ def _targets(one: InFlightRequest, end: float, output_tokens: int) -> Iterator[t
         yield "ttft", slo.ttft, first - arrival - slo.ttft
     more = one.request.per_answer(output_tokens) - 1
     if slo.tpot is not None and more > 0:
-        whole = slo.tpot * more
-        yield "tpot", whole, end - first - whole
+        whole, start = slo.tpot * more, max(first, arrival + slo.ttft) if slo.line and slo.ttft else first
+        yield "tpot", whole, end - start - whole
     if slo.e2e is not None:
         yield "e2e", slo.e2e, end - arrival - slo.e2e

@@ -35,7 +35,7 @@ __all__ = [
 _STAGE = {"app": "apps", "run": "runs", "unit": "units"}
 # Column of codes -> its names
 _CODES = {"tier": "tiers", "model": "models", "tenant": "tenants", **_STAGE, "prefix": "prefixes"}
-_OPTIONAL = {*_STAGE, "prefix", "drop", "soft"}  # columns of zeros where they are not given
+_OPTIONAL = {*_STAGE, "prefix", "drop", "soft", "line"}  # columns of zeros where they are not given
 _TOKENS = ("prompt", "output", "max_tokens")
 _TARGETS = ("ttft", "tpot", "e2e")
 _REALS = {"arrival", *_TARGETS, "weight", "soft"}
@@ -65,6 +65,7 @@ class Workload:
     app, run, unit: codes of the request's `Stage`; the run "" = the request belongs to no application.
     ids: the requests' ids, () = "r0", "r1", ...
     drop: 1 = refuse the request as soon as it cannot be on time; left out, none is.
+    line: 1 = the tpot counts from when the first token is due (`Slo.line`); left out, none does.
     weight: of each SLO, left out = 1. soft: soft targets, left out or 0 = none is stated (`Slo`).
     prefix: codes of the request's `Prefix`, which prefix caches know it by; None = it has one of its own.
     """
@@ -93,6 +94,7 @@ class Workload:
     drop: Ints = field(default_factory=_no_codes)
     weight: Floats = field(default_factory=_no_reals)
     soft: Floats = field(default_factory=_no_reals)
+    line: Ints = field(default_factory=_no_codes)
     prefix: Ints = field(default_factory=_no_codes)
     prefixes: tuple[Prefix | None, ...] = (None,)
 
@@ -160,6 +162,7 @@ class Workload:
                 _target(self.e2e[i]),
                 float(self.weight[i]),
                 float(self.soft[i]) or None,
+                bool(self.line[i]),
             ),
             priority=int(self.priority[i]),
             tenant=self.tenants[self.tenant[i]],
@@ -284,6 +287,7 @@ def single(
             "arrival": arrival,
             "priority": np.full(n, priority),
             "drop": np.full(n, int(drop)),
+            "line": np.full(n, int(targets.line)),
             "weight": np.full(n, targets.weight),
             "soft": np.full(n, targets.soft or 0.0),
         }
