@@ -188,6 +188,7 @@ drop = true
 prewarm = 0.25
 weight = 2.5
 measured = true
+pace = "line"
 
 [classes.bulk]
 soft_ttft_ms = 30000
@@ -267,7 +268,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
     )  # fmt: skip
     assert config.classes["gold"] == Tier(
-        300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25, weight=2.5, measured=True
+        300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25, weight=2.5, measured=True, pace="line"
     )  # fmt: skip
     assert config.classes["bulk"] == Tier(soft_ttft_ms=30_000.0)
     assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000),)

@@ -138,16 +138,14 @@ def test_what_is_late_inside_keeps_no_newcomer_outside() -> None:
 def test_a_token_line_lets_early_answers_wait() -> None:
     """Answers whose first token came early have until its due time and their tpot, in both loops."""
     one, rng = instance_spec("opt-13b-a100", 40, 2000, 256), np.random.default_rng(0)
-    mean = single(poisson(12.0, 20.0, rng), 200, 60, model="m", slo=Slo(ttft=6.0, tpot=0.06))
+    mean = single(poisson(20.0, 20.0, rng), 200, 60, model="m", slo=Slo(ttft=6.0, tpot=0.04))
     line = replace(mean, line=np.ones(len(mean), np.int64))
-    outcomes = [Simulation(RECIPES["headway"], [one], each).run() for each in (mean, line)]
-    same(outcomes[1], Simulation(RECIPES["headway"], [one], line, fast=False).run())
-    assert (outcomes[0].end != outcomes[1].end).any()
-    kept = [slo_violations.met(line, outcome).sum() for outcome in outcomes]
-    assert kept[1] >= kept[0] > slo_violations.met(mean, outcomes[0]).sum()
-    row = int(np.flatnonzero(slo_violations.met(line, outcomes[1]) & ~slo_violations.met(mean, outcomes[1]))[0])
-    assert max(slo_violations.late(line, outcomes[1])["tpot"][row], 0) == 0
-    assert outcomes[1].end[row] <= line.arrival[row] + 6.0 + 0.06 * 59
+    means, lines = (Simulation(RECIPES["headway"], [one], each).run() for each in (mean, line))
+    same(lines, Simulation(RECIPES["headway"], [one], line, fast=False).run())
+    kept = slo_violations.met(line, lines)
+    assert kept.sum() > 1.2 * slo_violations.met(line, means).sum()
+    assert (lines.end <= line.arrival + 6.0 + 0.04 * 59)[kept].all()
+    assert not slo_violations.met(mean, lines)[kept].all()  # some are slower than that from their first token
 
 
 def test_what_is_overdue_comes_before_a_far_deadline_in_both_loops() -> None:
