@@ -457,6 +457,30 @@ def test_a_missing_part_is_named() -> None:
     assert said == "keys.0.tenant is missing in headway.toml. Add it."
 
 
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({
+            "recipe": 3, "server": {"prot": 1, "max_queued": 0}, "keys": [{"key": SECRET}],
+            "engines": [{"models": [3, {"model": "a", "served": "b"}]}],
+        })  # fmt: skip
+    told = [part.message.split(" in ")[0] for part in caught.value.parts]
+    assert sorted(told) == [
+        "Unknown key 'engines.0.models.1.Model.served'", "Unknown key 'server.prot'",
+        "engines.0.models.0.str",
+        "keys.0.tenant is missing", "recipe", "server.max_queued",
+    ]  # fmt: skip
+    assert all(part.hint and part.message in caught.value.message for part in caught.value.parts)
+    with pytest.raises(ConfigError) as caught:
+        parse({
+            "server": {"operator_only": True}, "broker": {"kind": "postgres"},
+            "classes": {"x": {"drop": True, "measured": True}, "y": {"drop": True}},
+        })  # fmt: skip
+    assert [part.param for part in caught.value.parts] == [
+        "server.operator_key", "broker.postgres.url", "classes.x.drop", "classes.x.measured",
+        "classes.y.drop",
+    ]  # fmt: skip
+
+
 def test_no_engines_is_refused() -> None:
     assert refused({"engines": []}) == "headway.toml names no engine. Add an [[engines]] table."
 

@@ -16,9 +16,12 @@ from typing import IO, Any
 import httpx
 import psutil
 import pytest
+import typer
+from rich.text import Text
 
 from headway import __version__
-from headway.cli import app
+from headway.bench.cli import bench_app
+from headway.cli import app, main
 from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
@@ -112,6 +115,46 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
     _, _, wrong, hint = MORE[name]
     assert wrong in raised.value.message
     assert hint in raised.value.hint
+
+
+def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    file = tmp_path / "headway.toml"
+    file.write_text(
+        'recipe = "slak"\n[server]\noperator_key = "env:HEADWAY_NO_SUCH"\n'
+        '[[engines]]\nmodel = "/no/a"\n[[engines]]\nmodel = "/no/b"\n[[engines]]\nmodel = "/no/b"\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["headway", "serve", "-c", str(file), "--port", str(free_port())])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    said = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert said.count("error:") == said.count("hint:") == 4, said
+    for wrong in ("'slak'", "HEADWAY_NO_SUCH", "'/no/a'", "'/no/b'"):
+        assert wrong in said
+    file.write_text('classes = 3\nengines = [{ api_key = "sk-long-enough", resources = 1 }]')
+    with pytest.raises(SystemExit):
+        main()
+    file.write_text("engines = []")
+    with pytest.raises(SystemExit):
+        main()
+    assert "[[engines]]" in capsys.readouterr().err
+
+
+def test_no_help_loses_a_word_in_brackets() -> None:
+    """Typer reads help as Rich's markup: `[[engines]]` would become `[]`."""
+
+    def texts(command: Any) -> Iterator[str]:
+        yield command.help or ""
+        yield from (getattr(one, "help", None) or "" for one in command.params)
+        for one in getattr(command, "commands", {}).values():
+            yield from texts(one)
+
+    found = [*texts(typer.main.get_command(app)), *texts(typer.main.get_command(bench_app))]
+    for text in found:
+        assert Text.from_markup(text).plain == text.replace("\\[", "["), text
 
 
 def test_what_serve_refuses_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,21 @@ def test_an_open_address_without_keys_is_doubtful(tmp_path: Path) -> None:
     assert (seen.state, "keys" in seen.mend) == ("doubt", True)
 
 
+def test_what_is_in_brackets_is_printed(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text(f'[server]\nhost = "0.0.0.0"\nport = {free_port()}\n[broker]\nkind = "memory"')
+    said = CliRunner().invoke(app, ["doctor", "-c", str(file)], env={"COLUMNS": "300"}).output
+    assert "Add [[keys]]" in said
+    assert "[broker] kind" in said
+
+
+def test_all_of_a_configuration_s_mistakes_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text('recipe = "slak"\nengines = [{ model = "/no/such" }, { url = "localhost" }]')
+    told = [one.found for one in examine(file) if one.what == "configuration"]
+    assert [any(word in one for one in told) for word in ("slak", "/no/such", "localhost")] == [True] * 3
+
+
 def test_cores_apart_and_enough_memory_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**40}))
     seen = found(tmp_path, 'engines = [{ cores = "0" }, { cores = "1", served_name = "b" }]')
