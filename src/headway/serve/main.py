@@ -307,9 +307,13 @@ class Server(uvicorn.Server):
         """Show progress while engines start; stop everything when one cannot start at all."""
         console = Console(stderr=True)
         address = f"http://{self._settings.server.host}:{self._settings.server.port}"
-        console.print(f"[bold]Headway[/] listens on {address}, recipe [cyan]{self._settings.recipe}[/]")
+        console.print(
+            f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "
+            f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
+            soft_wrap=True,
+        )
         engines = gateway.dispatcher.engines.values()
-        with console.status("starting engines (a vLLM takes 15 to 60 s) ..."):
+        with console.status("starting engines ..."):
             while not all(engine.up.is_set() for engine in engines):
                 for engine in engines:
                     if engine.failure is not None and engine.restarts >= 2:
@@ -317,8 +321,10 @@ class Server(uvicorn.Server):
                         return
                 await asyncio.sleep(0.2)
         self._tell_targets(console, gateway)
-        models = ", ".join(sorted(gateway.counters))
-        console.print(f"[green]ready[/]: {models} at {address}/v1  (Ctrl-C stops everything)")
+        models = escape(", ".join(sorted(gateway.counters)))
+        console.print(
+            f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)", soft_wrap=True
+        )
 
     def _tell_targets(self, console: Console, gateway: Gateway) -> None:
         """Say what measured classes promise, and which others promise more than the engines can do."""
