@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.config import Engine
-from headway.engines.vllm.parsers import _KNOWN, Parsers, options, parsers
+from headway.engines.vllm.parsers import _KNOWN, Parsers, known_to_vllm, options, parsers
 from headway.engines.vllm.process.launch import command
 
 
@@ -50,3 +50,5 @@ def test_vllm_has_all_of_them() -> None:
     tools, reasoning = ToolParserManager.list_registered(), ReasoningParserManager.list_registered()
     assert {one.tool for one in _KNOWN.values()} - {None} <= set(tools)
     assert {one.reasoning for one in _KNOWN.values()} - {None} <= set(reasoning)
+    assert known_to_vllm("tool") == set(tools)
+    assert known_to_vllm("reasoning") == set(reasoning)

@@ -77,6 +77,9 @@ MORE: dict[str, Mistake] = {
     "not an address": ("", ["--url", "localhost:8000"], "localhost:8000", "http://"),
     "no place for logs": ("", ["--logs", "/dev/null/logs", "--url", DEAD], "/dev/null/logs", "--logs"),
     "not our host": ("", ["--host", "203.0.113.7", "--url", DEAD], "203.0.113.7", "--host"),
+    "no tool parser": ('engines = [{tool_parser = "hermis"}]', [], "engines.0.tool_parser", "'hermes'?"),
+    "no reasoning parser": ('engines = [{args = ["--reasoning-parser=r"]}]', [], "'r'", "deepseek_r1"),
+    "too long a context": ("engines = [{max_model_len = 8193}]", [], "engines.0.max_model_len", "8192"),
     "two models": ("engines = [{port = 1}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
 }
 
@@ -173,6 +176,9 @@ arguments = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 if os.environ.get("STANDIN") == "broken":
     print("[/red] no such device", flush=True)
     sys.exit(3)
+if os.environ.get("STANDIN") == "misused":
+    print("vllm: error: unrecognized arguments: --max-gpus", flush=True)
+    sys.exit(2)
 subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
 os.environ.pop("PYTHONPATH")
 line = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", arguments["--port"]]
@@ -215,7 +221,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         )  # fmt: skip
         (tmp_path / "headway.toml").write_text(write(config))
         options = ("serve", "-c", str(tmp_path / "headway.toml"), "--logs", str(tmp_path))
-        path = {"PYTHONPATH": str(tmp_path / "standin")}
+        path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "standin"), os.environ.get("PYTHONPATH", "")])}
         runs.append(
             Run(headway(*options, folder=tmp_path, **path, **environment), f"http://127.0.0.1:{port}")
         )
@@ -285,6 +291,15 @@ def test_an_engine_that_cannot_start(run: Any) -> None:
     assert "cannot start" in err
     assert "[/red] no such device" in err, "the engine's last words"
     assert "exit code 3" in err
+
+
+def test_an_engine_that_refuses_its_arguments_is_started_once(run: Any, tmp_path: Path) -> None:
+    started = run(STANDIN="misused")
+    _, err = started.process.communicate(timeout=60)
+    assert started.process.returncode == 1
+    assert "cannot start" in err
+    assert "Correct its settings in [[engines]]" in err.partition("cannot start")[2]
+    assert (tmp_path / "e0.log").read_text().count("--max-gpus") == 1
 
 
 def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:

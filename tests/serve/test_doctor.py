@@ -40,6 +40,8 @@ def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
         ('recipe = "slak"', "configuration", "slak", "slack"),
         ("[server]\nprot = 1", "configuration", "server.prot", "port"),
         ('engines = [{ model = "/no/such/model" }]', "configuration", "/no/such/model", "config.json"),
+        ("engines = [{ max_model_len = 10000 }]", "configuration", "context of 8192", "max_model_len = 8192"),
+        ('engines = [{ tool_parser = "no" }]', "configuration", "no tool parser", "hermes"),
         ('engines = [{ url = "http://127.0.0.1:9" }]', "engine e0", "does not answer", "Start that vLLM"),
         ('engines = [{ cores = "0" }, { cores = "0-1" }]', "cores", "e0 and e1", 'cores = "1"'),
         ("engines = [{ kv_gib = 100000 }]", "memory", "engines take about", "kv_gib"),

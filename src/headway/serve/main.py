@@ -26,6 +26,7 @@ from headway.config.keys import reveal, revealed
 from headway.core.engine_spec import check
 from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import installed
+from headway.engines.vllm.process.settings import check_settings
 from headway.errors import ConfigError, HeadwayError, check_all
 from headway.models.resolve import resolve
 from headway.private import directory
@@ -61,7 +62,8 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
 
     starts_engines: in this process, not in agents elsewhere.
     """
-    starts = starts_engines and any(engine.url is None for engine in config.engines)
+    own = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None]
+    starts = starts_engines and bool(own)
     check_all(
         partial(_check_recipe, config),
         *(partial(_check_models, config.recipe, engine) for engine in config.engines),
@@ -69,6 +71,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         partial(base_models, config.engines),
         partial(_check_names, config),
         *([check_installed] if starts else []),
+        *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
         *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
         *(partial(_check_address, engine.url) for engine in config.engines if engine.url is not None),
     )
@@ -316,7 +319,7 @@ class Server(uvicorn.Server):
         with console.status("starting engines ..."):
             while not all(engine.up.is_set() for engine in engines):
                 for engine in engines:
-                    if engine.failure is not None and engine.restarts >= 2:
+                    if engine.failure is not None and (engine.given_up or engine.restarts >= 2):
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)
@@ -335,5 +338,5 @@ class Server(uvicorn.Server):
             log.warning("%s", line)
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:
-        console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False)
+        console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False, soft_wrap=True)
         self.failed = self.should_exit = True

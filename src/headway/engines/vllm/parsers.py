@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from headway.config import Engine
 
@@ -30,6 +34,12 @@ _KNOWN = {
     r"mistral|mixtral|devstral": Parsers("mistral", None),
     r"granite-3": Parsers("granite", None),
 }
+Kind = Literal["tool", "reasoning"]
+# Where vLLM lists its parsers: a package and a table in it.
+_TABLES: dict[Kind, tuple[str, str]] = {
+    "tool": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
+}
 _TOOL, _REASONING = "--tool-call-parser", "--reasoning-parser"
 
 
@@ -51,6 +61,23 @@ def options(engine: Engine) -> list[str]:
     if found.reasoning is not None and _in_args(engine, _REASONING) is None:
         line += [_REASONING, found.reasoning]
     return line
+
+
+@cache
+def known_to_vllm(kind: Kind) -> frozenset[str] | None:
+    """Return the names of vLLM's parsers, None = it has no such list here.
+
+    They are read from its source: to import vLLM takes ten seconds.
+    """
+    package, table = _TABLES[kind]
+    vllm = find_spec("vllm")
+    for folder in (vllm and vllm.submodule_search_locations) or ():
+        file = Path(folder) / package / "__init__.py"
+        for line in ast.parse(file.read_text()).body if file.is_file() else ():
+            match line:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == table:
+                    return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant))
+    return None
 
 
 def _of(configured: str | None, in_args: str | None, known: str | None) -> str | None:

@@ -20,7 +20,7 @@ from headway.config import Engine
 from headway.config.keys import reveal
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.launch import Child, check_installed
+from headway.engines.vllm.process.launch import BadArguments, Child, check_installed
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import Pace, measure
@@ -65,6 +65,7 @@ class VllmEngine(EngineView):
         self._wake = asyncio.Event()  # a swap was ordered
         self._announced: Instance | None = None
         self._has_scheduler = False  # Headway's is inside
+        self._served = False  # it has been up, so its arguments are good
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
@@ -104,6 +105,9 @@ class VllmEngine(EngineView):
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
+                if isinstance(error, BadArguments) and not self._served:
+                    self.given_up = True
+                    return
             except Exception as error:  # supervision must go on after any error, and operators must see it
                 log.exception("engine %s", self.id)
                 self.failure = EngineError(f"The engine {self.id} failed: {error!r}.", "See the log.")
@@ -146,6 +150,7 @@ class VllmEngine(EngineView):
             await asyncio.to_thread(self.models.survey)
         self.failure, self.loading = None, None
         self.up.set()
+        self._served = True
         self._announced = self.models.announce(instance)
         log.info("engine %s is up: %s", self.id, _in_words(self._announced))
         self._on_event(event(self._announced))

@@ -35,6 +35,8 @@ from headway.recipes.registry import find
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"
 _CPUINFO = Path("/proc/cpuinfo")
+_USAGE = 2  # vLLM's exit status for a command line that it cannot read
+_INVALID = " validation error for "  # pydantic's, of a configuration that vLLM makes of its arguments
 _TAIL = 2**16  # bytes of a log that are read for its last lines
 
 
@@ -185,6 +187,10 @@ def _metadata_shim() -> str | None:
     return str(folder)
 
 
+class BadArguments(EngineError):
+    """vLLM refuses what it was started with, and would do so again."""
+
+
 @dataclass(slots=True)
 class Child:
     """One child process and its log file, to which earlier ones may have written."""
@@ -237,11 +243,14 @@ class Child:
 
     def died(self, name: str) -> EngineError:
         """Return the error of an engine whose child has ended."""
-        code = self.process.poll() if self.process else None
-        return EngineError(
-            f"The engine {name} ended with exit code {code}. Its last lines:\n{self.tail()}\n",
-            f"The whole log is in {self.log}.",
-        )
+        code, lines = self.process.poll() if self.process else None, self.tail()
+        problem = f"The engine {name} ended with exit code {code}. Its last lines:\n{lines}\n"
+        # Of a model on the hub, an invalid configuration may be one that could not be fetched.
+        invalid = _INVALID in lines and "HF_HUB_OFFLINE" in self.env
+        if code == _USAGE or invalid:
+            hint = f"Correct its settings in [[engines]], and start Headway again. Its log is {self.log}."
+            return BadArguments(problem, hint)
+        return EngineError(problem, f"The whole log is in {self.log}.")
 
 
 def _die_with_parent() -> None:
