@@ -19,7 +19,7 @@ from fastapi import Request
 from headway import clock
 from headway.config import Engine, Key, Tier
 from headway.config.keys import reveal, revealed
-from headway.engines.vllm.parsers import parsers
+from headway.engines.vllm.parsers import no_tool_parser, parsers
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
 from headway.serve.budget import Held
@@ -298,7 +298,7 @@ class AppState:
         engine = self._engine_of(body.model)
         _check_runner(engine, kind, body.model)
         if isinstance(body, ChatBody) and body.tools:
-            _check_tools(engine, body.model, raw.get("tool_choice"))
+            _check_tools(engine, raw.get("tool_choice"))
 
         def work() -> tuple[ParsedRequest, Prompt]:
             prompt = self.gateway.counters[model].read(body, engine.max_model_len)
@@ -372,14 +372,10 @@ def _check_runner(engine: Engine, kind: Kind, model: str) -> None:
     )  # fmt: skip
 
 
-def _check_tools(engine: Engine, model: str, choice: Any) -> None:
-    """Refuse tools that the model may choose, where nothing reads its choice."""
-    if engine.url is None and choice in (None, "auto") and parsers(engine).tool is None:
-        raise RequestError(
-            f"The model {model!r} cannot choose tools here: its engine has no tool_parser.",
-            'Set tool_parser in [[engines]] (such as "hermes"), or send "tool_choice": "none".',
-            param="tools", code="tools_unsupported",
-        )  # fmt: skip
+def _check_tools(engine: Engine, choice: Any) -> None:
+    """Refuse tools that the model may or must call, where nothing reads its calls."""
+    if engine.url is None and choice != "none" and parsers(engine).tool is None:
+        raise no_tool_parser()
 
 
 def header_docs(*names: str) -> list[dict[str, Any]]:

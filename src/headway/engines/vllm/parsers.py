@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headway.config import Engine
+from headway.errors import RequestError
 
 
 class Parsers(NamedTuple):
@@ -51,6 +52,16 @@ def parsers(engine: Engine) -> Parsers:
         _of(engine.tool_parser, _in_args(engine, _TOOL), known.tool),
         _of(engine.reasoning_parser, _in_args(engine, _REASONING), known.reasoning),
     )
+
+
+def no_tool_parser() -> RequestError:
+    """Return the error of a request with tools to an engine without a parser of their calls."""
+    return RequestError(
+        "This model cannot call tools here: its engine has no tool_parser.",
+        'Set tool_parser in [[engines]], such as "hermes" (of a vLLM at a url, its --tool-call-parser), '
+        'or send "tool_choice": "none".',
+        param="tools", code="tools_unsupported",
+    )  # fmt: skip
 
 
 def options(engine: Engine) -> list[str]:
