@@ -42,6 +42,7 @@ SECRET = "sk-very-secret-0123456789"
 
 EVERY_FIELD = f"""
 recipe = "edf"
+aliases = {{ "claude-*" = "some" }}
 
 [server]
 host = "0.0.0.0"
@@ -232,6 +233,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     path.write_text(EVERY_FIELD)
     config = load(path)
     assert config.recipe == "edf"
+    assert config.aliases == {"claude-*": "some"}
     assert config.server == Server(
         "0.0.0.0", 9000, 64, 16, 10, 64, 8, 0.4, 0.6, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 100, 0
     )  # fmt: skip

@@ -41,6 +41,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1, strict=False)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+_Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -204,9 +205,13 @@ def _tiers() -> dict[str, Tier]:
 
 @dataclass(frozen=True, config=_STRICT)
 class Config:
-    """The whole file. Without `keys` the gateway accepts every client, as tenant "default"."""
+    """The whole file. Without `keys` the gateway accepts every client, as tenant "default".
+
+    aliases: other names of models, or patterns of them ("claude-*") -> the model or adapter that serves them.
+    """
 
     recipe: str = "headway"
+    aliases: dict[_Name, _Name] = field(default_factory=dict)
     server: Server = field(default_factory=Server)
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)

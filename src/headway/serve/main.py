@@ -33,6 +33,7 @@ from headway.private import directory
 from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import base_models
+from headway.serve.aliases import check_aliases
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
 from headway.serve.batches.runner import BatchRunner
@@ -70,6 +71,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         partial(_check_secrets, config),
         partial(base_models, config.engines),
         partial(_check_names, config),
+        partial(check_aliases, config),
         *([check_installed] if starts else []),
         *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
         *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
