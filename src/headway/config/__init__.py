@@ -211,7 +211,6 @@ class Config:
     """
 
     recipe: str = "headway"
-    aliases: dict[_Name, _Name] = field(default_factory=dict)
     server: Server = field(default_factory=Server)
     engines: tuple[Engine, ...] = (Engine(),)
     broker: Broker = field(default_factory=Broker)
@@ -227,6 +226,7 @@ class Config:
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
+    aliases: dict[_Name, _Name] = field(default_factory=dict)
 
     @property
     def several_tenants(self) -> bool:
