@@ -15,7 +15,7 @@ from headway import __version__
 from headway.bench.journal_commands import advise, explain, report
 from headway.bench.options import Json, Quick, Seed
 from headway.bench.simulate_commands import simulate, sweep
-from headway.errors import HeadwayError
+from headway.errors import ConfigError, HeadwayError
 
 _NAMES = {"help_option_names": ["-h", "--help"]}  # commands and groups below inherit them
 
@@ -42,8 +42,9 @@ def main() -> None:
         app()
     except HeadwayError as error:
         console = Console(stderr=True)
-        console.print(f"[red]error:[/] {escape(error.message)}", highlight=False)
-        console.print(f"[green]hint:[/]  {escape(error.hint)}", highlight=False)
+        for one in error.parts if isinstance(error, ConfigError) else (error,):
+            console.print(f"[red]error:[/] {escape(one.message)}", highlight=False)
+            console.print(f"[green]hint:[/]  {escape(one.hint)}", highlight=False)
         sys.exit(2)
 
 
@@ -137,7 +138,7 @@ def agent(
     config: ConfigFile = None,
     name: Annotated[str | None, typer.Option(help="Of this agent; default: the machine's name.")] = None,
     engine: Annotated[
-        list[str] | None, typer.Option(help="Id of an engine to run: e0 is the first of [[engines]].")
+        list[str] | None, typer.Option(help="Id of an engine to run: e0 is the first of [\\[engines]].")
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address at which gateways reach its engines; else wire.host.")

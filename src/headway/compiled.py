@@ -11,6 +11,7 @@ numba itself is imported when the first function is compiled or loaded: with LLV
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 _IMPORT = re.compile(r"^\s*(?:from|import) (headway(?:\.\w+)*)", re.MULTILINE)
 _KEPT = 8  # versions: a developer goes back and forth between some
+log = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -93,11 +95,34 @@ def _njit(function: Callable[..., Any], options: dict[str, bool | str]) -> Any:
     from numba import config, njit
 
     _without_dunders(ffi.lib)
+    _say_when_compiling()
     before, config.CACHE_DIR = config.CACHE_DIR, os.environ.get("NUMBA_CACHE_DIR") or _folder()
     try:
         return njit(cache=True, nogil=True, **options)(function)
     finally:
         config.CACHE_DIR = before
+
+
+@cache
+def _say_when_compiling() -> None:
+    """Log the first compilation of this process, which would else be a minute or two of silence.
+
+    A warning, because in an engine nothing below is written.
+    """
+    from numba.core import event
+
+    class Listener(event.Listener):  # type: ignore[misc]  # numba has no types
+        told = False
+
+        def on_start(self, event: Any) -> None:
+            if not self.told:
+                self.told = True
+                log.warning("compiling Headway's loops, once per version: this takes a minute or two")
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    event.register("numba:compile", Listener())
 
 
 @cache

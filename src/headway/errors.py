@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _LINES, _WIDTH = 10, 500  # of a message over HTTP: a long field may have a problem in each of its values
@@ -59,6 +60,42 @@ class HeadwayError(Exception):
 
 class ConfigError(HeadwayError):
     """A configuration file, option or environment that cannot be used."""
+
+    @property
+    def parts(self) -> tuple[ConfigError, ...]:
+        """The errors that it reports together: itself, if it is a single one."""
+        return (self,)
+
+
+class ConfigErrors(ConfigError):
+    """Several errors of a configuration, so that one start reports them all."""
+
+    def __init__(self, parts: Sequence[ConfigError]) -> None:
+        lines = (f"{part.message} {part.hint}" for part in parts)
+        super().__init__("\n".join(lines), f"Correct all {len(parts)}.", param=parts[0].param)
+        self._parts = tuple(parts)
+
+    @property
+    def parts(self) -> tuple[ConfigError, ...]:
+        return self._parts
+
+
+def together(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return one error that reports all of them, each once; there is at least one."""
+    parts = {part.message: part for error in errors for part in error.parts}
+    return ConfigErrors(tuple(parts.values())) if len(parts) > 1 else next(iter(parts.values()))
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Run all checks; ConfigError with what each of them found."""
+    found = list[ConfigError]()
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found.append(error)
+    if found:
+        raise together(found)
 
 
 class RequestError(HeadwayError):

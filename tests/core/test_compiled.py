@@ -67,3 +67,17 @@ def test_a_compiled_function_returns_what_its_python_source_does() -> None:
 
     values = np.random.default_rng(0).normal(size=100)
     assert compiled(total)(values) == total(values)
+
+
+def test_the_first_compilation_is_logged_and_a_load_is_not(tmp_path: Path) -> None:
+    code = "from headway.forecast.latency.online import seconds_of, OnlineLatency\n"
+    code += "seconds_of._machine_code(OnlineLatency().theta, 3, 1.0, 0.0, 0.0)"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+        ).stderr
+        for _ in range(2)
+    )
+    assert first.count("compiling Headway's loops") == 1
+    assert "compiling" not in second

@@ -42,6 +42,7 @@ SECRET = "sk-very-secret-0123456789"
 
 EVERY_FIELD = f"""
 recipe = "edf"
+aliases = {{ "claude-*" = "some" }}
 
 [server]
 host = "0.0.0.0"
@@ -233,6 +234,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     path.write_text(EVERY_FIELD)
     config = load(path)
     assert config.recipe == "edf"
+    assert config.aliases == {"claude-*": "some"}
     assert config.server == Server(
         "0.0.0.0", 9000, 64, 16, 10, 64, 8, 0.4, 0.6, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 100, 0
     )  # fmt: skip
@@ -463,6 +465,30 @@ def test_an_engine_s_key_is_never_quoted_and_needs_a_url() -> None:
 def test_a_missing_part_is_named() -> None:
     said = refused({"keys": [{"key": SECRET}]})
     assert said == "keys.0.tenant is missing in headway.toml. Add it."
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({
+            "recipe": 3, "server": {"prot": 1, "max_queued": 0}, "keys": [{"key": SECRET}],
+            "engines": [{"models": [3, {"model": "a", "served": "b"}]}],
+        })  # fmt: skip
+    told = [part.message.split(" in ")[0] for part in caught.value.parts]
+    assert sorted(told) == [
+        "Unknown key 'engines.0.models.1.Model.served'", "Unknown key 'server.prot'",
+        "engines.0.models.0.str",
+        "keys.0.tenant is missing", "recipe", "server.max_queued",
+    ]  # fmt: skip
+    assert all(part.hint and part.message in caught.value.message for part in caught.value.parts)
+    with pytest.raises(ConfigError) as caught:
+        parse({
+            "server": {"operator_only": True}, "broker": {"kind": "postgres"},
+            "classes": {"x": {"drop": True, "measured": True}, "y": {"drop": True}},
+        })  # fmt: skip
+    assert [part.param for part in caught.value.parts] == [
+        "server.operator_key", "broker.postgres.url", "classes.x.drop", "classes.x.measured",
+        "classes.y.drop",
+    ]  # fmt: skip
 
 
 def test_no_engines_is_refused() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 
 from headway.config import Engine
-from headway.engines.vllm.parsers import _KNOWN, Parsers, options, parsers
+from headway.engines.vllm.parsers import _KNOWN, Parsers, known_to_vllm, options, parsers
+from headway.engines.vllm.process.answers import OWN_WORDS
 from headway.engines.vllm.process.launch import command
 
 
@@ -50,3 +54,15 @@ def test_vllm_has_all_of_them() -> None:
     tools, reasoning = ToolParserManager.list_registered(), ReasoningParserManager.list_registered()
     assert {one.tool for one in _KNOWN.values()} - {None} <= set(tools)
     assert {one.reasoning for one in _KNOWN.values()} - {None} <= set(reasoning)
+    assert known_to_vllm("tool") == set(tools)
+    assert known_to_vllm("reasoning") == set(reasoning)
+    documented = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [name for name in tools if f"`{name}`" not in documented] == []
+
+
+def test_vllm_says_what_is_told_in_our_words() -> None:
+    folder = Path(find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
+    said = [
+        (folder / name).read_text() for name in ("multimodal/registry.py", "renderers/online_renderer.py")
+    ]
+    assert all(any(words.decode() in text for text in said) for words in OWN_WORDS)

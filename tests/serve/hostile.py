@@ -50,8 +50,14 @@ NO_ANSWERS = {
 
 
 _MANY = b'{"error":{"message":"10000 errors:' + b"\\n  stop: not a text" * 10_000 + b'","code":400}}'
+# What vLLM says of its own options, and the code of what a client is told.
+OPTIONS = {
+    "smollm2 is not a multimodal model": "unsupported_content",
+    'tool_choice=\\"required\\" requires --tool-call-parser to be set': "tools_unsupported",
+}
 # Errors as they should be, or too long.
 ERRORS = {
+    **{said: b'{"error":{"message":"%s","code":400}}' % said.encode() for said in OPTIONS},
     "many problems": _MANY,
     "a long problem": b'{"error":{"message":"not a text: ' + b"x" * 100_000 + b'","type":"T","code":400}}',
 }

@@ -16,9 +16,12 @@ from typing import IO, Any
 import httpx
 import psutil
 import pytest
+import typer
+from rich.text import Text
 
 from headway import __version__
-from headway.cli import app
+from headway.bench.cli import bench_app
+from headway.cli import app, main
 from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
@@ -74,6 +77,9 @@ MORE: dict[str, Mistake] = {
     "not an address": ("", ["--url", "localhost:8000"], "localhost:8000", "http://"),
     "no place for logs": ("", ["--logs", "/dev/null/logs", "--url", DEAD], "/dev/null/logs", "--logs"),
     "not our host": ("", ["--host", "203.0.113.7", "--url", DEAD], "203.0.113.7", "--host"),
+    "no tool parser": ('engines = [{tool_parser = "hermis"}]', [], "engines.0.tool_parser", "'hermes'?"),
+    "no reasoning parser": ('engines = [{args = ["--reasoning-parser=r"]}]', [], "'r'", "deepseek_r1"),
+    "too long a context": ("engines = [{max_model_len = 8193}]", [], "engines.0.max_model_len", "8192"),
     "two models": ("engines = [{port = 1}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
 }
 
@@ -114,6 +120,46 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
     assert hint in raised.value.hint
 
 
+def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    file = tmp_path / "headway.toml"
+    file.write_text(
+        'recipe = "slak"\n[server]\noperator_key = "env:HEADWAY_NO_SUCH"\n'
+        '[[engines]]\nmodel = "/no/a"\n[[engines]]\nmodel = "/no/b"\n[[engines]]\nmodel = "/no/b"\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["headway", "serve", "-c", str(file), "--port", str(free_port())])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    said = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert said.count("error:") == said.count("hint:") == 4, said
+    for wrong in ("'slak'", "HEADWAY_NO_SUCH", "'/no/a'", "'/no/b'"):
+        assert wrong in said
+    file.write_text('classes = 3\nengines = [{ api_key = "sk-long-enough", resources = 1 }]')
+    with pytest.raises(SystemExit):
+        main()
+    file.write_text("engines = []")
+    with pytest.raises(SystemExit):
+        main()
+    assert "[[engines]]" in capsys.readouterr().err
+
+
+def test_no_help_loses_a_word_in_brackets() -> None:
+    """Typer reads help as Rich's markup: `[[engines]]` would become `[]`."""
+
+    def texts(command: Any) -> Iterator[str]:
+        yield command.help or ""
+        yield from (getattr(one, "help", None) or "" for one in command.params)
+        for one in getattr(command, "commands", {}).values():
+            yield from texts(one)
+
+    found = [*texts(typer.main.get_command(app)), *texts(typer.main.get_command(bench_app))]
+    for text in found:
+        assert Text.from_markup(text).plain == text.replace("\\[", "["), text
+
+
 def test_what_serve_refuses_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "headway.toml"
     file.write_text('recipe = "slak"\n')
@@ -130,6 +176,9 @@ arguments = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 if os.environ.get("STANDIN") == "broken":
     print("[/red] no such device", flush=True)
     sys.exit(3)
+if os.environ.get("STANDIN") == "misused":
+    print("vllm: error: unrecognized arguments: --max-gpus", flush=True)
+    sys.exit(2)
 subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
 os.environ.pop("PYTHONPATH")
 line = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", arguments["--port"]]
@@ -172,7 +221,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         )  # fmt: skip
         (tmp_path / "headway.toml").write_text(write(config))
         options = ("serve", "-c", str(tmp_path / "headway.toml"), "--logs", str(tmp_path))
-        path = {"PYTHONPATH": str(tmp_path / "standin")}
+        path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "standin"), os.environ.get("PYTHONPATH", "")])}
         runs.append(
             Run(headway(*options, folder=tmp_path, **path, **environment), f"http://127.0.0.1:{port}")
         )
@@ -242,6 +291,15 @@ def test_an_engine_that_cannot_start(run: Any) -> None:
     assert "cannot start" in err
     assert "[/red] no such device" in err, "the engine's last words"
     assert "exit code 3" in err
+
+
+def test_an_engine_that_refuses_its_arguments_is_started_once(run: Any, tmp_path: Path) -> None:
+    started = run(STANDIN="misused")
+    _, err = started.process.communicate(timeout=60)
+    assert started.process.returncode == 1
+    assert "cannot start" in err
+    assert "Correct its settings in [[engines]]" in err.partition("cannot start")[2]
+    assert (tmp_path / "e0.log").read_text().count("--max-gpus") == 1
 
 
 def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
         ('recipe = "slak"', "configuration", "slak", "slack"),
         ("[server]\nprot = 1", "configuration", "server.prot", "port"),
         ('engines = [{ model = "/no/such/model" }]', "configuration", "/no/such/model", "config.json"),
+        ("engines = [{ max_model_len = 10000 }]", "configuration", "context of 8192", "max_model_len = 8192"),
+        ('engines = [{ tool_parser = "no" }]', "configuration", "no tool parser", "hermes"),
         ('engines = [{ url = "http://127.0.0.1:9" }]', "engine e0", "does not answer", "Start that vLLM"),
         ('engines = [{ cores = "0" }, { cores = "0-1" }]', "cores", "e0 and e1", 'cores = "1"'),
         ("engines = [{ kv_gib = 100000 }]", "memory", "engines take about", "kv_gib"),
@@ -64,6 +66,21 @@ def test_an_address_in_use(tmp_path: Path) -> None:
 def test_an_open_address_without_keys_is_doubtful(tmp_path: Path) -> None:
     seen = found(tmp_path, f'[server]\nhost = "0.0.0.0"\nport = {free_port()}')["address"]
     assert (seen.state, "keys" in seen.mend) == ("doubt", True)
+
+
+def test_what_is_in_brackets_is_printed(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text(f'[server]\nhost = "0.0.0.0"\nport = {free_port()}\n[broker]\nkind = "memory"')
+    said = CliRunner().invoke(app, ["doctor", "-c", str(file)], env={"COLUMNS": "300"}).output
+    assert "Add [[keys]]" in said
+    assert "[broker] kind" in said
+
+
+def test_all_of_a_configuration_s_mistakes_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text('recipe = "slak"\nengines = [{ model = "/no/such" }, { url = "localhost" }]')
+    told = [one.found for one in examine(file) if one.what == "configuration"]
+    assert [any(word in one for one in told) for word in ("slak", "/no/such", "localhost")] == [True] * 3
 
 
 def test_cores_apart_and_enough_memory_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

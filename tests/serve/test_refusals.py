@@ -321,10 +321,12 @@ def test_what_is_refused_leaves_a_trace(gateway: Gateway, caplog: pytest.LogCapt
     assert 'headway_http_errors_total{status="404",type="' in gateway.get("/metrics").text
 
 
-@pytest.mark.parametrize("choice", [None, "auto"])
-def test_tools_that_nothing_reads_are_refused_in_our_words(choice: str | None) -> None:
+@pytest.mark.parametrize(
+    "choice", [None, "auto", "required", {"type": "function", "function": {"name": "f"}}]
+)
+def test_tools_that_nothing_reads_are_refused_in_our_words(choice: Any) -> None:
     with pytest.raises(RequestError, match="tool_parser in"):
-        _check_tools(Engine(), "smollm2", choice)
+        _check_tools(Engine(), choice)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_tools_that_nothing_reads_are_refused_in_our_words(choice: str | None) -
     [(Engine(tool_parser="hermes"), None), (Engine(), "none"), (Engine(url="http://a"), "auto")],
 )
 def test_tools_that_are_read_or_are_not_known_of_pass(engine: Engine, choice: str | None) -> None:
-    _check_tools(engine, "smollm2", choice)
+    _check_tools(engine, choice)
 
 
 def test_without_keys_web_pages_of_other_sites_are_refused(serve: Serve) -> None:

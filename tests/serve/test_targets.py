@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from headway.config import BATCH, Config, Engine, Tier
 from headway.engines.vllm.process import children, client
-from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.connection import EngineConnection, EngineGone, OpenRequest
 from headway.engines.vllm.process.pace import Pace, measure
 from headway.errors import EngineError
 from headway.serve.app_state import AppState
@@ -158,6 +159,25 @@ async def test_an_engine_that_refuses_is_not_measured(mortal: Fake) -> None:
         await engine.disconnect()
 
 
+async def test_an_engine_that_leaves_streams_is_one_error(fake: Fake) -> None:
+    class Leaving(EngineConnection):
+        asked = 0
+
+        def open(self, *args: Any) -> OpenRequest:
+            self.asked += 1
+            if self.asked > 2:
+                raise EngineGone(self.id, "it left")
+            return super().open(*args)
+
+    engine = Leaving("e0", fake.url, 60.0)
+    engine.connect()
+    try:
+        with pytest.raises(EngineGone):
+            await measure(engine, "smollm2", 16, 2048)
+    finally:
+        await engine.disconnect()
+
+
 # ---- a gateway that starts its engine
 
 
@@ -204,6 +224,35 @@ def _banner(said: str, promised: float) -> bool:
     assert f"chat: first token 1,500 ms, then {promised:,.0f} ms per token (measured: a token takes" in line
     assert "2 streams at once, 150 ms cannot be met here)" in line
     return True
+
+
+def test_a_start_is_told_in_words(
+    started: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """While it lasts, with what the engine's log says last, but nothing of an earlier engine's log."""
+
+    def command(engine: Engine, port: int, recipe: str, *, host: str) -> list[str]:
+        code = (
+            "import sys, time, runpy; time.sleep(0.5); print('loading shards\\n', flush=True)\n"
+            f"time.sleep(2); sys.argv = ['fake', '--port', '{port}', '--tokens', '9']\n"
+            "runpy.run_module('headway.bench.live.fake_engine', run_name='__main__')"
+        )
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(children, "command", command)
+    monkeypatch.setattr(client, "_SILENT", 0.1)
+    monkeypatch.setattr(client, "_POLL", 0.05)
+    Path(started.broker.sqlite.path or ".").with_name("e0.log").write_text("an old error\n")
+    with caplog.at_level(logging.INFO), serving(started, ready=False):
+        until(lambda: "engine e0 is up: smollm2, 8 requests at once, " in caplog.text, 60)
+    assert "its log ends with: loading shards" in caplog.text
+    assert "an old error" not in caplog.text
+    assert "Instance(" not in caplog.text
+    assert "Pace(" not in caplog.text
+    said = capfd.readouterr().err
+    assert "starting engines" in said
+    assert "listens" not in said
 
 
 def test_a_stated_class_is_warned_of_at_start_and_stays(

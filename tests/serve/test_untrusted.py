@@ -19,7 +19,18 @@ from headway.errors import EngineError
 from headway.serve.budget import AnswerBudget
 from headway.serve.streaming import EventReader
 from tests.serve.gateway import Gateway, configuration, serving
-from tests.serve.hostile import DONE, ERRORS, GOOD, MIB, NO_ANSWERS, RESPONSES, STREAMS, TOKEN, Hostile
+from tests.serve.hostile import (
+    DONE,
+    ERRORS,
+    GOOD,
+    MIB,
+    NO_ANSWERS,
+    OPTIONS,
+    RESPONSES,
+    STREAMS,
+    TOKEN,
+    Hostile,
+)
 from tests.serve.test_background import begin, finished
 from tests.serve.test_request_ends import events, hanging
 
@@ -88,7 +99,18 @@ def test_what_is_no_answer_is_a_502(gateway: Gateway, name: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_error_about_vllm_s_options_is_told_in_our_words(
+    gateway: Gateway, name: str, stream: bool
+) -> None:
+    answer = gateway.post(gateway.chat(stream=stream, **asks(name)))
+    assert answer.status_code == 400
+    said = answer.json()["error"]
+    assert (said["type"], said["code"]) == ("invalid_request_error", OPTIONS[name])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", [name for name in ERRORS if name not in OPTIONS])
 def test_of_a_long_error_the_beginning_is_told(gateway: Gateway, name: str, stream: bool) -> None:
     answer = gateway.post(gateway.chat(stream=stream, **asks(name)))
     assert answer.status_code == 400

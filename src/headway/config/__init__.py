@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
 from dataclasses import asdict, field
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,7 @@ from headway.config.postgres import Postgres as Postgres
 from headway.config.problems import explain
 from headway.config.up import Up as Up
 from headway.config.wire import Wire as Wire
-from headway.errors import ConfigError
+from headway.errors import ConfigError, together
 from headway.private import state_dir
 from headway.types import Slo
 
@@ -40,6 +41,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1, strict=False)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+_Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -206,7 +208,10 @@ def _tiers() -> dict[str, Tier]:
 
 @dataclass(frozen=True, config=_STRICT)
 class Config:
-    """The whole file. Without `keys` the gateway accepts every client, as tenant "default"."""
+    """The whole file. Without `keys` the gateway accepts every client, as tenant "default".
+
+    aliases: other names of models, or patterns of them ("claude-*") -> the model or adapter that serves them.
+    """
 
     recipe: str = "headway"
     server: Server = field(default_factory=Server)
@@ -224,6 +229,7 @@ class Config:
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
     keys: tuple[Key, ...] = ()
+    aliases: dict[_Name, _Name] = field(default_factory=dict)
 
     @property
     def several_tenants(self) -> bool:
@@ -304,32 +310,47 @@ def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
     except ValidationError as error:
         # pydantic's own words quote the input, API keys too
         raise explain(error, where, Config, _TABLES) from None
-    if not config.engines:
-        raise ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
-    if config.server.operator_only and config.server.operator_key is None:
-        problem = f"server.operator_only in {where} asks for a key that there is not."
-        raise ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
-    if config.broker.kind == "postgres" and config.broker.postgres.url is None:
-        problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
-        fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
-        raise ConfigError(problem, fix, param="broker.postgres.url")
-    _check_keys(config, where)
-    for name, tier in config.classes.items():
-        _check_class(name, tier, where)
+    if found := [*_contradictions(config, where)]:
+        raise together(found)
     return config
 
 
-def _check_class(name: str, tier: Tier, where: str) -> None:
-    """Raise ConfigError for a class whose fields contradict each other."""
+def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
+    """Find settings that need others, or exclude them."""
+    if not config.engines:
+        yield ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
+    if config.server.operator_only and config.server.operator_key is None:
+        problem = f"server.operator_only in {where} asks for a key that there is not."
+        yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
+    if config.broker.kind == "postgres" and config.broker.postgres.url is None:
+        problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
+        fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
+        yield ConfigError(problem, fix, param="broker.postgres.url")
+    for i, key in enumerate(config.keys):
+        if unknown := set(key.classes or ()) - set(config.classes):
+            problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."
+            yield ConfigError(problem, f"Use some of {', '.join(sorted(config.classes))}.")
+    for i, engine in enumerate(config.engines):
+        if engine.api_key is not None and engine.url is None:
+            problem = f"engines.{i} in {where} has an api_key, but no url."
+            yield ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
+        if engine.runner == "pooling" and (engine.models or engine.adapters):
+            problem = f'engines.{i} in {where} has runner = "pooling", and other models or adapters.'
+            yield ConfigError(problem, "Give each pooling model an engine of its own, without them.")
+    for name, tier in config.classes.items():
+        yield from _class_contradictions(name, tier, where)
+
+
+def _class_contradictions(name: str, tier: Tier, where: str) -> Iterator[ConfigError]:
     promises = tier.ttft_ms is not None or tier.e2e_ms is not None
     if tier.drop and not promises:
-        raise ConfigError(
+        yield ConfigError(
             f"classes.{name} in {where} has drop = true, but nothing to be too late for.",
             "Give it ttft_ms or e2e_ms (a request's own SLO goes before them), or leave drop out.",
             param=f"classes.{name}.drop",
         )
     if tier.soft_ttft_ms is not None and promises:
-        raise ConfigError(
+        yield ConfigError(
             f"classes.{name} in {where} has soft_ttft_ms, but its promises order it.",
             "Leave out soft_ttft_ms, or ttft_ms and e2e_ms.",
             param=f"classes.{name}.soft_ttft_ms",
@@ -341,26 +362,11 @@ def _check_class(name: str, tier: Tier, where: str) -> None:
             param=f"classes.{name}.pace",
         )
     if tier.measured and tier.ttft_ms is None and tier.tpot_ms is None:
-        raise ConfigError(
+        yield ConfigError(
             f"classes.{name} in {where} has measured = true, but no target that is measured.",
             "Give it ttft_ms or tpot_ms, or leave measured out.",
             param=f"classes.{name}.measured",
         )
-
-
-def _check_keys(config: Config, where: str) -> None:
-    """Raise ConfigError for claims of classes that there are not, and for contradictions in engines."""
-    for i, key in enumerate(config.keys):
-        if unknown := set(key.classes or ()) - set(config.classes):
-            problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."
-            raise ConfigError(problem, f"Use some of {', '.join(sorted(config.classes))}.")
-    for i, engine in enumerate(config.engines):
-        if engine.api_key is not None and engine.url is None:
-            problem = f"engines.{i} in {where} has an api_key, but no url."
-            raise ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
-        if engine.runner == "pooling" and (engine.models or engine.adapters):
-            problem = f'engines.{i} in {where} has runner = "pooling", and other models or adapters.'
-            raise ConfigError(problem, "Give each pooling model an engine of its own, without them.")
 
 
 def write(config: Config) -> str:

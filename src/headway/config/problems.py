@@ -7,30 +7,39 @@ from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, together
 
 _UNKNOWN = "unexpected_keyword_argument"
 
 
 def explain(error: ValidationError, where: str, top: type, tables: Mapping[str, Any]) -> ConfigError:
-    """Word one problem that pydantic found, unknown keys first, as what is wrong and how to fix it.
+    """Word what pydantic found, unknown keys first, as what is wrong and how to fix it.
 
     top, tables: the classes of the whole file, and of its tables by name.
     """
-    first = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
-    names = [str(part) for part in first["loc"]]
+    found = dict[tuple[int | str, ...], ErrorDetails]()
+    for problem in sorted(error.errors(), key=lambda one: one["type"] != _UNKNOWN):
+        place = problem["loc"]
+        # One of `models` has a problem for each of its alternatives, a name or a table.
+        found.setdefault(place[:4] if place[2:3] == ("models",) else place, problem)
+    return together([_explain(problem, where, top, tables) for problem in found.values()])
+
+
+def _explain(problem: ErrorDetails, where: str, top: type, tables: Mapping[str, Any]) -> ConfigError:
+    names = [str(part) for part in problem["loc"]]
     # The value may be an API key, in the wrong place too.
     secret = names[:1] == ["keys"] or names[-1] in ("operator_key", "api_key")
     secret |= names in (["broker", "postgres"], ["broker", "postgres", "url"])  # a password may be in it
-    if first["type"] == _UNKNOWN:
+    if problem["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
         return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, top, tables), param=path)
     path = ".".join(names)
-    if first["type"] == "missing":
+    if problem["type"] == "missing":
         return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
-    what = first["msg"][:1].lower() + first["msg"][1:]
-    seen = "" if secret else f" (it is {first['input']!r})"
+    what = problem["msg"][:1].lower() + problem["msg"][1:]
+    seen = "" if secret else f" (it is {problem['input']!r})"
     return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
 
 

@@ -199,7 +199,7 @@ def _status(app: FastAPI, state: AppState) -> None:
     async def models(request: Request) -> Response:
         """List the models served here."""
         state.tenant(request)
-        data = [state.describe(name) for name in (*state.models, *state.adapters)]
+        data = [state.describe(name) for name in state.names]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{id:path}", responses=error_docs(401, 404))

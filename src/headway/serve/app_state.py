@@ -19,9 +19,10 @@ from fastapi import Request
 from headway import clock
 from headway.config import Engine, Key, Tier
 from headway.config.keys import reveal, revealed
-from headway.engines.vllm.parsers import parsers
+from headway.engines.vllm.parsers import no_tool_parser, parsers
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
+from headway.serve.aliases import exact, meant
 from headway.serve.budget import Held
 from headway.serve.claims import check_claims
 from headway.serve.gateway import Gateway
@@ -55,6 +56,8 @@ class AppState:
         self.gateway, self.config = gateway, gateway.config
         self.models = {name: engine for engine in self.config.engines for name in engine.served}
         self.adapters = base_models(self.config.engines)
+        self._served = {*self.models, *self.adapters}
+        self.names = (*self.models, *self.adapters, *exact(self.config.aliases))
         self._longest = max((engine.max_model_len for engine in self.models.values()), default=0)
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
@@ -241,9 +244,10 @@ class AppState:
             return await self._parse(kind, request, data, key, arrival, translate)
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return what OpenAI's API says of a model or an adapter. RequestError (404) if it is not served."""
-        longest = self._engine_of(name).max_model_len
-        base = {"parent": self.adapters[name]} if name in self.adapters else {}
+        """Return what OpenAI's API says of a model, an adapter or an alias. RequestError (404) for others."""
+        longest, real = self._engine_of(name).max_model_len, self._meant(name)
+        parent = self.adapters.get(name, real)
+        base = {} if parent == name else {"parent": parent}
         return {"id": name, "object": "model", "created": self.started, "owned_by": "headway",
                 "max_model_len": longest} | base  # fmt: skip
 
@@ -254,15 +258,20 @@ class AppState:
     def counter(self, name: Any) -> TokenCounter:
         """Return the tokenizer of a model or an adapter. RequestError (404) when it is not served."""
         self._engine_of(str(name))
-        return self.gateway.counters[self.adapters.get(str(name), str(name))]
+        real = self._meant(str(name))
+        return self.gateway.counters[self.adapters.get(real, real)]
+
+    def _meant(self, name: str) -> str:
+        return meant(self.config.aliases, self._served, name)
 
     def _engine_of(self, name: str) -> Engine:
         """Return the engine of a model or an adapter. RequestError (404) when it is not served."""
-        engine = self.models.get(self.adapters.get(name, name))
+        real = self._meant(name)
+        engine = self.models.get(self.adapters.get(real, real))
         if engine is None:
             raise RequestError(
                 f"The model {name[:100]!r} does not exist here.",
-                f"Use one of {', '.join(sorted([*self.models, *self.adapters]))}.",
+                f"Use one of {', '.join(sorted(self.names))}.",
                 status=404, code="model_not_found", param="model",
             )  # fmt: skip
         return engine
@@ -298,7 +307,7 @@ class AppState:
         engine = self._engine_of(body.model)
         _check_runner(engine, kind, body.model)
         if isinstance(body, ChatBody) and body.tools:
-            _check_tools(engine, body.model, raw.get("tool_choice"))
+            _check_tools(engine, raw.get("tool_choice"))
 
         def work() -> tuple[ParsedRequest, Prompt]:
             prompt = self.gateway.counters[model].read(body, engine.max_model_len)
@@ -318,15 +327,17 @@ class AppState:
         self, kind: Kind, data: bytes, translate: Translate | None
     ) -> tuple[dict[str, Any], ChatBody | CompletionBody]:
         raw = read_json(data)
-        raw = raw if translate is None else translate(raw)
-        return raw, self.validated(kind, raw)
+        return self.validated(kind, raw if translate is None else translate(raw))
 
-    def validated(self, kind: Kind, raw: Mapping[str, Any]) -> ChatBody | CompletionBody:
-        """Check the fields of a body; errors as `check_grammars` and `validate`."""
-        if raw.get("model") is None:  # vLLM wants none
-            raw = {**raw, "model": self.only_model()}
+    def validated(self, kind: Kind, raw: dict[str, Any]) -> tuple[dict[str, Any], ChatBody | CompletionBody]:
+        """Check the fields of a body, and return it with its model's own name.
+
+        Errors as `check_grammars` and `validate`.
+        """
+        name = self.only_model() if raw.get("model") is None else raw["model"]  # vLLM wants none
+        raw = {**raw, "model": self._meant(name) if isinstance(name, str) else name}
         check_grammars(raw, self.config.grammars)
-        return validate(kind, raw, self._longest)
+        return raw, validate(kind, raw, self._longest)
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
         """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""
@@ -372,14 +383,10 @@ def _check_runner(engine: Engine, kind: Kind, model: str) -> None:
     )  # fmt: skip
 
 
-def _check_tools(engine: Engine, model: str, choice: Any) -> None:
-    """Refuse tools that the model may choose, where nothing reads its choice."""
-    if engine.url is None and choice in (None, "auto") and parsers(engine).tool is None:
-        raise RequestError(
-            f"The model {model!r} cannot choose tools here: its engine has no tool_parser.",
-            'Set tool_parser in [[engines]] (such as "hermes"), or send "tool_choice": "none".',
-            param="tools", code="tools_unsupported",
-        )  # fmt: skip
+def _check_tools(engine: Engine, choice: Any) -> None:
+    """Refuse tools that the model may or must call, where nothing reads its calls."""
+    if engine.url is None and choice != "none" and parsers(engine).tool is None:
+        raise no_tool_parser()
 
 
 def header_docs(*names: str) -> list[dict[str, Any]]:

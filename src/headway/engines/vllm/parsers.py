@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from headway.config import Engine
+from headway.errors import RequestError
 
 
 class Parsers(NamedTuple):
@@ -30,6 +35,12 @@ _KNOWN = {
     r"mistral|mixtral|devstral": Parsers("mistral", None),
     r"granite-3": Parsers("granite", None),
 }
+Kind = Literal["tool", "reasoning"]
+# Where vLLM lists its parsers: a package and a table in it.
+_TABLES: dict[Kind, tuple[str, str]] = {
+    "tool": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
+}
 _TOOL, _REASONING = "--tool-call-parser", "--reasoning-parser"
 
 
@@ -43,6 +54,16 @@ def parsers(engine: Engine) -> Parsers:
     )
 
 
+def no_tool_parser() -> RequestError:
+    """Return the error of a request with tools to an engine without a parser of their calls."""
+    return RequestError(
+        "This model cannot call tools here: its engine has no tool_parser.",
+        'Set tool_parser in [[engines]], such as "hermes" (of a vLLM at a url, its --tool-call-parser), '
+        'or send "tool_choice": "none".',
+        param="tools", code="tools_unsupported",
+    )  # fmt: skip
+
+
 def options(engine: Engine) -> list[str]:
     """Return the options of `vllm serve` for the parsers that `args` does not name already."""
     found, line = parsers(engine), list[str]()
@@ -51,6 +72,23 @@ def options(engine: Engine) -> list[str]:
     if found.reasoning is not None and _in_args(engine, _REASONING) is None:
         line += [_REASONING, found.reasoning]
     return line
+
+
+@cache
+def known_to_vllm(kind: Kind) -> frozenset[str] | None:
+    """Return the names of vLLM's parsers, None = it has no such list here.
+
+    They are read from its source: to import vLLM takes ten seconds.
+    """
+    package, table = _TABLES[kind]
+    vllm = find_spec("vllm")
+    for folder in (vllm and vllm.submodule_search_locations) or ():
+        file = Path(folder) / package / "__init__.py"
+        for line in ast.parse(file.read_text()).body if file.is_file() else ():
+            match line:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == table:
+                    return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant))
+    return None
 
 
 def _of(configured: str | None, in_args: str | None, known: str | None) -> str | None:

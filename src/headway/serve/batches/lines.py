@@ -65,7 +65,7 @@ async def interpret_line(
 
     def validated() -> tuple[dict[str, Any], ChatBody | CompletionBody]:
         raw = chat_of(line.body) if batch.endpoint == RESPONSES else line.body
-        return raw, state.validated(kind, raw)
+        return state.validated(kind, raw)
 
     raw, body = await offload(size, validated)
     if body.stream:

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
 
-from headway.errors import shortened
+from headway.engines.vllm.parsers import no_tool_parser
+from headway.errors import RequestError, shortened
 
 _PIECE = 2**16  # bytes that are looked at in one go; another thread may have its turn in between
 # JSON objects in an answer: so many, and one more for this many bytes. Log probabilities have one in 30.
@@ -27,6 +28,14 @@ _LARGE_WIDTH = 64  # bytes of its longest match
 _LITERAL = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+-]*+')  # of valid JSON: text, or number
 _LONGEST_NUMBER = 1000  # bytes
 _LONGEST_ERROR = 2000  # bytes that a client gets as they are
+# What an engine's error says -> what clients are told instead: vLLM names its own options, and no mend.
+OWN_WORDS = {
+    b"is not a multimodal model": RequestError(
+        "This model reads only text.", "Leave out images, audio and video, or name a model that takes them.",
+        param="messages", code="unsupported_content",
+    ),
+    b"--tool-call-parser": no_tool_parser(),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +99,14 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     return Answer(found.usage.completion_tokens, usage_only=not found.choices)
 
 
-def short_error(data: bytes) -> bytes:
-    """Return an engine's error, as `read_answer` has read it, of whose long texts the beginnings are left."""
+def told_error(data: bytes) -> bytes:
+    """Return what a client is told for an engine's error, as `read_answer` has read it.
+
+    Of long texts the beginnings are left.
+    """
+    for said, error in OWN_WORDS.items():
+        if said in data:
+            return json.dumps(error.body()).encode()
     if len(data) <= _LONGEST_ERROR:
         return data
     told = json.loads(data)

@@ -20,7 +20,7 @@ from headway.config import Engine
 from headway.config.keys import reveal
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.launch import Child, check_installed
+from headway.engines.vllm.process.launch import BadArguments, Child, check_installed
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import Pace, measure
@@ -33,6 +33,7 @@ from headway.types import Instance
 log = logging.getLogger("headway.engine")
 _SILENT = 10.0  # seconds of waiting without a word
 _POLL = 0.25  # seconds between checks of a child
+_LINE = 200  # characters of a line of a child's log
 T = TypeVar("T")
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -64,6 +65,7 @@ class VllmEngine(EngineView):
         self._wake = asyncio.Event()  # a swap was ordered
         self._announced: Instance | None = None
         self._has_scheduler = False  # Headway's is inside
+        self._served = False  # it has been up, so its arguments are good
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
@@ -103,6 +105,9 @@ class VllmEngine(EngineView):
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
+                if isinstance(error, BadArguments) and not self._served:
+                    self.given_up = True
+                    return
             except Exception as error:  # supervision must go on after any error, and operators must see it
                 log.exception("engine %s", self.id)
                 self.failure = EngineError(f"The engine {self.id} failed: {error!r}.", "See the log.")
@@ -145,8 +150,9 @@ class VllmEngine(EngineView):
             await asyncio.to_thread(self.models.survey)
         self.failure, self.loading = None, None
         self.up.set()
+        self._served = True
         self._announced = self.models.announce(instance)
-        log.info("engine %s is up: %s", self.id, self._announced)
+        log.info("engine %s is up: %s", self.id, _in_words(self._announced))
         self._on_event(event(self._announced))
         if self.models.swaps and self.loading is None:  # the event may have ordered the next swap
             self._beside(self._follow_models())
@@ -159,7 +165,10 @@ class VllmEngine(EngineView):
             self._children.check()
             if time.monotonic() > said + _SILENT:
                 said = time.monotonic()
-                log.info("engine %s: no answer at %s yet, after %d s", self.id, self.url, said - began)
+                log.info(
+                    "engine %s: no answer at %s yet, after %d s%s",
+                    self.id, self.url, said - began, self._last_words(),
+                )  # fmt: skip
             if time.monotonic() > deadline:
                 waited = f"within {self.config.start_timeout_s:g} s"
                 raise EngineError(
@@ -167,6 +176,12 @@ class VllmEngine(EngineView):
                     f"Look into {self._log}, or raise start_timeout_s." if self.child else "Is it running?",
                 )
             await asyncio.sleep(_POLL)
+
+    def _last_words(self) -> str:
+        """Return the last line of the child's log: what it does while nothing else tells."""
+        lines = self.child.tail().splitlines() if self.child else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+        return "" if last is None else f"; its log ends with: {last[:_LINE]}"
 
     async def _watch(self) -> bool:
         """Return True when a swap is ordered, False when `lost` is called.
@@ -362,6 +377,14 @@ class VllmEngine(EngineView):
         self.models.stop_reading()
         for task in self._side_tasks:
             task.cancel()
+
+
+def _in_words(instance: Instance) -> str:
+    blocks = f"{instance.blocks_total:,} KV blocks of {instance.block_size} tokens"
+    others = ", ".join(other.model for other in instance.loadable)
+    return f"{instance.model}, {instance.max_running} requests at once, {blocks}" + (
+        f"; it can load {others}" if others else ""
+    )
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

@@ -35,6 +35,9 @@ from headway.recipes.registry import find
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"
 _CPUINFO = Path("/proc/cpuinfo")
+_USAGE = 2  # vLLM's exit status for a command line that it cannot read
+_INVALID = " validation error for "  # pydantic's, of a configuration that vLLM makes of its arguments
+_TAIL = 2**16  # bytes of a log that are read for its last lines
 
 
 def free_port() -> int:
@@ -184,19 +187,25 @@ def _metadata_shim() -> str | None:
     return str(folder)
 
 
+class BadArguments(EngineError):
+    """vLLM refuses what it was started with, and would do so again."""
+
+
 @dataclass(slots=True)
 class Child:
-    """One child process and its log file."""
+    """One child process and its log file, to which earlier ones may have written."""
 
     argv: Sequence[str]
     env: dict[str, str]
     log: Path
     process: subprocess.Popen[bytes] | None = field(default=None)
+    _before: int = field(default=0, init=False)  # bytes of the log that are not this process's
 
     def start(self) -> None:
         """Start the process; its output goes to the log file."""
         private.directory(self.log.parent)
         with os.fdopen(private.opened(self.log, os.O_WRONLY | os.O_APPEND), "ab") as out:
+            self._before = out.tell()
             self.process = subprocess.Popen(
                 self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True, preexec_fn=_die_with_parent,
@@ -225,17 +234,23 @@ class Child:
                 return
 
     def tail(self, lines: int = 12) -> str:
-        """Return the last lines of the log."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        """Return the last lines that this process has logged."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(max(self._before, log.seek(0, os.SEEK_END) - _TAIL))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     def died(self, name: str) -> EngineError:
         """Return the error of an engine whose child has ended."""
-        code = self.process.poll() if self.process else None
-        return EngineError(
-            f"The engine {name} ended with exit code {code}. Its last lines:\n{self.tail()}\n",
-            f"The whole log is in {self.log}.",
-        )
+        code, lines = self.process.poll() if self.process else None, self.tail()
+        problem = f"The engine {name} ended with exit code {code}. Its last lines:\n{lines}\n"
+        # Of a model on the hub, an invalid configuration may be one that could not be fetched.
+        invalid = _INVALID in lines and "HF_HUB_OFFLINE" in self.env
+        if code == _USAGE or invalid:
+            hint = f"Correct its settings in [[engines]], and start Headway again. Its log is {self.log}."
+            return BadArguments(problem, hint)
+        return EngineError(problem, f"The whole log is in {self.log}.")
 
 
 def _die_with_parent() -> None:

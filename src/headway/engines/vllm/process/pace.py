@@ -33,6 +33,13 @@ class Pace:
     streams: int
     together: float
 
+    def __str__(self) -> str:
+        ttft, tpot, together = (
+            f"{1000 * seconds:,.0f} ms" for seconds in (self.ttft, self.tpot, self.together)
+        )
+        alone = f"a prompt of {PROMPT} tokens takes {ttft}, then a token {tpot}"
+        return f"{alone}, with {self.streams} streams at once {together}"
+
     def slowest(self, other: Pace) -> Pace:
         """Return the pace that both engines can keep."""
         slower = max(self, other, key=lambda one: one.together)
@@ -71,8 +78,11 @@ class _Probe:
 
     async def streams(self, count: int, prompt: int, tokens: int) -> float:
         """Return the seconds per token of the slowest of several streams at once."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.stream(prompt, tokens)) for _ in range(count)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.stream(prompt, tokens)) for _ in range(count)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         return max(task.result()[1] for task in tasks)
 
     async def stream(self, prompt: int, tokens: int) -> tuple[float, float]:

@@ -34,6 +34,7 @@ class EngineView(EngineConnection, ABC):
     prefix_caching: prefixes can be pinned in it. block_size: tokens of a KV block. Known once it is up.
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
+    given_up: it is not started again.
     """
 
     models: Models
@@ -47,6 +48,7 @@ class EngineView(EngineConnection, ABC):
         self.ahead = 0.0
         self.restarts = 0
         self.failure: EngineError | None = None
+        self.given_up = False
 
     def takes(self, model: str) -> bool:
         """Tell whether a request for this model may be sent now; not from the order of a swap to its end."""

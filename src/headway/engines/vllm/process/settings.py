@@ -1,0 +1,75 @@
+"""Settings of engines that vLLM would refuse only after its imports, half a minute into the start."""
+
+from __future__ import annotations
+
+import json
+import os
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headway.config import Engine
+from headway.engines.vllm.parsers import Kind, known_to_vllm, parsers
+from headway.errors import ConfigError, check_all
+from headway.models.resolve import resolve
+
+# Fields of config.json that limit the context; of several the least counts, as in vLLM.
+_CONTEXT = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+_OVERRIDES = {"--max-model-len", "--hf-overrides", "--config", "--config-format"}
+
+
+def check_settings(where: str, engine: Engine) -> None:
+    """Raise ConfigError for parsers that vLLM does not have, and for more context than the models have.
+
+    where: the engine's table in the configuration.
+    """
+    found = parsers(engine)
+    check_all(
+        partial(_check_parser, where, engine, "tool", found.tool),
+        partial(_check_parser, where, engine, "reasoning", found.reasoning),
+        *(partial(_check_context, where, engine, model) for model in engine.served.values()),
+    )
+
+
+def _check_parser(where: str, engine: Engine, kind: Kind, name: str | None) -> None:
+    known = known_to_vllm(kind)
+    if name is None or known is None or name in known or f"--{kind}-parser-plugin" in _options(engine):
+        return
+    near = get_close_matches(name, known, n=1)
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"{where}.{kind}_parser is {name!r}, and vLLM has no {kind} parser of that name.",
+        f'{meant}There are {", ".join(sorted(known))}, and "none".', param=f"{where}.{kind}_parser",
+    )  # fmt: skip
+
+
+def _check_context(where: str, engine: Engine, model: str) -> None:
+    """Compare the context with that of a model on this disk."""
+    if engine.runner == "pooling" or _OVERRIDES & _options(engine):
+        return
+    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0"):
+        return
+    file = Path(resolve(model)) / "config.json"
+    longest = _context(json.loads(file.read_text())) if file.is_file() else None
+    if longest is not None and engine.max_model_len > longest:
+        raise ConfigError(
+            f"{where}.max_model_len is {engine.max_model_len}, but {model} has a context of {longest}.",
+            f"Set max_model_len = {longest} or less.", param=f"{where}.max_model_len",
+        )  # fmt: skip
+
+
+def _context(config: dict[str, Any]) -> int | None:
+    """Return the longest context that vLLM grants, None = that takes more than the config's plain limits."""
+    text = config.get("text_config") or config
+    if text.get("rope_scaling") or "factor" in json.dumps(text.get("rope_parameters")):
+        return None
+    limits = [value for name in _CONTEXT if isinstance(value := text.get(name), int)]
+    return max(min(limits), text.get("model_max_length") or 0) if limits else None
+
+
+def _options(engine: Engine) -> set[str]:
+    return {word.partition("=")[0] for word in engine.args}
