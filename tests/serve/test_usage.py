@@ -10,7 +10,7 @@ from headway.config import Key
 from headway.errors import RequestError
 from headway.serve.usage import Usage
 from tests.serve.conftest import Serve
-from tests.serve.gateway import Gateway, until
+from tests.serve.gateway import OPERATOR, Gateway, until
 
 A, B = "sk-alpha-123456", "sk-beta-123456"
 LIMITED = Key(key=A, tenant="a", requests_per_min=5)
@@ -80,7 +80,9 @@ def test_over_http(serve: Serve, limit: dict[str, int]) -> None:
         assert int(headers["retry-after"]) <= 61
         assert headers[f"x-ratelimit-limit-{what}"] == str(next(iter(limit.values())))
         assert ask(gateway, B)[0] == 200
-        assert 'headway_dropped_total{reason="rate_limit"} 1.0' in gateway.get("/metrics").text
+        assert (
+            'headway_dropped_total{reason="rate_limit"} 1.0' in gateway.get("/metrics", headers=OPERATOR).text
+        )
 
 
 def test_all_prompts_of_a_request_count(serve: Serve) -> None:

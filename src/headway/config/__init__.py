@@ -46,7 +46,8 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
-    operator_key: for /headway/control, which is off without. operator_only: for /metrics and /ready, too.
+    operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and what
+        /ready tells besides its status are for operators alone; unset, where there are keys.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
     write_timeout_s: in which a client takes nothing of its answer. idle_timeout_s: between two requests.
@@ -68,7 +69,7 @@ class Server:
     tenant_share: Share = 0.5
     class_share: Share = 0.75
     operator_key: Secret | None = None
-    operator_only: bool = False
+    operator_only: bool | None = None
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
     head_timeout_s: Positive = 10.0
     body_timeout_s: Positive = 60.0
@@ -226,6 +227,12 @@ class Config:
     def several_tenants(self) -> bool:
         """Tell whether requests can come from more than one tenant."""
         return len({key.tenant for key in self.keys}) > 1
+
+    @property
+    def status_closed(self) -> bool:
+        """Tell whether the gateway's state is for operators alone."""
+        only = self.server.operator_only
+        return bool(self.keys) if only is None else only
 
     @property
     def history(self) -> Path | None:
