@@ -55,7 +55,8 @@ class Server:
         that have no request in progress make room for new ones.
     drain_s: that requests in progress get when the gateway is stopped.
     tenant_share: where keys name several tenants: what one may take of the queue (max_queued and
-        max_queued_mib) that the others leave. class_share: what one class of a tenant may take of its part.
+        max_queued_mib), and of a backend's workers, that the others leave. class_share: what one class of a
+        tenant may take of its part of the queue.
     Secrets here, in keys and in engines are themselves, "env:NAME" or "file:PATH".
     """
 
@@ -227,6 +228,11 @@ class Config:
     def several_tenants(self) -> bool:
         """Tell whether requests can come from more than one tenant."""
         return len({key.tenant for key in self.keys}) > 1
+
+    @property
+    def tenant_share(self) -> float:
+        """Return what one tenant may take of what the others leave; all where there are no others."""
+        return self.server.tenant_share if self.several_tenants else 1.0
 
     @property
     def status_closed(self) -> bool:

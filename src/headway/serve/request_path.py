@@ -69,12 +69,16 @@ class RequestPath:
 
     def check_limits(self, key: Key, now: float) -> None:
         """Refuse a request before its body is read (429): its tenant has used up its minute, or its room."""
+        self.check_rate(key, now)
+        self.check_room(key.tenant, key.max_queued)
+
+    def check_rate(self, key: Key, now: float) -> None:
+        """Refuse what counts as a request of a tenant that has used up its minute (429)."""
         try:
             self.usage.check(key, now)
         except RequestError:
             self._metrics.dropped("rate_limit")
             raise
-        self.check_room(key.tenant, key.max_queued)
 
     def check_room(self, tenant: str, most: int | None = None) -> None:
         """Refuse a request before its body is read (429), if its tenant may not have more of any class.
