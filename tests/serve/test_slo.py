@@ -118,7 +118,11 @@ def test_a_class_of_one_s_own_and_the_default_class(serve: Serve, fake: Fake) ->
         assert slo_targets(fake.last()["body"]) == {"e2e": SLOW}
         # They are counted once the client has its answer.
         until(lambda: gateway.metric('headway_slo_attainment{class="default",model="smollm2"}') == 1.0)
-        until(lambda: gateway.metric('headway_slo_owed_total{class="gold",model="smollm2"}') == 1.0)
+        until(
+            lambda: (
+                gateway.metric('headway_slo_owed_total{class="gold",model="smollm2",tenant="default"}') == 1.0
+            )
+        )
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class RequestPath:
         try:
             self.usage.check(key, now)
         except RequestError:
-            self._metrics.dropped("rate_limit")
+            self._metrics.dropped("rate_limit", key.tenant)
             raise
 
     def check_room(self, tenant: str, most: int | None = None) -> None:
@@ -88,7 +88,7 @@ class RequestPath:
         control = self._dispatcher.control
         reject = control.controller.full(tenant, None, clock.now(), self._coming(), most)
         if reject is not None:
-            self._metrics.dropped(reject.reason)
+            self._metrics.dropped(reject.reason, tenant)
             self._journal.refused(reject.reason, tenant)
             raise refusal(reject)
 
@@ -113,7 +113,7 @@ class RequestPath:
         reject = self.admission(request, most)
         if reject is None:
             return
-        self._metrics.dropped(reject.reason)
+        self._metrics.dropped(reject.reason, request.tenant)
         if reject.reason == "infeasible":
             self._metrics.failed(request, "refused")
             self._journal.infeasible(request)
