@@ -51,6 +51,7 @@ class Server:
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
     write_timeout_s: in which a client takes nothing of its answer. idle_timeout_s: between two requests.
+    keepalive_s: a stream that waits for its first token gets a comment so often, for proxies; 0 = none.
     max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
         that have no request in progress make room for new ones.
     drain_s: that requests in progress get when the gateway is stopped.
@@ -76,6 +77,7 @@ class Server:
     body_timeout_s: Positive = 60.0
     write_timeout_s: Positive = 60.0
     idle_timeout_s: Count = 30
+    keepalive_s: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 30.0
     max_connections: Count | None = None
     drain_s: Annotated[int, Field(ge=0)] = 5
 

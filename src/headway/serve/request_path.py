@@ -132,6 +132,11 @@ class RequestPath:
         return self._storing + Counter(elsewhere) if elsewhere else self._storing
 
     @property
+    def keepalive_s(self) -> float:
+        """Return how often streams that wait get a comment, 0 = never."""
+        return self._limits.keepalive_s
+
+    @property
     def on_disk(self) -> bool:
         """Tell whether the broker keeps bodies on disk."""
         return self._broker.on_disk

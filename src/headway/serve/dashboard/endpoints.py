@@ -42,6 +42,5 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
                 kind="server_error", code="too_many_viewers",
             )  # fmt: skip
         events = board.events(state.stopping, operator)
-        return StreamingResponse(
-            events, media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
