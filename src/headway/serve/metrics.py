@@ -54,26 +54,16 @@ class _Answers(NamedTuple):
 
 
 class Metrics:
-    """Headway's own metrics; `render` adds the engines'.
-
-    What counts requests has their tenant as a label. Histograms have not: they have a dozen series for each.
-    """
+    """Headway's own metrics; `render` adds the engines'."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._label = FewValues().of  # of tenants
         r, by = self.registry, ["model", "class"]
-        each = [*by, "tenant"]
-        self._ends = Counter(
-            "headway_requests", "Requests ended, by outcome.", [*each, "outcome"], registry=r
-        )
-        self._met = Counter("headway_slo_met", "Requests that met every SLO target.", each, registry=r)
-        self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", each, registry=r)
+        self._add_counts(r, [*by, "tenant"])
         self._attainment = Gauge(
             "headway_slo_attainment", "Share of requests that met their SLO.", by, registry=r
         )
         self._add_latencies(r, by)
-        self._drops = Counter("headway_dropped", "Requests refused.", ["reason", "tenant"], registry=r)
         self._errors = Counter(
             "headway_http_errors", "Answers from 400 on before a request was accepted, and of what is none.",
             ["status", "type"], registry=r,
@@ -84,7 +74,6 @@ class Metrics:
         self._ended = Counter(
             "headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r
         )
-        self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind", "tenant"], registry=r)
         self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
         self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
         self._add_engines(r)
@@ -100,6 +89,17 @@ class Metrics:
         r.register(self._counted)
         self._planned = _Planned()
         r.register(self._planned)
+
+    def _add_counts(self, r: CollectorRegistry, each: list[str]) -> None:
+        """Add what counts requests by tenant. Histograms do not: they have a dozen series for each label."""
+        self._label = FewValues().of  # of tenants
+        self._ends = Counter(
+            "headway_requests", "Requests ended, by outcome.", [*each, "outcome"], registry=r
+        )
+        self._met = Counter("headway_slo_met", "Requests that met every SLO target.", each, registry=r)
+        self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", each, registry=r)
+        self._drops = Counter("headway_dropped", "Requests refused.", ["reason", "tenant"], registry=r)
+        self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind", "tenant"], registry=r)
 
     def _add_engines(self, r: CollectorRegistry) -> None:
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
