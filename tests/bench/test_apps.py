@@ -179,7 +179,9 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
             broker = Broker(sqlite=Sqlite(str(folder / "queue.sqlite"), "normal"))
             tiers = {one: Tier() for one in ("default", *classes)}
             attached = replace(ENGINE, url=url, served_name="smollm2")
-            config = Config(name, Server(port=8000), (attached,), broker, classes=tiers, keys=keys)
+            config = Config(
+                name, Server(port=8000, operator_only=False), (attached,), broker, classes=tiers, keys=keys
+            )
             assert config.apps_dir is not None
             for graph in graphs:
                 GraphFiles(config.apps_dir).save(SHARED, graph)

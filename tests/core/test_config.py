@@ -61,6 +61,7 @@ head_timeout_s = 3
 body_timeout_s = 30.5
 write_timeout_s = 20
 idle_timeout_s = 6
+keepalive_s = 7.5
 max_connections = 100
 drain_s = 0
 
@@ -236,7 +237,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.recipe == "edf"
     assert config.aliases == {"claude-*": "some"}
     assert config.server == Server(
-        "0.0.0.0", 9000, 64, 16, 10, 64, 8, 0.4, 0.6, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 100, 0
+        "0.0.0.0", 9000, 64, 16, 10, 64, 8, 0.4, 0.6, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 7.5, 100, 0
     )  # fmt: skip
     assert config.engines == (
         Engine(

@@ -155,7 +155,7 @@ class Gateway:
 
     def metric(self, name: str) -> float:
         """Return the value of the sample whose line begins with `name`, 0 when there is none."""
-        page = self.get("/metrics").text
+        page = self.get("/metrics", headers=OPERATOR).text
         return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -178,6 +178,28 @@ def test_tenants_see_no_backend_without_a_key_and_nothing_of_each_other(serve: S
         assert gateway.get("/v1/runs/r1?app=agent", headers=bert).status_code == 404
 
 
+def test_units_count_against_the_limits_of_their_tenant(serve: Serve) -> None:
+    keys = (
+        Key("key-of-anna", "anna", requests_per_min=2), Key("key-of-bert", "bert", max_queued=1),
+        Key("key-of-carl", "carl"),
+    )  # fmt: skip
+    anna, bert, carl = ({"authorization": f"Bearer {key.key}"} for key in keys)
+    with ThreadPoolExecutor() as threads, serve(backends=BACKENDS, keys=keys) as gateway:
+        assert [ask(gateway, "echo", {"input": 1}, headers=anna).status_code for _ in range(3)] == [
+            200, 200, 429
+        ]  # fmt: skip
+        sleeps = {"input": {"code": "import time; time.sleep(600)"}}
+        units = [threads.submit(ask, gateway, "python", sleeps, headers=one) for one in (bert, carl)]
+        pool: Any = gateway.inner.backends["python"]._pool  # type: ignore[attr-defined]
+        until(lambda: len(pool._busy) == 2)
+        refused = ask(gateway, "echo", {"input": 1}, headers=bert)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_queue_full")
+        assert ask(gateway, "echo", {"input": 1}, headers=carl).status_code == 200
+        gateway.do(pool.close())
+        assert [unit.result().status_code for unit in units] == [200, 200]
+        assert ask(gateway, "echo", {"input": 1}, headers=bert).status_code == 200
+
+
 def test_nothing_is_executed_unless_it_is_configured(gateway: Gateway) -> None:
     refused = ask(gateway, "python")
     assert refused.status_code == 404

@@ -237,13 +237,49 @@ async def test_there_are_only_so_many_processes_and_only_so_many_wait() -> None:
     async with sandboxes(processes=1, waiting=1) as backend:
         begins = asyncio.create_task(execute(backend, "input()\nimport time; time.sleep(1)"))
         first = asyncio.create_task(execute(backend, "import time; time.sleep(1)"))
-        await eventually(lambda: backend._pool._queue)
+        await eventually(lambda: backend._pool._places._waiting)
         assert await backend.warm() is None
         with pytest.raises(RequestError) as refused:
             await execute(backend, "pass")
         assert (refused.value.status, refused.value.code) == (429, "backend_busy")
         assert backend._pool.live == 1
         assert {ran.output["timed_out"] for ran in await asyncio.gather(begins, first)} == {False}
+
+
+SLEEPS = {"code": "import time; time.sleep(600)"}
+
+
+async def test_a_tenant_leaves_workers_and_places_to_others() -> None:
+    backend = Sandboxes("python", Settings("sandbox", isolation="process", processes=3, waiting=8), 0.5)
+    flood = [asyncio.create_task(backend.run("alpha", SLEEPS)) for _ in range(20)]
+    try:
+        await eventually(lambda: len(backend._pool._busy) == 2)
+        assert (await backend.run("beta", {"code": "print('there')"})).output["stdout"] == "there\n"
+        refused = [unit.exception() for unit in flood if unit.done()]
+        assert {error.code for error in refused if isinstance(error, RequestError)} == {"tenant_queue_full"}
+        assert len(refused) == 14, "two run, and four of eight places are its share"
+        assert backend._pool.live == 2
+    finally:
+        await backend.close()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_tenants_take_turns() -> None:
+    served = list[str]()
+
+    async def run(backend: Sandboxes, tenant: str) -> None:
+        await backend.run(tenant, {"code": "pass"})
+        served.append(tenant)
+
+    async with sandboxes(processes=1) as backend:
+        blocks = asyncio.create_task(backend.run("alpha", {"code": "import time; time.sleep(2)"}))
+        await eventually(lambda: backend._pool._busy)
+        units = list[asyncio.Task[None]]()
+        for tenant in ["alpha"] * 4 + ["beta"] * 2:
+            units.append(asyncio.create_task(run(backend, tenant)))
+            await asyncio.sleep(0)
+        await asyncio.gather(blocks, *units)
+    assert served == ["beta", "alpha", "beta", "alpha", "alpha", "alpha"]
 
 
 async def test_a_unit_waits_for_a_sandbox_that_is_being_warmed() -> None:

@@ -134,6 +134,8 @@ def test_so_many_look_and_no_more(gateway: Gateway, monkeypatch: pytest.MonkeyPa
         next(events)
         refused = gateway.get("/headway/live")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
+        with live(gateway, headers=OPERATOR) as own:
+            assert next(own), "the operator has places of its own"
     until(lambda: WEB.stream("GET", f"{gateway.url}/headway/live").__enter__().status_code == 200)
 
 

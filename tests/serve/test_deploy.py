@@ -24,7 +24,7 @@ LABELS = re.compile(r"by \(([^)]*)\)|\{([^}]*)\}")
 UNSEEN = {
     "headway_model_swaps_total": {"instance", "model", "kind", "outcome"},
     "headway_loop_failures_total": {"loop"},
-    "headway_dropped_total": {"reason"},
+    "headway_dropped_total": {"reason", "tenant"},
 }
 
 

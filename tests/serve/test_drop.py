@@ -24,7 +24,7 @@ TIERS = CLASSES | {
     "by-the-end": Tier(e2e_ms=300.0, drop=True),
     "patient": Tier(ttft_ms=300.0),
 }
-DROPPED = 'headway_dropped_total{reason="infeasible"}'
+DROPPED = 'headway_dropped_total{reason="infeasible",tenant="default"}'
 LONG = [{"role": "user", "content": "word " * 200}]
 
 
@@ -76,7 +76,12 @@ def test_what_cannot_be_on_time_is_refused_before_it_is_stored(serve: Serve, fak
         assert "0.3 s were promised" in answer.json()["error"]["message"]
         assert (fake.last()["asked"], len(gateway.jobs())) == (asked, jobs)
         assert gateway.metric('headway_slo_attainment{class="strict",model="smollm2"}') == 0.0
-        assert gateway.metric('headway_requests_total{class="strict",model="smollm2",outcome="refused"}') == 1
+        assert (
+            gateway.metric(
+                'headway_requests_total{class="strict",model="smollm2",outcome="refused",tenant="default"}'
+            )
+            == 1
+        )
         background = gateway.post(gateway.chat(service_tier="strict", messages=LONG, background=True))
         assert background.status_code == 429
         with gateway.client(max_retries=2) as client, pytest.raises(openai.RateLimitError):
@@ -193,7 +198,7 @@ def test_with_every_kind_of_planner(serve: Serve, fake: Fake, recipe: str) -> No
 
 
 def test_many_at_once_end_once_each(gateway: Gateway, fake: Fake) -> None:
-    done = [f'headway_requests_total{{class="strict",model="smollm2",outcome="{how}"}}'
+    done = [f'headway_requests_total{{class="strict",model="smollm2",outcome="{how}",tenant="default"}}'
             for how in ("finished", "refused", "failed", "cancelled")]  # fmt: skip
     before = [gateway.metric(name) for name in done]
     with ThreadPoolExecutor(24) as pool:

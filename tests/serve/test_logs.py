@@ -88,6 +88,9 @@ def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> Non
     assert good["bytes"] > 0
     assert (bad["status"], bad["tenant"]) == (401, "")
     assert "sk-" not in process.errors.read_text()
+    assert {line["path"] for line in process.lines() if line["logger"] == "headway.access"} == {CHAT}, (
+        "no probes"
+    )
 
     keys = (Key("sk-newer-key", "gamma"), Key("sk-other-key", "beta", classes=("default", "gold")))
     classes = {"default": Tier(), "gold": Tier(ttft_ms=60_000.0)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headway.config import Key, parse
@@ -13,13 +15,14 @@ from tests.serve.gateway import OPERATOR, Fake, Gateway
 from tests.serve.test_refusals import error
 from tests.serve.test_request_ends import fakes
 
+KEY = Key("sk-alpha-123", "alpha")
+TENANT = {"authorization": f"Bearer {KEY.key}"}
 STATE, CONTROL = {"op": "state"}, "/headway/control/e0"
 
 
 def test_control_is_the_operator_s(serve: Serve) -> None:
-    key = Key("sk-alpha-123", "alpha")
-    with serve(keys=(key,)) as gateway:
-        for headers in ({}, {"authorization": f"Bearer {key.key}"}, {"authorization": "Basic sk-operator-1"}):
+    with serve(keys=(KEY,)) as gateway:
+        for headers in ({}, TENANT, {"authorization": "Basic sk-operator-1"}):
             assert error(gateway.control(STATE, headers=headers), 401)["code"] == "invalid_api_key"
         assert gateway.control(STATE).status_code == 200
         assert error(gateway.post(STATE, "/headway/control/e7", headers=OPERATOR), 404)
@@ -32,12 +35,28 @@ def test_control_is_off_without_a_key(serve: Serve) -> None:
         assert gateway.get("/metrics").status_code == 200
 
 
-def test_status_may_be_the_operator_s_only(serve: Serve) -> None:
-    with serve(server={"operator_only": True}, ready=False) as gateway:
-        for path in ("/metrics", "/ready"):
-            error(gateway.get(path), 401)
-            assert gateway.get(path, headers=OPERATOR).status_code in (200, 503)
-        assert gateway.get("/health").status_code == 200
+@pytest.mark.parametrize("fields", [{"server": {"operator_only": True}}, {"keys": (KEY,)}])
+def test_status_is_the_operator_s_only(serve: Serve, fields: dict[str, Any]) -> None:
+    with serve(**fields) as gateway:
+        for headers in ({}, TENANT):
+            for path in ("/metrics", "/headway/live"):
+                error(gateway.get(path, headers=headers), 401)
+            assert gateway.get("/ready", headers=headers).json() == {"ready": True}
+            assert gateway.get("/health", headers=headers).status_code == 200
+        assert gateway.get("/metrics", headers=OPERATOR).status_code == 200
+        assert set(gateway.get("/ready", headers=OPERATOR).json()) > {"ready", "engines"}
+
+
+def test_with_keys_status_is_closed_unless_it_is_opened(serve: Serve) -> None:
+    with serve(keys=(KEY,), server={"operator_key": None}) as gateway:
+        told = error(gateway.get("/metrics", headers=TENANT), 403)
+        assert "server.operator_only = false" in told["message"]
+    with serve(keys=(KEY,), server={"operator_only": False}) as gateway:
+        assert gateway.get("/metrics").status_code == 200
+        assert "engines" in gateway.get("/ready").json()
+
+
+def test_an_operator_key_is_there_for_operators() -> None:
     with pytest.raises(ConfigError, match="operator_key"):
         parse({"server": {"operator_only": True}})
 

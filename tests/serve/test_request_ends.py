@@ -59,13 +59,13 @@ def test_a_full_queue_refuses(serve: Serve) -> None:
             assert 1 <= int(refused.headers["retry-after"]) <= 60
             assert refused.headers["x-headway-dropped-reason"] == "queue_full"
             assert refused.json()["error"]["type"] == "rate_limit_error"
-            assert gateway.metric('headway_dropped_total{reason="queue_full"}') == 1
+            assert gateway.metric('headway_dropped_total{reason="queue_full",tenant="default"}') == 1
             assert gateway.metric("headway_queue_length") == 2
             assert len(gateway.jobs()) == 2, "what is refused is not stored"
             with gateway.client() as client, pytest.raises(openai.RateLimitError):
                 client.chat.completions.create(model="smollm2", messages=SAY)  # type: ignore[arg-type]
         until(lambda: gateway.controller.queued == 0)
-        assert gateway.metric('headway_dropped_total{reason="queue_full"}') == 2
+        assert gateway.metric('headway_dropped_total{reason="queue_full",tenant="default"}') == 2
 
 
 def crowd(gateway: Gateway, pool: ThreadPoolExecutor, size: int, name: str) -> list[Future[httpx.Response]]:
@@ -111,7 +111,10 @@ def test_leaving_while_queued(serve: Serve) -> None:
         assert (state, str(reason).split(":")[0]) == ("failed", "client_gone")
         assert gateway.controller.queued == 0
         assert (
-            gateway.metric('headway_requests_total{class="default",model="smollm2",outcome="cancelled"}') == 1
+            gateway.metric(
+                'headway_requests_total{class="default",model="smollm2",outcome="cancelled",tenant="default"}'
+            )
+            == 1
         )
 
 
@@ -133,7 +136,7 @@ def test_leaving_while_the_engine_works(gateway: Gateway, fake: Fake, stream: bo
 @pytest.mark.parametrize("stream", [True, False])
 def test_leaving_right_after_the_last_byte_is_a_complete_answer(gateway: Gateway, stream: bool) -> None:
     """Many clients hang up the moment they have all they need."""
-    done = 'headway_requests_total{class="default",model="smollm2",outcome="finished"}'
+    done = 'headway_requests_total{class="default",model="smollm2",outcome="finished",tenant="default"}'
     before = gateway.metric(done)
     for _ in range(20):
         with hanging(gateway, stream=stream) as line:

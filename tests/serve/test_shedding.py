@@ -30,4 +30,4 @@ def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve, f
         assert reason.startswith("dropped: ")
         fake.release("shed")
         assert [answer.result().status_code for answer in (*slow, waits)] == [200] * (window + 1)
-        assert gateway.metric('headway_dropped_total{reason="saturated"}') == 2
+        assert gateway.metric('headway_dropped_total{reason="saturated",tenant="default"}') == 2

@@ -48,7 +48,7 @@ def test_a_flood_is_refused_and_others_are_not(serve: Serve) -> None:
         assert refused[0].headers["x-headway-dropped-reason"] == "tenant_queue_full"
         assert 1 <= int(refused[0].headers["retry-after"]) <= 60
         assert [background(gateway, BETA).status_code for _ in range(4)] == [202] * 4
-        assert gateway.metric('headway_dropped_total{reason="tenant_queue_full"}') == 50
+        assert gateway.metric('headway_dropped_total{reason="tenant_queue_full",tenant="alpha"}') == 50
 
 
 def test_a_flood_of_one_class_leaves_room_for_the_tenant_s_others(serve: Serve) -> None:

@@ -10,7 +10,7 @@ from headway.config import Key
 from headway.errors import RequestError
 from headway.serve.usage import Usage
 from tests.serve.conftest import Serve
-from tests.serve.gateway import Gateway, until
+from tests.serve.gateway import OPERATOR, Gateway, until
 
 A, B = "sk-alpha-123456", "sk-beta-123456"
 LIMITED = Key(key=A, tenant="a", requests_per_min=5)
@@ -80,7 +80,21 @@ def test_over_http(serve: Serve, limit: dict[str, int]) -> None:
         assert int(headers["retry-after"]) <= 61
         assert headers[f"x-ratelimit-limit-{what}"] == str(next(iter(limit.values())))
         assert ask(gateway, B)[0] == 200
-        assert 'headway_dropped_total{reason="rate_limit"} 1.0' in gateway.get("/metrics").text
+        assert (
+            'headway_dropped_total{reason="rate_limit",tenant="a"} 1.0'
+            in gateway.get("/metrics", headers=OPERATOR).text
+        )
+
+
+def test_metrics_tell_tenants_apart_up_to_a_number(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.serve.label_values._MOST", 1)
+    with serve(keys=(LIMITED, Key(key=B, tenant="b"), Key(key="sk-gamma-1234", tenant="c"))) as gateway:
+        for key in (A, B, "sk-gamma-1234"):
+            assert ask(gateway, key)[0] == 200
+        by, other = 'class="default",model="smollm2",outcome="finished",tenant=', "(other)"
+        until(lambda: gateway.metric(f'headway_requests_total{{{by}"{other}"}}') == 2)
+        assert gateway.metric(f'headway_requests_total{{{by}"a"}}') == 1
+        assert gateway.metric('headway_tokens_total{kind="output",model="smollm2",tenant="a"}') == 8
 
 
 def test_all_prompts_of_a_request_count(serve: Serve) -> None:

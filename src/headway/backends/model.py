@@ -38,7 +38,7 @@ class _Loaded:
 class Model(Backend):
     """The backend `kind = "model"`. ConfigError without `load`."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: Settings, share: float = 1.0) -> None:
         if settings.load is None or ":" not in settings.load:
             raise ConfigError(
                 f"backends.{name} is a model, but nothing says how to load it.",
@@ -48,8 +48,9 @@ class Model(Backend):
         self._name, self._settings, self._load = name, settings, settings.load
         self._most = settings.output_kib * 1024
         self._pool = WorkerPool(
-            name, self._start, most=settings.processes, waiting=settings.waiting, keep_s=settings.keep_s
-        )
+            name, self._start, most=settings.processes, waiting=settings.waiting, share=share,
+            keep_s=settings.keep_s,
+        )  # fmt: skip
 
     @property
     def shared(self) -> bool:
@@ -61,7 +62,7 @@ class Model(Backend):
 
     async def run(self, tenant: str, input: Any) -> Ran:
         """Call the model with the input and return what it returns."""
-        async with self._pool.worker() as taken:
+        async with self._pool.worker(tenant) as taken:
             output = await self._call(taken.worker.worker, input)
         return Ran(output, taken.warm, taken.waited, taken.started)
 

@@ -1,22 +1,21 @@
 """A bounded pool of worker processes: started for a unit, or ahead of it.
 
 A worker is starting, spare (ready, or about to be) or busy. A unit takes a spare one, ready ones first; when
-there is none it starts one, or waits for its turn while all are busy.
+there is none it starts one, or waits for its turn (`places`) while all are busy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from headway.backends.places import Places, Ticket
 from headway.backends.port import BackendError, Held
-from headway.errors import RequestError
 
 _CLOSE_S = 10.0  # within which all workers have ended
 
@@ -66,18 +65,21 @@ class WorkerPool(Generic[W]):
     """Workers of one kind.
 
     start: starts one. most: workers at a time, whatever they do. waiting: units that may wait for one.
+    share: what one tenant may have of either, of what the others leave; 1 = all.
     keep_s: seconds that a worker stays ready after a unit; None = each serves a single unit.
     """
 
     def __init__(
-        self, name: str, start: Callable[[], Awaitable[W]], *, most: int, waiting: int, keep_s: float | None
-    ) -> None:
-        self._name, self._make, self._most, self._limit = name, start, most, waiting
+        self, name: str, start: Callable[[], Awaitable[W]], *, most: int, waiting: int, share: float,
+        keep_s: float | None,
+    ) -> None:  # fmt: skip
+        self._name, self._make, self._most = name, start, most
+        self._places = Places(name, most, waiting, share)
+        self._turn: Ticket | None = None  # the unit that gets the next worker
         self._keep_s = keep_s
         self._spares: list[_Spare[W]] = []
         self._busy: set[W] = set()
         self._live = 0
-        self._queue: deque[object] = deque()
         self._changed = asyncio.Event()
         self._ends: set[asyncio.Task[None]] = set()
         self._warming = asyncio.Lock()
@@ -109,27 +111,31 @@ class WorkerPool(Generic[W]):
         return Held(used, partial(self._let_go, spare, used), fresh)
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator[Taken[W]]:
+    async def worker(self, tenant: str) -> AsyncIterator[Taken[W]]:
         """Yield a worker. RequestError (429) when too many wait already; BackendError when none starts."""
         asked = time.monotonic()
-        spare, cold = await self._take()
+        spare, cold = await self._take(tenant)
         warm = spare.ready
         try:
-            worker = await asyncio.shield(spare.start)
-        except asyncio.CancelledError:
-            self._give_back(spare)
-            raise
-        self._busy.add(worker)
-        try:
-            yield Taken(worker, warm, time.monotonic() - asked, spare.seconds if cold else None)
+            try:
+                worker = await asyncio.shield(spare.start)
+            except asyncio.CancelledError:
+                self._give_back(spare)
+                raise
+            self._busy.add(worker)
+            try:
+                yield Taken(worker, warm, time.monotonic() - asked, spare.seconds if cold else None)
+            finally:
+                self._busy.discard(worker)
+                await asyncio.shield(self._finish(worker))
         finally:
-            self._busy.discard(worker)
-            await asyncio.shield(self._finish(worker))
+            self._places.leave(tenant)
+            self._change()
 
     async def close(self) -> None:
         """End all workers; units in progress fail."""
         self._closed = True
-        self._changed.set()
+        self._change()
         for spare in self._spares.copy():
             self._stop(spare)
         await asyncio.gather(*(worker.end() for worker in self._busy))
@@ -157,17 +163,12 @@ class WorkerPool(Generic[W]):
         self._spares.append(spare)
         return spare
 
-    async def _take(self) -> tuple[_Spare[W], bool]:
+    async def _take(self, tenant: str) -> tuple[_Spare[W], bool]:
         """Take a spare worker in turn, or start one; tell whether it was started for this."""
-        if len(self._queue) >= self._limit and not self._possible:
-            raise RequestError(
-                f"{len(self._queue)} units wait for the backend {self._name}.", "Try again later.",
-                status=429, code="backend_busy", kind="rate_limit_error",
-            )  # fmt: skip
-        ticket = object()
-        self._queue.append(ticket)
+        ticket = self._places.add(tenant, possible=self._possible)
         try:
-            while self._queue[0] is not ticket or not self._possible:
+            self._turn = self._next()
+            while not (self._turn is ticket or self._closed):
                 self._changed.clear()
                 await self._changed.wait()
             if self._closed:
@@ -176,16 +177,25 @@ class WorkerPool(Generic[W]):
             cold = not self._spares
             spare = self._begin() if cold else max(self._spares, key=lambda one: one.ready)
             self._spares.remove(spare)
+            self._places.take(tenant)
         finally:
-            self._queue.remove(ticket)
-            self._changed.set()
+            self._places.discard(ticket)
+            self._change()
         for used in spare.holders:
             used.set()
         return spare, cold
 
     @property
     def _possible(self) -> bool:
-        return bool(self._spares) or self._live < self._most or self._closed
+        return bool(self._spares) or self._live < self._most
+
+    def _next(self) -> Ticket | None:
+        return self._places.next() if self._possible else None
+
+    def _change(self) -> None:
+        """Wake what waits: a worker, a place or a turn may be another's now."""
+        self._turn = self._next()
+        self._changed.set()
 
     def _bury(self) -> None:
         """Let go of spare workers that have died."""
@@ -217,7 +227,7 @@ class WorkerPool(Generic[W]):
         seconds = self._keep_s or 0.0
         spare.keep_until = time.monotonic() + seconds
         asyncio.get_running_loop().call_later(seconds + 0.001, self._expire, spare)
-        self._changed.set()
+        self._change()
 
     def _stop(self, spare: _Spare[W]) -> None:
         """End a spare worker beside everything else; one that starts is ended when it has."""
@@ -237,7 +247,7 @@ class WorkerPool(Generic[W]):
 
     def _ended(self, end: asyncio.Task[None]) -> None:
         self._ends.discard(end)
-        self._changed.set()
+        self._change()
 
     def _remove(self, spare: _Spare[W]) -> None:
         if spare in self._spares:
@@ -259,4 +269,4 @@ class WorkerPool(Generic[W]):
 
     def _gone(self) -> None:
         self._live -= 1
-        self._changed.set()
+        self._change()

@@ -17,16 +17,19 @@ from headway.errors import ConfigError
 from headway.plugins import attribute
 
 
-def make(name: str, settings: Settings) -> Backend:
-    """Return a backend that has no process yet; ConfigError for settings that cannot be used."""
+def make(name: str, settings: Settings, share: float = 1.0) -> Backend:
+    """Return a backend that has no process yet; ConfigError for settings that cannot be used.
+
+    share: of its workers that others leave, and of what may wait for them, for one tenant.
+    """
     if name == LLM:
         raise ConfigError(
             f"backends.{name}: this name is that of the LLM.", "Take another.", param=f"backends.{name}"
         )
     if settings.kind == "sandbox":
-        return Sandboxes(name, settings)
+        return Sandboxes(name, settings, share)
     if settings.kind == "model":
-        return Model(name, settings)
+        return Model(name, settings, share)
     return _plugin(name, settings)
 
 
@@ -44,9 +47,9 @@ def _plugin(name: str, settings: Settings) -> Backend:
 
 
 @asynccontextmanager
-async def opened(settings: Mapping[str, Settings]) -> AsyncIterator[dict[str, Backend]]:
-    """Make all backends, check that they can work here, and close them at the end."""
-    backends = {name: make(name, one) for name, one in settings.items()}
+async def opened(settings: Mapping[str, Settings], share: float = 1.0) -> AsyncIterator[dict[str, Backend]]:
+    """Make all backends, check that they can work here, and close them at the end; share: as in `make`."""
+    backends = {name: make(name, one, share) for name, one in settings.items()}
     for name, one in settings.items():
         if one.kind == "sandbox" and one.isolation == "namespaces":
             await asyncio.to_thread(check_namespaces, name)

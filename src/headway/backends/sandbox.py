@@ -64,7 +64,7 @@ class _Sandbox:
 class Sandboxes(Backend):
     """The backend `kind = "sandbox"`. ConfigError for settings that it has no use for."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: Settings, share: float = 1.0) -> None:
         if settings.load is not None or settings.options:
             raise ConfigError(
                 f"backends.{name} is a sandbox, which neither loads a model nor has options.",
@@ -72,8 +72,9 @@ class Sandboxes(Backend):
             )  # fmt: skip
         self._name, self._settings = name, settings
         self._pool = WorkerPool(
-            name, self._start, most=settings.processes, waiting=settings.waiting, keep_s=None
-        )
+            name, self._start, most=settings.processes, waiting=settings.waiting, share=share,
+            keep_s=None,
+        )  # fmt: skip
 
     @property
     def shared(self) -> bool:
@@ -92,7 +93,7 @@ class Sandboxes(Backend):
                 f"A sandbox cannot execute this input: {error.errors(include_url=False)[0]['msg']}.",
                 'Send {"input": {"code": "print(6 * 7)"}}.', param="input",
             ) from None  # fmt: skip
-        async with self._pool.worker() as taken:
+        async with self._pool.worker(tenant) as taken:
             output = await self._execute(taken.worker.worker, code.code)
         return Ran(output, taken.warm, taken.waited, taken.started)
 

@@ -48,15 +48,18 @@ _Name = Annotated[str, Field(min_length=1)]
 class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
-    operator_key: for /headway/control, which is off without. operator_only: for /metrics and /ready, too.
+    operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and what
+        /ready tells besides its status are for operators alone; unset, where there are keys.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
     write_timeout_s: in which a client takes nothing of its answer. idle_timeout_s: between two requests.
+    keepalive_s: a stream that waits for its first token gets a comment so often, for proxies; 0 = none.
     max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
         that have no request in progress make room for new ones.
     drain_s: that requests in progress get when the gateway is stopped.
     tenant_share: where keys name several tenants: what one may take of the queue (max_queued and
-        max_queued_mib) that the others leave. class_share: what one class of a tenant may take of its part.
+        max_queued_mib), and of a backend's workers, that the others leave. class_share: what one class of a
+        tenant may take of its part of the queue.
     Secrets here, in keys and in engines are themselves, "env:NAME" or "file:PATH".
     """
 
@@ -70,12 +73,13 @@ class Server:
     tenant_share: Share = 0.5
     class_share: Share = 0.75
     operator_key: Secret | None = None
-    operator_only: bool = False
+    operator_only: bool | None = None
     max_attempts: Count = 3  # tries to run a request whose engine died before it answered
     head_timeout_s: Positive = 10.0
     body_timeout_s: Positive = 60.0
     write_timeout_s: Positive = 60.0
     idle_timeout_s: Count = 30
+    keepalive_s: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 30.0
     max_connections: Count | None = None
     drain_s: Annotated[int, Field(ge=0)] = 5
 
@@ -235,6 +239,17 @@ class Config:
     def several_tenants(self) -> bool:
         """Tell whether requests can come from more than one tenant."""
         return len({key.tenant for key in self.keys}) > 1
+
+    @property
+    def tenant_share(self) -> float:
+        """Return what one tenant may take of what the others leave; all where there are no others."""
+        return self.server.tenant_share if self.several_tenants else 1.0
+
+    @property
+    def status_closed(self) -> bool:
+        """Tell whether the gateway's state is for operators alone."""
+        only = self.server.operator_only
+        return bool(self.keys) if only is None else only
 
     @property
     def history(self) -> Path | None:

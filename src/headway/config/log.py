@@ -16,7 +16,7 @@ class Log:
 
     level: of the least important lines that are written.
     format: "text", or "json": one object per line.
-    access: a line for every HTTP request, when it has ended.
+    access: a line for every HTTP request but probes (/health, /ready, /metrics), when it has ended.
     """
 
     level: Literal["debug", "info", "warning", "error"] = "info"

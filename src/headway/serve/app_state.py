@@ -153,12 +153,16 @@ class AppState:
         given = self._given(request)
         return self._operator is not None and given is not None and compare_digest(given, self._operator)
 
-    def check_operator(self, request: Request) -> None:
-        """Refuse what only operators may do: 401 without their key, 403 when there is none."""
+    def check_operator(self, request: Request, otherwise: str = "") -> None:
+        """Refuse what only operators may do: 401 without their key, 403 when there is none.
+
+        otherwise: what else the operator can do about the latter, for the hint.
+        """
         if self._operator is None:
             raise RequestError(
-                "Control is off.", "Set server.operator_key, and send it.", status=403, code="control_off"
-            )
+                "This is for the operator, whose key is not configured.",
+                f"Set server.operator_key, and send it{otherwise}.", status=403, code="control_off",
+            )  # fmt: skip
         if not self.is_operator(request):
             raise RequestError(
                 "This wants the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
@@ -172,8 +176,8 @@ class AppState:
 
     def check_status(self, request: Request) -> None:
         """Refuse questions about the gateway's state where only operators may ask them."""
-        if self.config.server.operator_only:
-            self.check_operator(request)
+        if self.config.status_closed:
+            self.check_operator(request, ", or set server.operator_only = false, which tells all clients")
 
     async def body(self, request: Request) -> bytes:
         """Read the body of a request that is answered at once; errors as `read`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter as Counts
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import Counter
 
+from headway import clock
 from headway.backends.port import Backend, Ran
+from headway.config import Key
 from headway.errors import RequestError
 from headway.events import Prewarmed, RunEnded, UnitBegan, UnitEnded
 from headway.serve import tasks
@@ -41,20 +44,30 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
         ["backend", "start"], registry=gateway.metrics.registry,
     )  # fmt: skip
 
+    open_units = Counts[str]()  # by tenant
+
     @app.post(
         "/v1/backends/{name}", responses=error_docs(400, 401, 404, 413, 429, 502, 503, 504),
         openapi_extra=body_docs(BackendBody),
     )  # fmt: skip
     async def run(name: str, request: Request) -> Response:
         """Execute a unit on a backend, and return its output and whether the backend was warm."""
-        tenant = state.tenant(request)
+        tenant, key = state.tenant(request), state.key(request)
+        if key is not None:
+            gateway.path.check_rate(key, clock.now())
+            _check_open(key, open_units[tenant])
         backend = _find(gateway, name)
         body = checked(BackendBody, await state.json(request))
         stage = stage_of(request.headers, body)
         if stage is not None and UNIT not in request.headers and body.unit is None:
             stage = replace(stage, unit=name)
         began, unit = time.monotonic(), _Unit(gateway, tenant, name, stage)
-        ran = await _while_connected(request, unit.execute(backend, body.input))
+        gateway.path.usage.accepted(tenant, 0, clock.now())
+        open_units[tenant] += 1
+        try:
+            ran = await _while_connected(request, unit.execute(backend, body.input))
+        finally:
+            open_units[tenant] -= 1
         if ran is None:
             return Response(status_code=_GONE)
         units.labels(name, "warm" if ran.warm else "cold").inc()
@@ -95,6 +108,15 @@ class _Unit:
             self._dispatcher.tell(UnitEnded(self._tenant, self._stage))
             if self._stage.final:
                 self._dispatcher.tell(RunEnded(self._tenant, self._stage.app, self._stage.run))
+
+
+def _check_open(key: Key, units: int) -> None:
+    """Refuse a unit beyond `keys.max_queued`, whether the others wait or are executed (429)."""
+    if key.max_queued is not None and units >= key.max_queued:
+        raise RequestError(
+            f"{units} units of yours are open; at most {key.max_queued} may be (keys.max_queued).",
+            "Send more when some have ended.", status=429, code="tenant_queue_full", kind="rate_limit_error",
+        )  # fmt: skip
 
 
 def _find(gateway: Gateway, name: str) -> Backend:

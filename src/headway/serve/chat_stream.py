@@ -24,7 +24,11 @@ class ChatStream(ABC):
 
     def _event(self, event: bytes) -> Iterator[bytes]:
         data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-        if not data or self._over:
+        if self._over:
+            return
+        if not data:
+            if event.startswith(b":"):  # a comment, which keeps proxies from cutting the stream
+                yield event + b"\n\n"
             return
         chunk = {} if data == _DONE else json.loads(data)
         self._over = data == _DONE or "error" in chunk

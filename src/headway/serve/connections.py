@@ -20,6 +20,7 @@ _MOST = 16_384  # connections, unless configured
 _OWN_FILES = 256  # the queue, logs, pipes and sockets of processes, connections to engines' control
 CONNECTION = "headway.connection"  # in the scope of a request: the one that it came on (`http.LimitedHttp`)
 SPARE = 16  # connections beyond the limit, for questions about the gateway's health
+PROBES = ("/health", "/ready", "/metrics")  # these questions, which come every few seconds
 Limit = Literal["head", "body", "write", "room"]
 
 

@@ -133,9 +133,9 @@ class Dispatcher:
 
     def _reject(self, reject: Reject) -> None:
         """Refuse a request that was accepted and has no token yet."""
-        self._metrics.dropped(reject.reason)
-        if reject.id in self.in_flight:
-            self.in_flight[reject.id].refuse(refusal(reject))
+        if (refused := self.in_flight.get(reject.id)) is not None:
+            self._metrics.dropped(reject.reason, refused.request.tenant)
+            refused.refuse(refusal(reject))
 
     def _take_back(self, engine: EngineView) -> None:
         """Take back what an engine has not begun to answer, as it swaps models; it is queued again at once.

@@ -98,7 +98,7 @@ async def serving(
     async with (
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
-        opened(config.backends) as backends,
+        opened(config.backends, config.tenant_share) as backends,
         opened_batches(config) as batches,
     ):
         sides = _sides(config, lengths.lengths, metrics, log_dir, link, paces)
@@ -142,8 +142,7 @@ def _sides(
 
 
 def _bodies(config: Config) -> ByteBudget:
-    share = config.server.tenant_share if config.several_tenants else 1.0
-    return ByteBudget(config.server.max_queued_mib * 2**20, share)
+    return ByteBudget(config.server.max_queued_mib * 2**20, config.tenant_share)
 
 
 def _add_warmers(

@@ -20,11 +20,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from headway.errors import HeadwayError, RequestError
-from headway.serve.connections import CONNECTION, Connections, Limit, Limits, Watcher
+from headway.serve.connections import CONNECTION, PROBES, Connections, Limit, Limits, Watcher
 from headway.serve.empty_queues import Event, Flow, Pipeline
 from headway.serve.streaming import error_response, stopped
 
-_STATUS = ("/health", "/ready", "/metrics")
 _ROUTING = ("asgi", "state")  # of a request's scope, besides its headers
 
 
@@ -361,7 +360,7 @@ def _status_alone(app: ASGI3Application) -> ASGI3Application:
     """Return what answers questions about the gateway's health, and refuses all other requests."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in _STATUS:
+        if scope["path"] in PROBES:
             await app(scope, receive, send)  # type: ignore[arg-type]
         else:
             await error_response(_no_room())(scope, receive, send)

@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.config import Log
+from headway.serve.connections import PROBES
 from headway.serve.streaming import TENANT
 
 ACCESS = "headway.access"
@@ -57,13 +58,16 @@ class JsonFormatter(logging.Formatter):
 
 
 class AccessLog:
-    """ASGI middleware that logs every HTTP request when its answer has ended, whoever ended it."""
+    """ASGI middleware that logs every HTTP request but probes when its answer has ended, whoever ended it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, and log it."""
+        if scope["path"] in PROBES:
+            await self._app(scope, receive, send)
+            return
         began, status, size = time.perf_counter(), 0, 0
         told: dict[str, str] = {}
 

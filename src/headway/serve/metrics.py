@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from headway.config import Tier
 from headway.engines.vllm.process.models import SwapReport
 from headway.serve.batches.records import Batch
+from headway.serve.label_values import FewValues
 from headway.serve.prewarm import PrewarmMetrics
 from headway.serve.run_metrics import RunMetrics
 from headway.types import Request
@@ -39,7 +40,10 @@ class Totals:
 
 
 class _Answers(NamedTuple):
-    """What counts the complete answers of a model and a class; to look these up costs more than to count."""
+    """What counts the complete answers to a tenant of a model and a class.
+
+    To look these up costs more than to count.
+    """
 
     ended: Counter
     ttft: Histogram
@@ -55,14 +59,11 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r, by = self.registry, ["model", "class"]
-        self._ends = Counter("headway_requests", "Requests ended, by outcome.", [*by, "outcome"], registry=r)
-        self._met = Counter("headway_slo_met", "Requests that met every SLO target.", by, registry=r)
-        self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", by, registry=r)
+        self._add_counts(r, [*by, "tenant"])
         self._attainment = Gauge(
             "headway_slo_attainment", "Share of requests that met their SLO.", by, registry=r
         )
         self._add_latencies(r, by)
-        self._drops = Counter("headway_dropped", "Requests refused.", ["reason"], registry=r)
         self._errors = Counter(
             "headway_http_errors", "Answers from 400 on before a request was accepted, and of what is none.",
             ["status", "type"], registry=r,
@@ -73,7 +74,6 @@ class Metrics:
         self._ended = Counter(
             "headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r
         )
-        self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind"], registry=r)
         self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
         self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
         self._add_engines(r)
@@ -83,12 +83,23 @@ class Metrics:
         self._add_swaps(r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
-        self._answers: dict[tuple[str, str], _Answers] = {}
+        self._answers: dict[tuple[str, str, str], _Answers] = {}
         self._served = [0, 0]  # requests and their tokens
         self._counted = _Counted()
         r.register(self._counted)
         self._planned = _Planned()
         r.register(self._planned)
+
+    def _add_counts(self, r: CollectorRegistry, each: list[str]) -> None:
+        """Add what counts requests by tenant. Histograms do not: they have a dozen series for each label."""
+        self._label = FewValues().of  # of tenants
+        self._ends = Counter(
+            "headway_requests", "Requests ended, by outcome.", [*each, "outcome"], registry=r
+        )
+        self._met = Counter("headway_slo_met", "Requests that met every SLO target.", each, registry=r)
+        self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", each, registry=r)
+        self._drops = Counter("headway_dropped", "Requests refused.", ["reason", "tenant"], registry=r)
+        self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind", "tenant"], registry=r)
 
     def _add_engines(self, r: CollectorRegistry) -> None:
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
@@ -201,13 +212,13 @@ class Metrics:
         """Count an answer that is an error, by OpenAI's error type."""
         self._errors.labels(status, kind).inc()
 
-    def dropped(self, reason: str) -> None:
+    def dropped(self, reason: str, tenant: str) -> None:
         """Count a refusal."""
-        self._drops.labels(reason).inc()
+        self._drops.labels(reason, self._label(tenant)).inc()
 
     def finished(self, request: Request, ttft: float, e2e: float, output_tokens: int) -> None:
         """Count a complete response: seconds from arrival, and its tokens."""
-        by = (request.model, request.tier)
+        by = self._each(request)
         tpot = request.tpot(ttft, e2e, output_tokens)
         answers = self._answers.get(by) or self._answers_of(by)
         answers.ended.inc()
@@ -224,15 +235,19 @@ class Metrics:
         """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""
         self._gap.labels(request.model, request.tier).observe(silence)
 
-    def _answers_of(self, by: tuple[str, str]) -> _Answers:
-        model, _ = by
+    def _each(self, request: Request) -> tuple[str, str, str]:
+        """Return the labels of what counts requests: model, class, tenant."""
+        return request.model, request.tier, self._label(request.tenant)
+
+    def _answers_of(self, by: tuple[str, str, str]) -> _Answers:
+        model, tier, tenant = by
         made = self._answers[by] = _Answers(
             self._ends.labels(*by, "finished"),
-            self._ttft.labels(*by),
-            self._tpot.labels(*by),
-            self._e2e.labels(*by),
-            self._tokens.labels(model, "prompt"),
-            self._tokens.labels(model, "output"),
+            self._ttft.labels(model, tier),
+            self._tpot.labels(model, tier),
+            self._e2e.labels(model, tier),
+            self._tokens.labels(model, "prompt", tenant),
+            self._tokens.labels(model, "output", tenant),
         )
         return made
 
@@ -246,7 +261,7 @@ class Metrics:
 
     def failed(self, request: Request, outcome: str) -> None:
         """Count a request without a complete response; a client that left does not count against the SLO."""
-        self._ends.labels(request.model, request.tier, outcome).inc()
+        self._ends.labels(*self._each(request), outcome).inc()
         if outcome != "cancelled":
             self._judge(request, False)
 
@@ -256,8 +271,9 @@ class Metrics:
         by = (request.model, request.tier)
         kept = self._by_class.setdefault(by, [0, 0])
         kept[0], kept[1] = kept[0] + met, kept[1] + 1
-        self._owed.labels(*by).inc()
-        self._met.labels(*by).inc(met)
+        each = self._each(request)
+        self._owed.labels(*each).inc()
+        self._met.labels(*each).inc(met)
         self._attainment.labels(*by).set(kept[0] / kept[1])
 
     def render(self, engines: Sequence[Metric]) -> bytes:

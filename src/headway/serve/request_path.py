@@ -69,12 +69,16 @@ class RequestPath:
 
     def check_limits(self, key: Key, now: float) -> None:
         """Refuse a request before its body is read (429): its tenant has used up its minute, or its room."""
+        self.check_rate(key, now)
+        self.check_room(key.tenant, key.max_queued)
+
+    def check_rate(self, key: Key, now: float) -> None:
+        """Refuse what counts as a request of a tenant that has used up its minute (429)."""
         try:
             self.usage.check(key, now)
         except RequestError:
-            self._metrics.dropped("rate_limit")
+            self._metrics.dropped("rate_limit", key.tenant)
             raise
-        self.check_room(key.tenant, key.max_queued)
 
     def check_room(self, tenant: str, most: int | None = None) -> None:
         """Refuse a request before its body is read (429), if its tenant may not have more of any class.
@@ -84,7 +88,7 @@ class RequestPath:
         control = self._dispatcher.control
         reject = control.controller.full(tenant, None, clock.now(), self._coming(), most)
         if reject is not None:
-            self._metrics.dropped(reject.reason)
+            self._metrics.dropped(reject.reason, tenant)
             self._journal.refused(reject.reason, tenant)
             raise refusal(reject)
 
@@ -109,7 +113,7 @@ class RequestPath:
         reject = self.admission(request, most)
         if reject is None:
             return
-        self._metrics.dropped(reject.reason)
+        self._metrics.dropped(reject.reason, request.tenant)
         if reject.reason == "infeasible":
             self._metrics.failed(request, "refused")
             self._journal.infeasible(request)
@@ -126,6 +130,11 @@ class RequestPath:
         """Return the places that the controller does not count: of what is being stored, or elsewhere."""
         elsewhere = self._dispatcher.control.elsewhere
         return self._storing + Counter(elsewhere) if elsewhere else self._storing
+
+    @property
+    def keepalive_s(self) -> float:
+        """Return how often streams that wait get a comment, 0 = never."""
+        return self._limits.keepalive_s
 
     @property
     def on_disk(self) -> bool:

@@ -7,9 +7,8 @@ from collections import Counter as Counts
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headway.apps.account import EndedRun, RunAccount
+from headway.serve.label_values import FewValues
 
-_MOST_LABELS = 64  # clients name applications, so the names are as many as they like
-_OTHER = "(other)"
 _SECONDS = (0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
 
 
@@ -30,7 +29,7 @@ class RunMetrics:
         )
         self._live = Gauge("headway_live_runs", "Runs that have not ended.", ["app"], registry=r)
         self._kept: dict[str, list[int]] = {}
-        self._apps: set[str] = set()
+        self._label = FewValues().of  # clients name applications, so the names are as many as they like
 
     def ended(self, run: EndedRun) -> None:
         """Count a run that has ended."""
@@ -55,9 +54,3 @@ class RunMetrics:
         self._live.clear()
         for app, runs in live.items():
             self._live.labels(app).set(runs)
-
-    def _label(self, app: str) -> str:
-        if app not in self._apps and len(self._apps) >= _MOST_LABELS:
-            return _OTHER
-        self._apps.add(app)
-        return app

@@ -11,8 +11,10 @@ import asyncio
 import json
 import logging
 from abc import abstractmethod
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +31,9 @@ log = logging.getLogger("headway.serve")
 TENANT, _LATE = "headway.tenant", "headway.late"  # in the scope of a request
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
+_COMMENT = b": waiting\n\n"
+# Proxies pass events on as they come; nginx would collect them.
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _LONGEST_EVENT = 4 * 2**20  # bytes; the first one may tell the log probabilities of a whole prompt
 _DRAINED, _DRAIN_S = 2**16, 1.0  # bytes and seconds of what may follow [DONE]
 
@@ -107,7 +112,8 @@ class ResponseStream(LateResponse):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = await self._path.open(self._in_flight)
+            with self._commenting(scope, send):
+                response = await self._path.open(self._in_flight)
             try:
                 if response.streams:
                     await self._stream(response, scope, send)
@@ -126,35 +132,67 @@ class ResponseStream(LateResponse):
             )
             await self._send_error(wrapped, scope, receive, send)
 
+    @contextmanager
+    def _commenting(self, scope: Scope, send: Send) -> Iterator[None]:
+        """Send comments while a stream waits in the block; until the first one is due this costs a timer."""
+        every, loop, begun = self._path.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        if not (every and self._in_flight.streams):
+            yield
+            return
+        timer = loop.call_later(
+            every, lambda: begun.append(loop.create_task(self._comment(every, scope, send)))
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+            for comments in begun:
+                comments.cancel()
+
+    async def _comment(self, every: float, scope: Scope, send: Send) -> None:
+        while True:
+            if not self._started:
+                await self._start(None, scope, send)
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            await asyncio.sleep(every)
+
     async def _send_error(self, error: HeadwayError, scope: Scope, receive: Receive, send: Send) -> None:
         """Send an error: with its status when nothing was sent yet, else as the stream's last event."""
         if not self._started:
             await error_response(error)(scope, receive, send)
         elif not self._complete:
-            event = b"data: " + json.dumps(error.body()).encode() + _END + _DONE
-            await send({"type": "http.response.body", "body": event, "more_body": False})
+            await send({"type": "http.response.body", "body": _last(error.body()), "more_body": False})
         else:
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
 
-    async def _start(self, response: EngineResponse, scope: Scope, send: Send) -> None:
-        """Send the head, with the body that comes next; only status and Retry-After are the engine's."""
-        kind = b"text/event-stream; charset=utf-8" if response.streams else b"application/json"
+    async def _start(self, response: EngineResponse | None, scope: Scope, send: Send) -> None:
+        """Send the head, with the body that comes next; only status and Retry-After are the engine's.
+
+        response: None = a stream's that has not begun.
+        """
+        streams = response is None or response.streams
+        kind = b"text/event-stream; charset=utf-8" if streams else b"application/json"
         headers = [(b"content-type", kind), (b"x-request-id", self._in_flight.id.encode())]
+        headers += _UNBUFFERED if streams else []
         headers += [(name, value.encode()) for name, value in self._in_flight.promise()]
         if self._in_flight.waited is not None:
             headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
-        if response.retry_after is not None:
+        if response is not None and response.retry_after is not None:
             headers.append((b"retry-after", response.retry_after.encode()))
-        if not response.streams:
+        if response is not None and not streams:
             headers.append((b"content-length", b"%d" % len(response.head)))
-        if (connection := scope.get(CONNECTION)) is not None:
+        if response is not None and (connection := scope.get(CONNECTION)) is not None:
             connection.join_head()
-        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        status = 200 if response is None else response.status
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         self._started = True
 
     async def _whole(self, response: EngineResponse, scope: Scope, send: Send) -> None:
-        await self._start(response, scope, send)
-        await self._end(response.head, send)
+        if self._started:  # with comments, so this is an engine's error
+            await self._end(_last(json.loads(response.head)), send)
+        else:
+            await self._start(response, scope, send)
+            await self._end(response.head, send)
         if response.status == 200:
             await self._path.finish(self._in_flight, response.output_tokens)
         else:
@@ -295,6 +333,11 @@ def _data(event: bytes) -> bytes:
         elif name not in (b"", b"event", b"id", b"retry"):
             raise ValueError("it has a line that is no part of an event")
     return b"\n".join(found)
+
+
+def _last(error: dict[str, Any]) -> bytes:
+    """Return the end of a stream that fails, for an error in OpenAI's shape."""
+    return b"data: " + json.dumps(error).encode() + _END + _DONE
 
 
 def error_response(error: HeadwayError) -> JSONResponse:

@@ -135,7 +135,7 @@ def gateway(
     folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
     config = Config(
         recipe=name,
-        server=Server(port=port, max_queued=100_000),
+        server=Server(port=port, max_queued=100_000, operator_only=False),
         engines=engines,
         broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"))),
         classes={name: BATCH if name == "batch" else Tier() for name in ("default", *classes)},

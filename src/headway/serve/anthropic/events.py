@@ -16,6 +16,8 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }  # fmt: skip
 
+_STATUS = {"rate_limit_error": 429, "invalid_request_error": 400}  # of Headway's errors, by type
+
 
 @dataclass(slots=True)
 class _Block:
@@ -52,8 +54,9 @@ class MessageEvents(ChatStream):
         self._usage = dict(self._head["usage"])
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
-        code = error.get("code")  # vLLM's is the status; Headway's is a word, of what went wrong here
-        yield _sent("error", error_body(code if isinstance(code, int) else 500, str(error.get("message"))))
+        code = error.get("code")  # vLLM's is the status; Headway's is a word
+        status = code if isinstance(code, int) else _STATUS.get(str(error.get("type")), 500)
+        yield _sent("error", error_body(status, str(error.get("message"))))
 
     def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()

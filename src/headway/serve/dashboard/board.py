@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,17 +30,23 @@ class _Line:
 
 
 class Board:
-    """Makes snapshots as long as there are viewers."""
+    """Makes snapshots as long as there are viewers.
+
+    viewers: with the operator's key (True) and without.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._lock = asyncio.Lock()
         self._made, self._text = -_EVERY_S, b""
-        self.viewers = 0
+        self.viewers = Counter[bool]()
 
-    async def events(self, stopping: asyncio.Event) -> AsyncIterator[bytes]:
-        """Yield a snapshot a second, as server-sent events, until the gateway stops."""
-        self.viewers += 1
+    async def events(self, stopping: asyncio.Event, operator: bool) -> AsyncIterator[bytes]:
+        """Yield a snapshot a second, as server-sent events, until the gateway stops.
+
+        operator: the viewer has the operator's key.
+        """
+        self.viewers[operator] += 1
         try:
             while not stopping.is_set():
                 yield b"data: " + await self.snapshot() + b"\n\n"
@@ -50,7 +56,7 @@ class Board:
                 except TimeoutError:
                     continue
         finally:
-            self.viewers -= 1
+            self.viewers[operator] -= 1
 
     async def snapshot(self) -> bytes:
         """Return the latest snapshot as JSON, at most a second old."""

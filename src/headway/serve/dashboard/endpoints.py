@@ -11,7 +11,7 @@ from headway.errors import RequestError
 from headway.serve.app_state import AppState
 from headway.serve.dashboard.board import Board
 
-_MOST_VIEWERS = 32
+_MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places
 _HEADERS = {
     # The page is whole: it loads nothing, runs no script but its own, and is shown in no other page.
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -35,12 +35,12 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
     async def live(request: Request) -> Response:
         """Stream what the page shows: a server-sent event a second, each with all of it."""
         state.check_status(request)
-        if board.viewers >= _MOST_VIEWERS:
+        operator = state.is_operator(request)
+        if (viewers := board.viewers[operator]) >= _MOST_VIEWERS:
             raise RequestError(
-                f"{board.viewers} look at the dashboard already.", "Close one of them.", status=503,
+                f"{viewers} look at the dashboard already.", "Close one of them.", status=503,
                 kind="server_error", code="too_many_viewers",
             )  # fmt: skip
-        events = board.events(state.stopping)
-        return StreamingResponse(
-            events, media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        events = board.events(state.stopping, operator)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)

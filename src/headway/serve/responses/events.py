@@ -159,7 +159,8 @@ class ResponseEvents(ChatStream):
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
-        told = {"code": "server_error", "message": str(error.get("message"))}
+        code = "rate_limit_exceeded" if error.get("type") == "rate_limit_error" else "server_error"
+        told = {"code": code, "message": str(error.get("message"))}
         output = [item.told("completed") for item in self._items if item.done]
         self._response |= {"status": "failed", "error": told, "output": output}
         yield self._sent("response.failed", {"response": self._response})

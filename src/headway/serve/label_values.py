@@ -1,0 +1,20 @@
+"""Values of a metric's label whose number does not grow without end."""
+
+from __future__ import annotations
+
+_MOST = 64
+_OTHER = "(other)"
+
+
+class FewValues:
+    """The first 64 values are themselves, all others share `(other)`."""
+
+    def __init__(self) -> None:
+        self._known = set[str]()
+
+    def of(self, value: str) -> str:
+        """Return what stands for a value."""
+        if value not in self._known and len(self._known) >= _MOST:
+            return _OTHER
+        self._known.add(value)
+        return value
