@@ -232,6 +232,7 @@ class Instance:
     warm: models whose weights are in its host memory.
     latency: forecast seconds of an iteration, None = not known.
     loaded: its model as one that it can load again after another; None = it cannot load any.
+    assumed: fields above that it does not tell, so that they are as configured.
     """
 
     id: str
@@ -246,6 +247,7 @@ class Instance:
     warm: tuple[str, ...] = ()
     latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
     loaded: Loadable | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def window(self) -> int:

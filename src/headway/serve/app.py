@@ -269,7 +269,7 @@ def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
         error = "It has failed. The gateway's log says why; so does this answer to the operator's key."
     return {"model": engine.models.current, "models": list(engine.models.names),
             "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
-            "error": error}  # fmt: skip
+            "assumed": engine.instance.assumed, "error": error}  # fmt: skip
 
 
 def _sqlite_files(config: Config) -> dict[str, Path]:

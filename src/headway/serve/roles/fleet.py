@@ -78,7 +78,7 @@ class Fleet:
         if engine.url != state.url.rstrip("/") or before is None:
             engine.moved(state.url, state.key)
         if state.instance is not None:
-            engine.block_size = state.instance.block_size
+            engine.instance = state.instance
         self._tell(engine, state, None if before is None else before.state)
 
     def _tell(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:

@@ -77,6 +77,7 @@ class StatsMixin:
     requests: dict[str, Any]
     kv_cache_manager: Any
     block_size: int
+    max_num_active_reqs: int
     finished_req_ids: set[str]
     timer: Callable[[], float] = staticmethod(time.perf_counter)  # virtual in oracle.py
 
@@ -160,6 +161,7 @@ class _ReadableStats(StatsMixin):
             "blocks_free": pool.get_num_free_blocks(),
             "blocks_total": pool.num_gpu_blocks - 1,
             "block_size": int(self.block_size),
+            "max_running": int(self.max_num_active_reqs),
             "counters": dict(self.stats.counters),
         }
 
