@@ -159,7 +159,7 @@ class Jobs(Table):
         arrival, first, last: instants; first, last = of the first and of the newest token, 0 before them.
         gap: longest silence between two tokens so far, seconds.
         ttft, tpot, e2e: SLOs in seconds, inf = none.
-        line_from: instant from which its tpot counts at the earliest, 0 = its first token (`Slo.line`).
+        line_from: instant from which its tpot counts at the earliest, -inf = its first token (`Slo.line`).
         weight: of its `Slo`. soft: soft target, seconds from the arrival, 0 = none is stated.
         prompt, computed, output_tokens: tokens.
         drafts: tokens that a running row's next step verifies beside the one that it lacks (speculation).
@@ -187,7 +187,7 @@ class Jobs(Table):
         "serial": int, "evictions": int, "lender": int,
         "loan_start": int, "loan_blocks": int, "first_lent_block": int,
     }  # fmt: skip
-    DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0}
+    DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0, "line_from": -math.inf}
 
 
 class Backlog(Table):
@@ -240,6 +240,7 @@ class Instance:
     warm: models whose weights are in its host memory.
     latency: forecast seconds of an iteration, None = not known.
     loaded: its model as one that it can load again after another; None = it cannot load any.
+    assumed: fields above that it does not tell, so that they are as configured.
     """
 
     id: str
@@ -254,6 +255,7 @@ class Instance:
     warm: tuple[str, ...] = ()
     latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
     loaded: Loadable | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def window(self) -> int:

@@ -233,6 +233,27 @@ def test_state_and_log_tell_what_ran(make: Make) -> None:
     assert state["log"][-1][1] == {"a": 20}
 
 
+def counts(engine: Any) -> tuple[int, int, int]:
+    state = control(engine, op="state", jobs=False)
+    return state["running"], state["paused"], state["waiting"]
+
+
+def test_state_tells_computing_paused_and_waiting_requests_apart(make: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine = make("slack", running=2)
+    for name in "abc":
+        engine.add(name, 20, 10, metadata=request_metadata(name))
+    engine.step()
+    assert counts(engine) == (2, 0, 1)
+    first = engine.scheduler.running[0].request_id
+    control(engine, op="pause", ids=[first])
+    engine.step()
+    assert counts(engine) == (3, 1, 0), "another one has taken its turn"
+    engine.scheduler.finish_requests(list("abc"), RequestStatus.FINISHED_ABORTED)
+    assert counts(engine) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("junk", ["abc", None, True, [1.0], math.nan, math.inf])
 def test_malformed_metadata_do_not_stop_the_engine(make: Make, junk: Any) -> None:
     engine = make("slack")

@@ -172,6 +172,8 @@ def test_it_answers_on_the_control_route_and_obeys_nothing() -> None:
     state = _control(Core, {"op": "state"})
     assert state["counters"] == engine.scheduler.stats.counters
     assert state["blocks_free"] == state["blocks_total"]
+    assert (state["running"], state["waiting"]) == engine.scheduler.get_request_counts()
+    assert state["max_running"] == engine.scheduler.max_num_active_reqs
     assert "error" in _control(Core, {"op": "pause", "ids": []})
 
 

@@ -44,6 +44,16 @@ def mortal(tmp_path: Path) -> Iterator[Fake]:
     engine.stop()
 
 
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
+    """A fake engine without Headway's scheduler (`stock_engine.py`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(MARK)
+        engine = Fake(tmp_path_factory.mktemp("stock"), module="tests.serve.stock_engine").start()
+    yield engine
+    engine.stop()
+
+
 @pytest.fixture
 def own() -> Iterator[postgres.PrivateServer]:
     """A PostgreSQL server that the test may stop."""

@@ -55,6 +55,7 @@ class Fake:
     port: int = field(default_factory=free_port)
     child: Child | None = None
     options: tuple[str, ...] = ()  # beside the port
+    module: str = "headway.bench.live.fake_engine"
 
     @property
     def url(self) -> str:
@@ -64,7 +65,7 @@ class Fake:
         argv = [
             sys.executable,
             "-m",
-            "headway.bench.live.fake_engine",
+            self.module,
             "--port",
             str(self.port),
             "--tokens",

@@ -101,6 +101,7 @@ def test_events_say_what_waits_and_what_was_late(gateway: Gateway) -> None:
         second = next(events)
     assert first["engines"]["e0"]["up"]
     assert first["engines"]["e0"]["kv"] == 0.0
+    assert [first["engines"]["e0"][state] for state in ("computing", "paused", "waiting")] == [0, 0, 0]
     assert second["at"] > first["at"]
     assert set(first["lines"]) >= set(CLASSES)
     assert first["lines"]["chat"] == {"waiting": 0, "inside": 0, "oldest": 0.0}
@@ -178,6 +179,8 @@ def test_a_browser_shows_it(page: Page, serve: Serve) -> None:
         expect(page.locator("#state")).to_contain_text("live")
         expect(page.locator("#lines tr")).to_have_count(len(CLASSES) + 1)
         expect(page.locator("#engines tr")).to_contain_text("smollm2")
+        expect(page.locator("#engines tr")).to_contain_text("0 of 32")
+        expect(page.locator("#inside")).to_have_text("0 computing, 0 paused, 0 waiting in engines")
         expect(page.locator("#late tr").first).to_contain_text("queued")
         expect(page.locator("#late tr").first).to_contain_text(NASTY)
         expect(page.locator("#kept")).to_have_text("50.0 %")

@@ -65,7 +65,7 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
             name
             for name in found
             if name.startswith("headway_engine_")
-            and name not in ("headway_engine_up", "headway_engine_scraped", "headway_engine_model")
+            and name.removeprefix("headway_engine_") not in ("up", "scraped", "model", "requests")
         }
         assert counted == {
             f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions")

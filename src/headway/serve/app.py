@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headway import __version__
 from headway.broker.sqlite_health import log_bytes
 from headway.config import Config
 from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.inside import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.anthropic.endpoints import PATH as MESSAGES
@@ -270,7 +271,7 @@ def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
         error = "It has failed. The gateway's log says why; so does this answer to the operator's key."
     return {"model": engine.models.current, "models": list(engine.models.names),
             "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
-            "error": error}  # fmt: skip
+            "assumed": engine.instance.assumed, "error": error}  # fmt: skip
 
 
 def _sqlite_files(config: Config) -> dict[str, Path]:
@@ -297,22 +298,27 @@ def _gauge(gateway: Gateway) -> None:
 
 async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
     """Return an engine's id and its own page, which is empty when it is down or does not answer in time."""
-    metrics, up, page, answers = gateway.metrics, engine.up.is_set(), "", False
+    metrics, up, page = gateway.metrics, engine.up.is_set(), ""
+    state: Mapping[str, Any] | None = None
     if up:
-        page, answers = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
+        page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
     metrics.up.labels(engine.id).set(up)
-    metrics.scraped.labels(engine.id).set(answers and bool(page))
+    metrics.scraped.labels(engine.id).set(state is not None and bool(page))
+    metrics.inside(engine.id, None if state is None else inside_of(state, page))
     return engine.id, page
 
 
-async def _count(metrics: Metrics, engine: EngineView) -> bool:
-    """Take over the counters of the scheduler inside an engine; return whether it answers in time."""
+async def _count(metrics: Metrics, engine: EngineView) -> Mapping[str, Any] | None:
+    """Take over the counters of the scheduler inside an engine; return its state.
+
+    None when it does not answer in time; empty without Headway's scheduler, or when it says nonsense.
+    """
     try:
         state = await engine.control({"op": "state", "jobs": False}, _ENGINE_S)
         metrics.evictions.labels(engine.id).set(state["counters"]["evictions"])
         metrics.counted(engine.id, state["counters"])
     except EngineGone:
-        return False
+        return None
     except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):
-        pass  # an engine without Headway's scheduler has no such counters, or says nonsense
-    return True
+        return {}
+    return state

@@ -43,6 +43,7 @@ from headway.serve.request_parsing import (
 )
 from headway.serve.streaming import TENANT
 from headway.serve.tokens import Prompt, TokenCounter
+from headway.types import Instance
 from headway.types import Request as CoreRequest
 
 Translate = Callable[[dict[str, Any]], dict[str, Any]]
@@ -58,7 +59,6 @@ class AppState:
         self.adapters = base_models(self.config.engines)
         self._served = {*self.models, *self.adapters}
         self.names = (*self.models, *self.adapters, *exact(self.config.aliases))
-        self._longest = max((engine.max_model_len for engine in self.models.values()), default=0)
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
         self.started = int(time.time())
@@ -225,10 +225,10 @@ class AppState:
     async def prompt(self, kind: Kind, data: bytes, translate: Translate | None = None) -> Prompt:
         """Return the tokens of a body's prompt; RequestError as for a request that is to be answered."""
         _, body = await offload(len(data), partial(self._validated, kind, data, translate))
-        engine = self._engine_of(body.model)
+        self._engine_of(body.model)
         model = self.adapters.get(body.model, body.model)
         counter = self.gateway.counters[model]
-        return await offload(len(data), partial(counter.read, body, engine.max_model_len))
+        return await offload(len(data), partial(counter.read, body, self._context(model)))
 
     async def parse(
         self, kind: Kind, request: Request, held: Held, translate: Translate | None = None
@@ -249,11 +249,22 @@ class AppState:
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return what OpenAI's API says of a model, an adapter or an alias. RequestError (404) for others."""
-        longest, real = self._engine_of(name).max_model_len, self._meant(name)
-        parent = self.adapters.get(name, real)
+        self._engine_of(name)
+        real = self._meant(name)
+        longest, parent = self._context(self.adapters.get(real, real)), self.adapters.get(name, real)
         base = {} if parent == name else {"parent": parent}
         return {"id": name, "object": "model", "created": self.started, "owned_by": "headway",
                 "max_model_len": longest} | base  # fmt: skip
+
+    def _instances_of(self, model: str) -> list[Instance]:
+        engines = self.gateway.dispatcher.engines.values()
+        return [engine.instance for engine in engines if model in engine.config.served]
+
+    def _context(self, model: str) -> int:
+        """Return the tokens that every instance of a model has room for, as far as they tell."""
+        instances = self._instances_of(model)
+        told = [one for one in instances if "max_model_len" not in one.assumed]
+        return min(one.max_model_len for one in told or instances)
 
     def only_model(self) -> str:
         """Return the model that a request means which names none: the only one here, else "" (a 404)."""
@@ -313,12 +324,13 @@ class AppState:
         if isinstance(body, ChatBody) and body.tools:
             _check_tools(engine, raw.get("tool_choice"))
 
+        context, slots = self._context(model), max(one.max_running for one in self._instances_of(model))
+
         def work() -> tuple[ParsedRequest, Prompt]:
-            prompt = self.gateway.counters[model].read(body, engine.max_model_len)
+            prompt = self.gateway.counters[model].read(body, context)
             return interpret(
                 kind, raw, body, headers, self.config, model=model, adapter=adapter, tenant=tenant,
-                arrival=arrival, lengths=prompt.lengths, max_model_len=engine.max_model_len,
-                max_running=max(one.max_running for one in self.config.engines if model in one.served),
+                arrival=arrival, lengths=prompt.lengths, max_model_len=context, max_running=slots,
             ), prompt  # fmt: skip
 
         parsed, prompt = await offload(size, work)
@@ -341,7 +353,7 @@ class AppState:
         name = self.only_model() if raw.get("model") is None else raw["model"]  # vLLM wants none
         raw = {**raw, "model": self._meant(name) if isinstance(name, str) else name}
         check_grammars(raw, self.config.grammars)
-        return raw, validate(kind, raw, self._longest)
+        return raw, validate(kind, raw, max(map(self._context, self.models), default=0))
 
     def _learn_prefix(self, request: CoreRequest, prompt: Prompt) -> None:
         """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""

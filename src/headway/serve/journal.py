@@ -287,14 +287,14 @@ def _stays(
 
 
 def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: float) -> EngineRow:
-    """Return what an engine is, as far as it says so; otherwise as it is configured."""
+    """Return what an engine is; what only Headway's scheduler tells is None without it."""
 
     def told(name: str) -> int | None:
         value = state.get(name)
         return value if isinstance(value, int) and value > 0 else None
 
-    config = engine.config
+    instance = engine.instance
     return EngineRow(
-        engine.id, at, engine.models.current, recipe, told("max_running") or config.max_running,
-        config.max_model_len, told("token_budget"), told("blocks_total"), told("block_size"),
+        engine.id, at, engine.models.current, recipe, told("max_running") or instance.max_running,
+        instance.max_model_len, told("token_budget"), told("blocks_total"), told("block_size"),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from headway.config import Tier
+from headway.engines.vllm.process.inside import Inside
 from headway.engines.vllm.process.models import SwapReport
 from headway.serve.batches.records import Batch
 from headway.serve.label_values import FewValues
@@ -75,7 +76,8 @@ class Metrics:
             "headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r
         )
         self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
-        self.running = Gauge("headway_inside_engines", "Requests inside engines.", registry=r)
+        told = "Requests sent to engines, whether these compute them already or not."
+        self.running = Gauge("headway_inside_engines", told, registry=r)
         self._add_engines(r)
         self.logs = Gauge(
             "headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r
@@ -105,6 +107,8 @@ class Metrics:
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
         told = "1 when this page has the instance's own metrics: it was up and answered in time."
         self.scraped = Gauge("headway_engine_scraped", told, ["instance"], registry=r)
+        told = "Requests inside an instance, of all its clients, by state; missing where it does not tell."
+        self._inside = Gauge("headway_engine_requests", told, ["instance", "state"], registry=r)
         self.evictions = Gauge(
             "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
         )
@@ -167,6 +171,12 @@ class Metrics:
             for name, value in counters.items()
             if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may send anything
         }
+
+    def inside(self, instance: str, inside: Inside | None) -> None:
+        """Set what is inside an instance, None = it does not tell."""
+        self._inside.remove_by_labels({"instance": instance})
+        for state, count in {} if inside is None else asdict(inside).items():
+            self._inside.labels(instance, state).set(count)
 
     def swapped(self, instance: str, report: SwapReport) -> None:
         """Count a swap."""

@@ -120,9 +120,9 @@ class PrefixWarmer(Warmer):
             return None
         chain, seconds = f"prewarm {key[0]}/{key[1]}", max(command.until - clock.now(), _LEAST_S)
         pins = [
-            _Pin(engine, chain, model, tokens[: tokens.size - tokens.size % engine.block_size].tolist())
+            _Pin(engine, chain, model, tokens[: tokens.size - tokens.size % block].tolist())
             for engine in self._able(model)
-            if tokens.size >= _BLOCKS * engine.block_size
+            if tokens.size >= _BLOCKS * (block := engine.instance.block_size)
         ]
         warmed = await _all(pins, seconds)
         if not any(fresh is not None for fresh in warmed):

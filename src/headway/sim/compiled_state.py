@@ -190,7 +190,7 @@ def _jobs(workload: Workload) -> Rows:
     jobs = np.zeros(len(workload), Jobs.DTYPE)
     for name in ("arrival", "prompt", "priority", "ttft", "tpot", "e2e", "weight", "soft"):
         jobs[name] = getattr(workload, name)
-    jobs["line_from"] = np.where(workload.line == 1, workload.arrival + workload.ttft, 0.0)
+    jobs["line_from"] = np.where(workload.line == 1, workload.arrival + workload.ttft, -np.inf)
     return jobs
 
 

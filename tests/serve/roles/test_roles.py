@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from headway.types import Request
 from headway.wire.messages import Alive, InFlight, Item, Present, Standing
 from headway.wire.port import Letter
 from tests.serve.gateway import Fake, configuration, until
+from tests.serve.roles.exchange import LocalLink
 from tests.serve.roles.parts import Parts, parts
 from tests.serve.test_request_ends import fakes
 
@@ -108,6 +110,58 @@ def test_an_agent_that_is_silent_gets_no_work_until_it_is_back(headway: Parts) -
         until(lambda: waiting(headway, "c1"))
         headway.exchange.mend("a1")
         assert asked.result(20).status_code == 200
+
+
+def warned(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
+    return [text for text in (record.getMessage() for record in caplog.records) if what in text]
+
+
+def reports(headway: Parts, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the reports that an agent makes from now on."""
+    made, carry = list[str](), headway.exchange.carry
+
+    def note(sender: LocalLink, to: str, data: bytes) -> None:
+        carry(sender, to, data)
+        if sender.name == name and to == "all":
+            made.append(name)
+
+    monkeypatch.setattr(headway.exchange, "carry", note)
+    return made
+
+
+def test_an_engine_that_is_not_configured_gets_no_work_and_is_told_of_once(
+    headway: Parts, fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that does not know it would send back what the controller sends there, again and again."""
+    with headway.gateway("g1") as gateway:
+        made, own = reports(headway, "a2", monkeypatch), headway.config
+        headway.config = replace(own, engines=own.engines * 2)
+        headway.agent("a2", "e1")
+        until(lambda: "a2" in headway.agents)
+        headway.config = own
+        until(lambda: len(made) > 4 and headway.agents["a2"].agents.engines["e1"].up.is_set(), 30)
+        said = len(made)
+        until(lambda: len(made) > said + 1, 30)
+        for _ in range(4):
+            assert gateway.post(gateway.chat()).status_code == 200
+        leader = headway.controllers["c1"].leader
+        assert leader is not None
+        assert leader.control.controller.cluster.instances.keys() == {"e0"}
+        told = warned(caplog, "a2 has an engine e1, which gets no work: this configuration lacks it. Give")
+        assert len(told) == 2, "the gateway and the controller have told once each"
+
+
+def test_an_engine_that_another_agent_has_is_told_of_once(
+    headway: Parts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with headway.gateway("g1") as gateway:
+        made = reports(headway, "a2", monkeypatch)
+        headway.agent("a2", "e0")
+        until(lambda: len(made) > 4, 30)
+        assert gateway.post(gateway.chat()).status_code == 200
+        assert len(warned(caplog, "a2 has an engine e0, which gets no work: a1 has it, too. Start")) == 1
+        headway.kill("a1")
+        until(lambda: headway.controllers["c1"].leader._agent_of.get("e0") == "a2", 30)  # type: ignore[union-attr]
 
 
 def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> None:

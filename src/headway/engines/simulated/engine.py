@@ -7,6 +7,7 @@ from vLLM's own scheduler. The seconds of an iteration come from a latency model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -117,7 +118,7 @@ class SimulatedEngine:
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
             tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency, spread=spread,
             ttft=_or_never(targets.ttft), tpot=_or_never(targets.tpot), e2e=_or_never(targets.e2e),
-            line_from=arrival + (targets.ttft or 0.0) if targets.line else 0.0, weight=targets.weight,
+            line_from=arrival + (targets.ttft or 0.0) if targets.line else -math.inf, weight=targets.weight,
             soft=(targets.soft or 0.0) if soft is None else soft,
         )  # fmt: skip
         if row >= self.target.size:

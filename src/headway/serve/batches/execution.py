@@ -56,14 +56,14 @@ class Slots:
     entry: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ENTRY))
 
     @classmethod
-    def of(cls, tenant: str, config: Config) -> Slots:
-        """Return a tenant's: twice what engines compute at a time, unless configured.
+    def of(cls, tenant: str, config: Config, computed: int) -> Slots:
+        """Return a tenant's: twice what all engines compute at a time, unless configured.
 
         At most a quarter of the queue, and half of what its keys may have there.
         """
         keys = [key.max_queued for key in config.keys if key.tenant == tenant and key.max_queued is not None]
         most = min(keys, default=None)
-        lines = config.batches.lines or 2 * sum(engine.max_running for engine in config.engines)
+        lines = config.batches.lines or 2 * computed
         total = min(lines, config.server.max_queued // 4, lines if most is None else most // 2)
         return cls(asyncio.Semaphore(max(total, 1)), max(total, 1), most)
 

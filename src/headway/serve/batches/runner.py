@@ -91,7 +91,9 @@ class BatchRunner:
 
     def _begin(self, batch: Batch, threads: ThreadPoolExecutor) -> None:
         if batch.tenant not in self._slots:
-            self._slots[batch.tenant] = Slots.of(batch.tenant, self._state.config)
+            engines = self._state.gateway.dispatcher.engines.values()
+            computed = sum(engine.instance.max_running for engine in engines)
+            self._slots[batch.tenant] = Slots.of(batch.tenant, self._state.config, computed)
         execution = Execution(self._state, self._store, batch, threads, self._slots[batch.tenant])
         task = asyncio.create_task(self._run(batch.id, execution))
         self._running[batch.id] = execution, task

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway import __version__, clock
+from headway.engines.vllm.process.inside import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError
 from headway.serve.dashboard.history import EVERY_S
@@ -100,19 +101,29 @@ class Board:
 
 
 async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
-    """Return the state of an engine. batch, kv: shares; None = it has not Headway's scheduler, or is down."""
+    """Return the state of an engine. None = it does not tell, or is down.
+
+    inside: requests sent to it. computing, paused, waiting: what it says of all that it has. kv: share.
+    """
+    instance = engine.instance
     told: dict[str, Any] = {
         "model": engine.models.current, "models": list(engine.models.names), "loading": engine.loading,
         "up": engine.up.is_set(), "restarts": engine.restarts, "failed": engine.failure is not None,
-        "inside": inside, "running": None, "batch": engine.config.max_running, "kv": None, "evictions": None,
+        "inside": inside, "computing": None, "paused": None, "waiting": None,
+        "batch": instance.max_running, "assumed": instance.assumed, "kv": None, "evictions": None,
     }  # fmt: skip
     if not engine.up.is_set():
         return told
     try:
-        state = await engine.control({"op": "state", "jobs": False}, _ENGINE_S)
+        state, page = await engine.control({"op": "state", "jobs": False}, _ENGINE_S), ""
+    except HeadwayError:  # attached to a vLLM without Headway's scheduler
+        state, page = {}, await engine.metrics(_ENGINE_S)
+    if (found := inside_of(state, page)) is not None:
+        told |= asdict(found)
+    try:
         used = 1 - int(state["blocks_free"]) / max(int(state["blocks_total"]), 1)
-        told |= {"running": int(state["running"]), "kv": min(max(used, 0.0), 1.0)}
+        told["kv"] = min(max(used, 0.0), 1.0)
         told["evictions"] = int(state["counters"]["evictions"])
-    except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):
-        return told  # attached to a vLLM of another make, or one that says nonsense
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return told  # another make, or one that says nonsense
     return told

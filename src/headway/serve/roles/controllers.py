@@ -59,7 +59,8 @@ class ControllerProcess:
             leader.distrust(letter.sender)
 
     def _new_leader(self) -> Leader:
-        return Leader(self._link, self._control, self._config.wire.lease_seconds)
+        engines = [f"e{i}" for i in range(len(self._config.engines))]
+        return Leader(self._link, self._control, self._config.wire.lease_seconds, engines)
 
     def _control(self, execute: Execute, inquire: Inquire) -> Control:
         config = self._config

@@ -14,6 +14,7 @@ from headway.engines.vllm.process.remote import RemoteEngine
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.serve.dispatcher import Dispatcher
+from headway.serve.roles.leader import UNKNOWN
 from headway.serve.roles.remote_control import RemoteControl
 from headway.wire.messages import EngineState, Gone
 from headway.wire.port import Letter
@@ -42,6 +43,7 @@ class Fleet:
         }
         self._control, self._lease_s = control, lease_s
         self._heard: dict[str, _Heard] = {}
+        self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that the log has told of
         self.dispatcher: Dispatcher | None = None
 
     @asynccontextmanager
@@ -60,9 +62,11 @@ class Fleet:
             match item:
                 case EngineState(id) if id in self.engines:
                     self._update(letter, item)
-                case EngineState(id):
-                    log.warning("%s has an engine %s, which is not in this configuration", letter.sender, id)
+                case EngineState(id) if (letter.sender, id) not in self._unknown:
+                    self._unknown.add((letter.sender, id))
+                    log.warning("%s has an engine %s, which gets no work: %s", letter.sender, id, UNKNOWN)
                 case Gone():
+                    self._unknown = {(agent, id) for agent, id in self._unknown if agent != letter.sender}
                     for id in [id for id, one in self._heard.items() if one.agent == letter.sender]:
                         self._silent(id)
                 case Learned():
@@ -78,7 +82,7 @@ class Fleet:
         if engine.url != state.url.rstrip("/") or before is None:
             engine.moved(state.url, state.key)
         if state.instance is not None:
-            engine.block_size = state.instance.block_size
+            engine.instance = state.instance
         self._tell(engine, state, None if before is None else before.state)
 
     def _tell(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
@@ -23,9 +23,11 @@ from headway.events import (
     Finished,
     InstanceDown,
     InstanceUp,
+    Learned,
     Returned,
     Started,
     Swapped,
+    Warmed,
 )
 from headway.serve.control import Control, Inquire
 from headway.serve.planning import Execute
@@ -50,6 +52,7 @@ EVERY_S = 0.5  # between two `Standing`
 DOUBT_S = 2.0  # between two reports for a wrong number of requests
 SETTLE_S = 1.5  # from the beginning of a term, in which gateways and agents report
 EVENTS = get_args(Event)
+UNKNOWN = "this configuration lacks it. Give all parts the same [[engines]], and restart them."
 log = logging.getLogger("headway.serve")
 Make = Callable[[Execute, Inquire], Control]
 
@@ -72,10 +75,14 @@ class _Gateway:
 
 @dataclass(slots=True)
 class _Agent:
-    """An agent. heard: instant of its last message. engines: ids of those that have reported."""
+    """An agent. heard: instant of its last message. engines: ids of those that have reported.
+
+    refused: ids of those that get no work, of which the log has told.
+    """
 
     heard: float
     engines: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
 
 
 class Leader:
@@ -83,10 +90,11 @@ class Leader:
 
     make: makes the controller's side, given what carries out its commands and its questions.
     lease_s: gateways and agents are gone after so many seconds of silence.
+    engines: ids of those that are configured.
     """
 
-    def __init__(self, link: Link, make: Make, lease_s: float) -> None:
-        self._link, self._lease_s = link, lease_s
+    def __init__(self, link: Link, make: Make, lease_s: float, engines: Collection[str]) -> None:
+        self._link, self._lease_s, self._configured = link, lease_s, engines
         self.control = make(self._execute, self._inquire)
         self._gateways: dict[str, _Gateway] = {}
         self._agents: dict[str, _Agent] = {}
@@ -162,7 +170,8 @@ class Leader:
         gateway, agent = self._gateways.get(name), self._agents.get(name)
         if agent is not None and agent.engines:
             for event in events:
-                self._engine_event(event)
+                if _engine_of(event) in agent.engines:
+                    self._engine_event(event)
         elif gateway is not None and gateway.known:
             self._latest = name
             noted = (self._noted(name, gateway, event, apart) for event in events)
@@ -250,9 +259,12 @@ class Leader:
         """Take note of an engine: its agent tells its events as they come, so it is new, or was doubted."""
         agent = self._agents.setdefault(name, _Agent(clock.now()))
         new = state.id not in agent.engines
-        if new and self._agent_of.get(state.id, name) != name:
-            log.error("%s says that it has %s, which %s has", name, state.id, self._agent_of[state.id])
+        if new and (why := self._refusal(name, state.id)) is not None:
+            if state.id not in agent.refused:
+                log.warning("%s has an engine %s, which gets no work: %s", name, state.id, why)
+            agent.refused.add(state.id)
             return
+        agent.refused.discard(state.id)
         agent.engines.add(state.id)
         self._agent_of[state.id] = name
         if new and state.loading is not None:
@@ -260,6 +272,13 @@ class Leader:
         elif (new or state.id in self._doubted) and state.instance is not None:
             self._doubted.discard(state.id)
             self._come(InstanceUp(state.instance))
+
+    def _refusal(self, name: str, engine: str) -> str | None:
+        """Return why an agent's engine gets no work, and what mends that; None = it may."""
+        if engine not in self._configured:
+            return UNKNOWN
+        owner = self._agent_of.get(engine, name)
+        return None if owner == name else f"{owner} has it, too. Start each engine with one agent (--engine)."
 
     def _loads(self, agent: _Agent, state: EngineState, model: str) -> None:
         """Take note of a swap that the controller before has ordered, so that it is not ordered again."""
@@ -365,3 +384,13 @@ class Leader:
     def _inquire(self, instance: str, ids: Sequence[str]) -> None:
         if instance in self._agent_of:
             self._link.send(self._agent_of[instance], Asked(instance, tuple(ids)))
+
+
+def _engine_of(event: Event) -> str | None:
+    """Return the engine that an agent's event is about."""
+    match event:
+        case InstanceUp(instance) | Swapped(instance) | Warmed(instance):
+            return instance.id
+        case InstanceDown(id) | Learned(id):
+            return id
+    return None

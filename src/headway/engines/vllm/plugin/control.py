@@ -4,7 +4,8 @@ vLLM's API server calls methods of the engine core between two iterations ("util
 one such method to the engine core and the HTTP route `POST /headway/control` that calls it:
 
     {"op": "state", "log": 20}
-        return the state: running, waiting and held requests, free blocks, and the last 20 steps:
+        return the state: running requests and how many of them are paused, waiting ones, free blocks, and
+        the last 20 steps:
         [instant, tokens by id, paused, evicted, log row]
     {"op": "state", "iterations": 20, "requests": 20}
         return the state with the last 20 rows of the iteration log (`iteration_log.py`)
@@ -32,7 +33,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -140,11 +141,13 @@ class ControlMixin(PinsMixin):
         return {engine_id for engine_id, id in self._headway_id.items() if id in wanted}
 
     def _state(self, message: dict[str, Any]) -> dict[str, Any]:
-        log = int(message.get("log", 0))
+        log, stock = int(message.get("log", 0)), cast(Any, self)
+        running, waiting = stock.get_request_counts()
         return {
             "recipe": self.recipe.name,
-            "running": len(self.running),
-            "waiting": len(self.jobs) - len(self.running),
+            "running": running,
+            "paused": self._paused(),
+            "waiting": waiting,
             "blocks_free": self._blocks.get_num_free_blocks(),
             "blocks_total": self._total,
             "block_size": self._block_size,
@@ -156,6 +159,12 @@ class ControlMixin(PinsMixin):
             "jobs": [self._job(name) for name in self._listed(message)],
             "log": [list(entry) for entry in list(self.step_log)[-log:]] if log else [],
         }
+
+    def _paused(self) -> int:
+        """Return how many running requests had no part in the latest step, or have none in the next one."""
+        ran = self.step_log[-1][1] if self.step_log else {}
+        names = (request.request_id for request in self.running)
+        return sum(name not in ran or name in self.held for name in names)
 
     def _log_rows(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the last rows of the iteration log, as many as the message asks for."""

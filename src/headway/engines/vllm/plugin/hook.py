@@ -184,7 +184,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
             ttft=metadata.ttft,
             tpot=metadata.tpot,
             e2e=metadata.e2e,
-            line_from=metadata.arrival + metadata.ttft if metadata.line else 0.0,
+            line_from=metadata.arrival + metadata.ttft if metadata.line else -math.inf,
             weight=metadata.weight,
             soft=metadata.soft,
             tokens_left=metadata.tokens_left,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -77,6 +77,7 @@ class StatsMixin:
     requests: dict[str, Any]
     kv_cache_manager: Any
     block_size: int
+    max_num_active_reqs: int
     finished_req_ids: set[str]
     timer: Callable[[], float] = staticmethod(time.perf_counter)  # virtual in oracle.py
 
@@ -153,13 +154,15 @@ class _ReadableStats(StatsMixin):
         """Return the state; stock vLLM has no other message."""
         if message.get("op") != "state":
             return {"error": f"stock vLLM knows no op {message.get('op')!r}; use state"}
-        pool = self.kv_cache_manager.block_pool
+        pool, stock = self.kv_cache_manager.block_pool, cast(Any, self)
+        running, waiting = stock.get_request_counts()
         return {
-            "running": len(self.running),
-            "waiting": len(self.requests) - len(self.running),
+            "running": running,
+            "waiting": waiting,
             "blocks_free": pool.get_num_free_blocks(),
             "blocks_total": pool.num_gpu_blocks - 1,
             "block_size": int(self.block_size),
+            "max_running": int(self.max_num_active_reqs),
             "counters": dict(self.stats.counters),
         }
 

@@ -21,6 +21,7 @@ from headway.config.keys import reveal
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.launch import BadArguments, Child, check_installed
+from headway.engines.vllm.process.limits import instance_of, read_limits, warn
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import Pace, measure
@@ -231,24 +232,26 @@ class VllmEngine(EngineView):
             self._on_event(InstanceDown(self.id))
 
     async def _describe(self) -> Instance:
-        """Return the instance; without Headway's scheduler inside it is assumed to have KV for all slots."""
-        config = self.config
+        """Ask the instance what it is."""
+        state = await self._state()
+        self._has_scheduler = state is not None
+        self.prefix_caching = bool((state or {}).get("prefix_caching"))
+        told = await read_limits(self, state, self.config.health_timeout_s)
+        warn(self.id, self.config, told)
+        self.instance = instance_of(self.id, self.models.current, self.config, told)
+        return self.instance
+
+    async def _state(self) -> dict[str, Any] | None:
+        """Return the state of Headway's scheduler, None = it is not inside."""
         try:
-            state = await self.control({"op": "state", "jobs": False}, config.silence_timeout_s)
-            block, total = int(state["block_size"]), int(state["blocks_total"])
-            self.prefix_caching = bool(state.get("prefix_caching"))
-            self._has_scheduler = True
+            state = await self.control({"op": "state", "jobs": False}, self.config.silence_timeout_s)
         except EngineGone as error:
             if error.silent:
                 await self._give_up("did not answer its first question")
             raise
-        except (EngineError, KeyError, TypeError, ValueError):
-            self._has_scheduler = False
-            block, total = 16, config.max_running * config.max_model_len // 16
-            self.prefix_caching = False
-        self.block_size = block
-        model = self.models.current
-        return Instance(self.id, model, config.max_running, total, block, config.max_model_len)
+        except EngineError:
+            return None
+        return state if state.keys() >= {"block_size", "blocks_total"} else None
 
     # ---- models
 

@@ -313,11 +313,15 @@ class EngineConnection:
 
     async def metrics(self, seconds: float) -> str:
         """Return the instance's own Prometheus page, empty when it does not answer in time."""
+        return _shown(await self.get("/metrics", seconds))
+
+    async def get(self, path: str, seconds: float) -> bytes:
+        """Return what is at a path, nothing when it is not there or does not come in time."""
         try:
-            status, page = await self._ask("GET", "/metrics", seconds)
+            status, body = await self._ask("GET", path, seconds)
         except EngineError:
-            return ""
-        return _shown(page) if status == 200 else ""
+            return b""
+        return body if status == 200 else b""
 
 
 class OpenRequest:

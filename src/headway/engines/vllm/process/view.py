@@ -8,6 +8,7 @@ from typing import Protocol
 
 from headway.config import Engine
 from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.limits import instance_of
 from headway.errors import EngineError
 
 
@@ -31,7 +32,8 @@ class EngineView(EngineConnection, ABC):
     """An instance that requests can be sent to, supervised by this process or by another one.
 
     up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
-    prefix_caching: prefixes can be pinned in it. block_size: tokens of a KV block. Known once it is up.
+    prefix_caching: prefixes can be pinned in it, as is known once it is up.
+    instance: what it is, as it said when it was last up; as configured until then.
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
     given_up: it is not started again.
@@ -44,7 +46,8 @@ class EngineView(EngineConnection, ABC):
         self.config = config
         self.up = asyncio.Event()
         self.loading: str | None = None
-        self.prefix_caching, self.block_size = False, 16
+        self.prefix_caching = False
+        self.instance = instance_of(id, config.name, config, {})
         self.ahead = 0.0
         self.restarts = 0
         self.failure: EngineError | None = None

@@ -1,0 +1,88 @@
+"""The limits of an instance as it tells them itself; what it does not tell is as configured.
+
+Headway's scheduler tells all of them but the context, which vLLM's /v1/models tells. Stock vLLM tells its KV
+cache on /metrics, and nowhere its --max-num-seqs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from headway.config import Engine
+from headway.engines.vllm.process.answers import read_strictly
+from headway.engines.vllm.process.connection import EngineConnection
+from headway.types import Instance
+
+log = logging.getLogger("headway.engine")
+_MOST_LINES, _LONGEST_LINE = 100, 2**14
+_MOST = 2**31
+_OPTIONS = {"max_running": "--max-num-seqs", "max_model_len": "--max-model-len"}  # field -> vLLM's option
+
+
+async def read_limits(
+    engine: EngineConnection, state: Mapping[str, Any] | None, seconds: float
+) -> dict[str, int]:
+    """Return what an instance tells of its limits: field of `Instance` -> value.
+
+    state: of Headway's scheduler, None = it is not inside. seconds: for each answer.
+    """
+    told = {"max_model_len": await _context(engine, seconds), **(state or await _cache(engine, seconds))}
+    fields = (*_OPTIONS, "block_size", "blocks_total")
+    return {name: value for name in fields if type(value := told.get(name)) is int and 0 < value < _MOST}
+
+
+def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) -> Instance:
+    """Return an instance that tells so much. What KV it has, if that is unknown, is enough for all slots."""
+    limits = {name: getattr(config, name) for name in _OPTIONS} | {"block_size": 16} | dict(told)
+    enough = limits["max_running"] * limits["max_model_len"] // limits["block_size"]
+    limits = {"blocks_total": max(enough, 1)} | limits
+    return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - told.keys())))
+
+
+def warn(id: str, config: Engine, told: Mapping[str, int]) -> None:
+    """Log where an instance and its configuration differ, and what is assumed for want of both."""
+    default = Engine()
+    for name, option in _OPTIONS.items():
+        configured, unset = getattr(config, name), getattr(config, name) == getattr(default, name)
+        if name not in told and unset:
+            log.warning(
+                "engine %s does not tell its %s; %d is assumed. Set %s in [[engines]] to what it has.",
+                id, option, configured, name,
+            )  # fmt: skip
+        elif name in told and not unset and told[name] != configured:
+            log.warning(
+                "engine %s has %s %d, which counts, but its %s in [[engines]] is %d. Set it to %d.",
+                id, option, told[name], name, configured, told[name],
+            )  # fmt: skip
+
+
+def samples(page: str, *names: str) -> Iterator[Sample]:
+    """Yield the samples of a Prometheus page that have one of these names; none when it is no such page."""
+    lines = [line for line in page.splitlines() if line.startswith(names) and len(line) < _LONGEST_LINE]
+    try:
+        for family in text_string_to_metric_families("\n".join(lines[:_MOST_LINES]) + "\n"):
+            yield from (sample for sample in family.samples if sample.name in names)
+    except ValueError as error:
+        log.debug("samples that cannot be read: %s", error)
+
+
+async def _context(engine: EngineConnection, seconds: float) -> Any:
+    try:
+        answer = read_strictly(await engine.get("/v1/models", seconds))
+        return next(card["max_model_len"] for card in answer["data"] if card.get("max_model_len"))
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        return None
+
+
+async def _cache(engine: EngineConnection, seconds: float) -> dict[str, int]:
+    """Return the size of stock vLLM's KV cache; one block is the null block."""
+    page = await engine.metrics(seconds)
+    labels = next((one.labels for one in samples(page, "vllm:cache_config_info")), {})
+    size, blocks = (labels.get(name, "") for name in ("block_size", "num_gpu_blocks"))
+    told = {"block_size": int(size)} if size.isdecimal() else {}
+    return told | ({"blocks_total": int(blocks) - 1} if blocks.isdecimal() else {})
