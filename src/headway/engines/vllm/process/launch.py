@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +36,8 @@ from headway.recipes.registry import find
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"
 _CPUINFO = Path("/proc/cpuinfo")
+# Triton's bindings (nanobind) and Python's resource tracker write some 30 lines when an engine ends.
+_LEAKS = re.compile(r"nanobind|^ - (leaked |\.\.\. skipped )|resource_tracker")
 
 
 def free_port() -> int:
@@ -225,9 +228,10 @@ class Child:
                 return
 
     def tail(self, lines: int = 12) -> str:
-        """Return the last lines of the log."""
+        """Return the last lines of the log that say something: what libraries report of leaks comes after."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        said = [line for line in text.splitlines() if not _LEAKS.search(line)]
+        return "\n".join(said[-lines:])
 
     def died(self, name: str) -> EngineError:
         """Return the error of an engine whose child has ended."""
