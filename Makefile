@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CLIENTS ?= .venv-clients
 PEERS ?= .venv-peers
+AUDIT ?= .venv-audit
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 LOCKS := -r requirements.lock -r requirements-dev.lock
@@ -12,7 +13,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
 
-.PHONY: chromium clients docker peers install postgres rabbitmq serve test test-fast explore lint bench clean
+.PHONY: audit chromium clients docker peers install postgres rabbitmq serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -91,9 +92,20 @@ lint: install
 	$(BIN)/ruff format --check src tests tools examples benchmarks
 	$(BIN)/mypy
 
+# Known vulnerabilities of all packages in the locks, by PyPI's advisories; no other target asks the network for them.
+# A version without its local part (+cpu) is the one that PyPI knows.
+ADVISORIES := https://pypi.org/pypi/pip/json
+audit:
+	@if ! $(PYTHON) -c 'import urllib.request as web; web.urlopen("$(ADVISORIES)", timeout=10)' 2> /dev/null; then \
+	  echo "Skipped: PyPI cannot be reached from here, so no package has been audited."; exit; fi; set -e; \
+	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) \
+	  && $(AUDIT)/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1; }; \
+	for lock in requirements*.lock; do sed 's/+[a-z0-9.]*$$//' $$lock > $(AUDIT)/$$lock; done; \
+	$(AUDIT)/bin/pip-audit --no-deps --disable-pip $(patsubst %,-r $(AUDIT)/%,$(wildcard requirements*.lock)) $(ARGS)
+
 bench: install
 	$(BIN)/headway model fetch
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) out
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) out

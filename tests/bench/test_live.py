@@ -60,6 +60,13 @@ def of(seen: Seen, system: str, tier: str) -> list[dict[str, Any]]:
 # ---- compare
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_quick_comparison_has_more_requests_than_a_batch_takes(seed: int) -> None:
+    short = compare.shortened(setup(seed=seed))
+    assert (short.systems, short.together, short.engine.max_running) == (SYSTEMS, True, 8)
+    assert short.engine.max_running < len(compare._calls(short, short.rate or 0.0, 0)) <= 20
+
+
 def test_figures_name_what_is_not_the_default() -> None:
     assert setup().variant == setup(duration=60.0, rounds=2, seed=4, together=True).variant == ""
     assert setup(load=1.2).variant == "1.2x"

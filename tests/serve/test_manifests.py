@@ -1,4 +1,4 @@
-"""`deploy/`: the compose file and the manifests run commands that exist, with probes that are answered."""
+"""`deploy/`: image, compose file and manifests name what exists, in the program and in each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,51 @@ from headway.cli import app
 from headway.config import load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = ("kubernetes", "prometheus")  # directories with a kustomization; the second one is on the first
+ANY_FILE = "--load-restrictor", "LoadRestrictionsNone"
 ROLES = {"gateway", "controller", "agent"}
+API = {
+    "Deployment": "apps/v1",
+    "StatefulSet": "apps/v1",
+    "Service": "v1",
+    "PodDisruptionBudget": "policy/v1",
+    "Ingress": "networking.k8s.io/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+}
+
+
+def kustomization(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((DEPLOY / name / "kustomization.yaml").read_text()))
 
 
 def manifests() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((KUBERNETES / "headway.yaml").read_text()))
+    """Return all objects of the files that the kustomizations list."""
+    files = [DEPLOY / name / one for name in OVERLAYS for one in kustomization(name)["resources"]]
+    return [one for file in files if file.is_file() for one in yaml.safe_load_all(file.read_text())]
+
+
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [one for one in manifests() if one["kind"] == kind]
+
+
+def pods(labels: dict[str, str]) -> list[tuple[dict[str, Any], set[str]]]:
+    """Return the pod spec and the names of the ports of each workload that labels select."""
+    templates = [one["spec"]["template"] for one in manifests() if "template" in one["spec"]]
+    chosen = [one["spec"] for one in templates if labels.items() <= one["metadata"]["labels"].items()]
+    return [(pod, {port["name"] for one in pod["containers"] for port in one["ports"]}) for pod in chosen]
+
+
+def named(value: Any, key: str) -> Iterator[Any]:
+    """Yield what is under a key, at any depth."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key:
+                yield inner
+            yield from named(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from named(inner, key)
 
 
 def workloads() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -86,27 +126,114 @@ def test_kubernetes_has_an_agent_for_each_engine_and_time_to_drain() -> None:
     assert grace["gateway"] > config.server.drain_s
 
 
-def test_kubernetes_services_select_pods() -> None:
-    labels = [
-        one["spec"]["template"]["metadata"]["labels"] for one in manifests() if "template" in one["spec"]
-    ]
+def test_kubernetes_objects_have_their_api_and_a_name_of_their_own() -> None:
+    found = [(one["kind"], one["metadata"]["name"]) for one in manifests()]
+    assert len(set(found)) == len(found)
+    assert all(re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", name) for _, name in found)
+    assert {(one["kind"], one["apiVersion"]) for one in manifests()} == set(API.items())
+
+
+def test_kubernetes_selectors_and_ports_lead_to_pods() -> None:
     for one in manifests():
-        if one["kind"] == "Service":
-            assert one["spec"]["selector"] in labels
+        spec = one["spec"]
+        if "template" in spec:
+            labels = spec["selector"]["matchLabels"]
+            assert labels.items() <= spec["template"]["metadata"]["labels"].items()
+        match one["kind"]:
+            case "Service":
+                asked = {port.get("targetPort", port["name"]) for port in spec["ports"]}
+                assert [asked <= ports for _, ports in pods(spec["selector"])] == [True], one["metadata"]
+            case "PodDisruptionBudget":
+                assert len(pods(spec["selector"]["matchLabels"])) == 1
+            case "NetworkPolicy":
+                opened = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", [])}
+                selected = pods(spec["podSelector"]["matchLabels"])
+                assert [opened <= ports for _, ports in selected] == [True], one["metadata"]
+                assert all(len(pods(by["matchLabels"])) == 1 for by in named(spec["ingress"], "podSelector"))
+            case "StatefulSet":
+                headless = {o["metadata"]["name"] for o in of_kind("Service") if "clusterIP" in o["spec"]}
+                assert spec["serviceName"] in headless
+
+
+def test_kubernetes_opens_the_api_to_all_and_engines_to_gateways() -> None:
+    specs = [one["spec"] for one in of_kind("NetworkPolicy")]
+    policies = {spec["podSelector"]["matchLabels"]["role"]: spec for spec in specs}
+    assert set(policies) == ROLES
+    everything = [rule for spec in policies.values() for rule in spec["ingress"] if "ports" not in rule]
+    assert [list(named(rule, "role")) for rule in everything] == [["gateway"]]
+    services = {one["metadata"]["name"]: one["spec"]["ports"] for one in of_kind("Service")}
+    (ingress,) = of_kind("Ingress")
+    for path in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
+        assert path["path"] == "/v1"  # neither metrics nor the dashboard
+        backend = path["backend"]["service"]
+        assert backend["port"]["name"] in {port["name"] for port in services[backend["name"]]}
+    notes = ingress["metadata"]["annotations"]
+    config = load(DEPLOY / "headway.toml")
+    assert notes["nginx.ingress.kubernetes.io/proxy-body-size"] == f"{config.batches.max_file_mib}m"
+    patience = float(notes["nginx.ingress.kubernetes.io/proxy-read-timeout"])
+    assert patience >= config.engines[0].request_timeout_s
+
+
+def test_kubernetes_refers_to_what_there_is() -> None:
+    base = kustomization("kubernetes")
+    maps = {one["name"] for one in base["configMapGenerator"]}
+    assert {one["name"] for one in named(manifests(), "configMap")} == maps
+    assert all((DEPLOY / "kubernetes" / file).is_file() for file in base["configMapGenerator"][0]["files"])
+    text = (DEPLOY / "kubernetes" / "kustomization.yaml").read_text()
+    made = dict(re.findall(r"create secret \w+ (\S+) ((?:.*\\\n)*.*)", text))
+    used = {one["name"] for one in named(manifests(), "secretRef")} | set(named(manifests(), "secretName"))
+    assert used == set(made)
+    assert {"HEADWAY_RABBITMQ_URL", "HEADWAY_POSTGRES_URL"} <= set(re.findall(r"\w+", made["headway"]))
+    images = {container["image"] for _, _, container in workloads()}
+    assert images == {one["name"] for one in base["images"]}
+
+
+def test_kubernetes_loads_models_with_a_token_and_keeps_them() -> None:
+    for role, _, container in workloads():
+        secrets = {one["secretRef"]["name"]: one["secretRef"].get("optional") for one in container["envFrom"]}
+        kept = any(mount["mountPath"] == "/root/.cache" for mount in container["volumeMounts"])
+        loads = role != "controller"  # tokenizers, models
+        assert kept == loads
+        assert secrets == {"headway": None} | ({"headway-huggingface": True} if loads else {})
+
+
+def test_prometheus_asks_gateways_and_keeps_the_engines_names() -> None:
+    (monitor,) = of_kind("ServiceMonitor")
+    chosen = monitor["spec"]["selector"]["matchLabels"].items()
+    services = [one for one in of_kind("Service") if chosen <= one["metadata"]["labels"].items()]
+    assert [one["metadata"]["name"] for one in services] == ["headway"]  # the job of alerts.yml
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in services[0]["spec"]["ports"]}
+    (job,) = yaml.safe_load((DEPLOY / "prometheus" / "scrape.yml").read_text())["scrape_configs"]
+    assert (job["job_name"], job["honor_labels"], endpoint["honorLabels"]) == ("headway", True, True)
+    assert "gateway" in {rule["target_label"] for rule in job["relabel_configs"]}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
-def test_kubectl_reads_the_manifests_with_the_configuration() -> None:
-    argv = ["kubectl", "kustomize", "--load-restrictor", "LoadRestrictionsNone", str(KUBERNETES)]
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_kubectl_reads_the_manifests_with_the_configuration(name: str) -> None:
+    argv = ["kubectl", "kustomize", *ANY_FILE, str(DEPLOY / name)]
     made = subprocess.run(argv, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     found = list(yaml.safe_load_all(made.stdout))
+    assert {one["kind"] for one in found} - {"ConfigMap"} == set(API) - (
+        {"ServiceMonitor"} if name == "kubernetes" else set()
+    )
     maps = [one for one in found if one["kind"] == "ConfigMap"]
     assert maps[0]["data"]["headway.toml"] == (DEPLOY / "headway.toml").read_text()
-    pods = [one["spec"]["template"]["spec"] for one in found if "template" in one.get("spec", {})]
-    volumes = [volume for pod in pods for volume in pod["volumes"]]
-    names = {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
-    assert names == {maps[0]["metadata"]["name"]}
+    assert {one["name"] for one in named(found, "configMap")} == {maps[0]["metadata"]["name"]}
+    (image,) = kustomization("kubernetes")["images"]
+    assert set(named(found, "image")) == {f"{image['newName']}:{image['newTag']}"}
+
+
+def test_the_image_is_made_of_what_is_installed_and_nothing_else() -> None:
+    lines = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if not line.startswith("#")]
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    needed = {"pyproject.toml", project["project"]["readme"], "LICENSE"}
+    needed.update(project["tool"]["setuptools"]["packages"]["find"]["where"])
+    assert rules[0] == "*"
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == needed
 
 
 def test_compose_starts_all_roles_and_what_they_need() -> None:
@@ -116,6 +243,8 @@ def test_compose_starts_all_roles_and_what_they_need() -> None:
     assert {one["command"][0] for one in ours.values()} == ROLES
     engines = set()
     for name, one in ours.items():
+        assert any(volume.endswith(":/root/.cache") for volume in one["volumes"])
+        assert one["environment"]["HF_TOKEN"] == "${HF_TOKEN:-}"
         check_command(one["command"])
         assert set(one["depends_on"]) <= set(found)
         argv = one["command"]
@@ -126,5 +255,8 @@ def test_compose_starts_all_roles_and_what_they_need() -> None:
             port = argv[argv.index("--port") + 1] if "--port" in argv else "8000"
             assert one["healthcheck"]["test"][-1] == f"http://127.0.0.1:{port}/ready"
     assert engines == {f"e{i}" for i in range(len(load(DEPLOY / "headway.toml").engines))}
+    assert all(one["image"].startswith("${HEADWAY_REGISTRY:-}") for one in found.values())
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    assert "\nARG REGISTRY=\nFROM ${REGISTRY}" in dockerfile
     urls = " ".join(ours["gateway"]["environment"].values())
     assert set(re.findall(r"@(\w+):", urls)) == {"rabbitmq", "postgres"}

@@ -69,15 +69,15 @@ def new_app() -> FastAPI:
 def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
     _errors(app, state.gateway.metrics)
+    _generation(app, state)  # what is asked for most comes first: paths are tried in this order
+    _status(app, state)
     _documentation(app, state)
-    _generation(app, state)
     add_response_endpoints(app, state)
     add_run_endpoints(app, state)
     add_backend_endpoints(app, state)
     add_batch_endpoints(app, state)
     add_message_endpoints(app, state)
     add_token_endpoints(app, state)
-    _status(app, state)
     _operations(app, state)
     add_dashboard_endpoints(app, state)
 

@@ -13,11 +13,13 @@ from typing import Literal, Protocol
 
 from headway.config import Server
 from headway.errors import ConfigError
+from headway.serve.turns import Turns
 
 _LOOK_S = 0.5
 _AT_A_TIME = 500  # connections that are looked at before others have their turn
 _MOST = 16_384  # connections, unless configured
 _OWN_FILES = 256  # the queue, logs, pipes and sockets of processes, connections to engines' control
+_BEGUN = 8  # requests that begin in one iteration of the event loop
 CONNECTION = "headway.connection"  # in the scope of a request: the one that it came on (`http.LimitedHttp`)
 SPARE = 16  # connections beyond the limit, for questions about the gateway's health
 PROBES = ("/health", "/ready", "/metrics")  # these questions, which come every few seconds
@@ -99,6 +101,8 @@ class Connections:
         self._serving: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
         self._late: set[Connection] = set()  # at the last look
+        self._answered: set[Connection] = set()
+        self._turns, self._status_turns = Turns(_BEGUN), Turns(_BEGUN)
 
     def add(self, new: Connection) -> None:
         """Add a new connection; the one that has waited longest is closed when there are too many."""
@@ -112,6 +116,7 @@ class Connections:
         self._open.discard(closed)
         self._serving.discard(closed)
         self._waiting.pop(closed, None)
+        self._answered.discard(closed)
 
     def admit(self, one: Connection) -> bool:
         """Tell whether a request on a connection may be served."""
@@ -129,6 +134,18 @@ class Connections:
         self._serving.discard(one)
         if one in self._open:
             self._waiting[one] = None
+            self._answered.add(one)
+
+    def turns_of(self, one: Connection, status: bool) -> Turns | None:
+        """Return the turns in which a request on a connection begins, None = it begins at once.
+
+        Thousands that come at once would fill one iteration of the event loop, and time limits of connections
+        to engines would run out in it. Questions about the gateway's health (`status`) wait for no other
+        requests; those on a connection that has had an answer do not wait for those on new ones either.
+        """
+        if not status:
+            return self._turns
+        return None if one in self._answered else self._status_turns
 
     async def watch(self) -> None:
         """End connections that exceed a limit, until cancelled."""

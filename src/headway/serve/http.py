@@ -23,6 +23,7 @@ from headway.errors import HeadwayError, RequestError
 from headway.serve.connections import CONNECTION, PROBES, Connections, Limit, Limits, Watcher
 from headway.serve.empty_queues import Event, Flow, Pipeline
 from headway.serve.streaming import error_response, stopped
+from headway.serve.turns import Turns
 
 _ROUTING = ("asgi", "state")  # of a request's scope, besides its headers
 
@@ -217,7 +218,8 @@ class LimitedHttp(HttpToolsProtocol):
             cycle.transport = cast(asyncio.Transport, WithoutChunks(cycle))
         if not self.clients.admit(self):
             app = _status_alone(app)
-        super()._start_asgi_task(cycle, partial(_until_stopped, cycle, app))
+        turns = self.clients.turns_of(self, cycle.scope["path"] in _STATUS)
+        super()._start_asgi_task(cycle, partial(_until_stopped, cycle, app, turns))
 
     def on_response_complete(self) -> None:
         self._watcher = None
@@ -369,10 +371,13 @@ def _status_alone(app: ASGI3Application) -> ASGI3Application:
 
 
 async def _until_stopped(
-    cycle: RequestResponseCycle, app: ASGI3Application, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Run the application; the end of the gateway, which alone cancels it, is not an error."""
+    cycle: RequestResponseCycle, app: ASGI3Application, turns: Turns | None,
+    scope: Scope, receive: Receive, send: Send,
+) -> None:  # fmt: skip
+    """Run the application in its turn; the end of the gateway, which alone cancels it, is not an error."""
     try:
+        if turns is not None:
+            await turns.take()
         await app(scope, receive, send)  # type: ignore[arg-type]
     except asyncio.CancelledError:
         if not cycle.response_started:

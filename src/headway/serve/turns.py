@@ -1,4 +1,4 @@
-"""Turns of streams that begin or end: many at once do not hold up the requests that come meanwhile."""
+"""Turns of requests that begin, and of streams that begin or end: many at once hold nothing else up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections import deque
 
 
 class Turns:
-    """Lets so many streams begin or end per iteration of the event loop, in the order in which they asked.
+    """Lets so many tasks go on per iteration of the event loop, in the order in which they asked.
 
     A request passes through several iterations. A step of an engine may begin or end all of its streams at
-    once, which takes a quarter of a millisecond for each; without turns one iteration would serve them all.
+    once, which takes a quarter of a millisecond for each, and thousands of clients may ask in the same
+    instant; without turns one iteration would serve them all.
     """
 
     def __init__(self, at_a_time: int) -> None:

@@ -184,13 +184,18 @@ async def _warm(url: str, setup: Setup) -> None:
 
 
 def shortened(setup: Setup) -> Setup:
-    """Return a setup of about a minute: two systems, started together, at a fixed rate."""
+    """Return a setup of about a minute: two systems, started together, at a fixed rate.
+
+    Small batches, so that few requests are enough to wait for each other.
+    """
     both = ("vllm-fcfs", "headway")
     names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
-    rate, seconds = setup.rate or 6.0, 2.0 if setup.tight else 4.0  # requests take longer with little KV
+    rate, seconds = setup.rate or 5.0, 2.0 if setup.tight else 3.0  # requests take longer with little KV
+    engine = replace(setup.engine, max_running=min(setup.engine.max_running, 8))
     return replace(
-        setup, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1, together=True
-    )
+        setup, engine=engine, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1,
+        together=True,
+    )  # fmt: skip
 
 
 def describe(setup: Setup, outcome: Outcome) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import uvloop
 
 from headway.bench.live.fake_engine import NAME
-from headway.bench.live.peers import HEADWAY, Peer, servers
+from headway.bench.live.peers import HEADWAY, Peer, set_answers
 from headway.bench.live.responses import count_response, read_response
 from headway.bench.load import prompts
 from headway.bench.output.results import Row
@@ -22,21 +20,20 @@ _ROUNDS = 3
 _SETTING = f"{_RATE:g} chats/s, {NAME}"
 
 
-def dashboard_rows(seconds: float, seed: int) -> list[Row]:
+def dashboard_rows(engine: Peer, gateway: Peer, seconds: float, seed: int) -> list[Row]:
     """Return the CPU time of a gateway per request without and with a viewer, and the difference.
 
     seconds: of each of six stretches, with and without a viewer in turn.
     """
     texts = prompts.generate(500, (24, 48), np.random.default_rng([seed, 11]))
-    with tempfile.TemporaryDirectory(prefix="headway-dashboard-") as folder, servers(Path(folder)) as peers:
-        gateway = peers[1]
-        requests = [gateway.request(text, max_tokens=16) for text in texts]
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_stretch(gateway, requests, min(seconds, 2.0), viewer=False))
-            found: dict[bool, list[float]] = {False: [], True: []}
-            for _ in range(_ROUNDS):
-                for viewer, each in found.items():
-                    each.append(runner.run(_stretch(gateway, requests, seconds, viewer=viewer)))
+    set_answers(engine, 16, 0.0)
+    requests = [gateway.request(text, max_tokens=16) for text in texts]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_stretch(gateway, requests, min(seconds, 2.0), viewer=False))
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(_ROUNDS):
+            for viewer, each in found.items():
+                each.append(runner.run(_stretch(gateway, requests, seconds, viewer=viewer)))
     without, beside = (float(np.median(found[viewer])) for viewer in (False, True))
     return [
         Row("dashboard.us_per_request", HEADWAY, f"no viewer, {_SETTING}", without * 1e6, "us"),
@@ -65,7 +62,7 @@ async def _line(port: int, requests: list[bytes], first: float, end: float) -> i
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sent, due = 0, first
     try:
-        while due < end:
+        while max(due, time.perf_counter()) < end:
             await asyncio.sleep(max(due - time.perf_counter(), 0.0))
             writer.write(requests[sent % len(requests)])
             count_response(await read_response(reader), streamed=False)

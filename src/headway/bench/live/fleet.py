@@ -23,6 +23,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
+from headway.bench.live.starting import START_S
 from headway.bench.live.systems import Counts, answering, counts, gateway, total
 from headway.bench.load import generator, mix
 from headway.bench.load.records import Call, Record
@@ -113,6 +114,7 @@ class Trial:
         return Engine(
             first.model, first.name, others, host_weights_gib=1, max_running=self.max_running,
             max_model_len=1024, cores=str(cores[number % len(cores)]), port=free_port(),
+            start_timeout_s=START_S,
         )  # fmt: skip
 
 

@@ -76,10 +76,10 @@ def measure(names: Sequence[str], quick: bool, seed: int) -> Measured:
         _systems(Path(folder), names) as systems,
     ):
         _latency(systems, made, 300 if quick else 3000, rng)
-        _throughput(systems, made, 2.2 if quick else 20.0, rng)
-    made.rows += ratio_rows(made.rows)
-    made.rows += planning_rows(3.0 if quick else 20.0)
-    made.rows += dashboard_rows(1.0 if quick else 15.0, seed)
+        _throughput(systems, made, 1.5 if quick else 20.0, rng)
+        made.rows += ratio_rows(made.rows)
+        made.rows += dashboard_rows(systems[0], systems[1], 1.0 if quick else 15.0, seed)
+    made.rows += planning_rows(2.0 if quick else 20.0)
     made.rows += hook_rows(quick, seed)
     made.seconds = time.perf_counter() - began
     return made

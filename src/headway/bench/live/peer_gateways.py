@@ -20,7 +20,6 @@ from headway.errors import ConfigError
 
 LITELLM, SGLANG_ROUTER = "litellm", "sglang-router"
 KNOWN = (LITELLM, SGLANG_ROUTER)  # names of their packages, and of the commands that these install
-_START_S = 180.0  # LiteLLM imports for 10 to 20 s on two cores, longer beside other jobs
 _READY = {LITELLM: "/health/readiness", SGLANG_ROUTER: "/readiness"}
 _ENVIRONMENT: Mapping[str, Mapping[str, str | None]] = {
     LITELLM: {
@@ -81,7 +80,7 @@ def gateway(name: str, engine: Peer, folder: Path) -> Iterator[Peer]:
     port = free_port()
     argv = (_litellm if name == LITELLM else _sglang_router)(folder, engine.port, port)
     env = {"PYTHONPATH": None, **_ENVIRONMENT[name]}
-    with serving(name, argv, port, _READY[name], folder, env, _START_S) as peer:
+    with serving(name, argv, port, _READY[name], folder, env) as peer:
         yield peer
 
 

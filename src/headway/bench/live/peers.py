@@ -17,8 +17,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import tomli_w
 
+from headway.bench.live.starting import START_S, attempts
 from headway.engines.vllm.process.launch import Child, free_port
-from headway.errors import EngineError
 
 DIRECT, HEADWAY = "direct", "headway"
 QUEUE, _CONFIG = "queue.sqlite", "headway.toml"
@@ -110,7 +110,7 @@ def set_answers(engine: Peer, tokens: int, delay: float) -> None:
 @contextmanager
 def serving(
     name: str, argv: Sequence[str], port: int, path: str, folder: Path,
-    env: Mapping[str, str | None] | None = None, patience: float = 60.0,
+    env: Mapping[str, str | None] | None = None, patience: float = START_S,
 ) -> Iterator[Peer]:  # fmt: skip
     """Run a server until the block ends; it begins when a GET of the path is answered.
 
@@ -128,16 +128,10 @@ def serving(
 
 
 def _wait(child: Child, url: str, name: str, patience: float) -> None:
-    """Wait until a GET is answered with 200; EngineError when the server dies or takes too long."""
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        if not child.alive:
-            raise child.died(name)
+    """Wait until a GET is answered with 200."""
+    for _ in attempts(name, child, patience):
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.05)
-    raise EngineError(
-        f"{name} did not answer at {url} in time. {child.tail()}", "Try again on an idle machine."
-    )

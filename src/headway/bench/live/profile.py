@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headway import clock
+from headway.bench.live.systems import answering
 from headway.bench.load.generator import Shot, Tally, listen
 from headway.bench.load.prompts import WORDS
 from headway.bench.load.records import Call
@@ -153,14 +154,9 @@ async def started(engine: Engine, logs: Path) -> AsyncIterator[Target]:
     check_installed()
     port = free_port()
     child = Child(command(engine, port, "vllm"), environment(engine), logs / "engine.log")
-    began = time.monotonic()
-    child.start()
-    try:
-        url = f"http://127.0.0.1:{port}"
-        await _healthy(url, child, engine.start_timeout_s)
+    url, began = f"http://127.0.0.1:{port}", time.monotonic()
+    async with answering("vLLM", child, f"{url}/health"):
         yield Target(url, url, engine.name, resolve(engine.model), time.monotonic() - began)
-    finally:
-        await asyncio.to_thread(child.stop)
 
 
 async def attached(url: str, model: str | None) -> Target:
@@ -177,21 +173,6 @@ async def attached(url: str, model: str | None) -> Target:
             "Check that it is running, or start one with --model NAME.",
         ) from error
     return Target(url, url, str(served["id"]), model or str(served.get("root") or served["id"]))
-
-
-async def _healthy(url: str, child: Child, patience: float) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        for _ in range(int(patience / 0.1)):
-            if not child.alive:
-                raise child.died("vLLM")
-            try:
-                async with session.get(f"{url}/health") as answer:
-                    if answer.status == 200:
-                        return
-            except (aiohttp.ClientError, TimeoutError):
-                pass
-            await asyncio.sleep(0.1)
-    raise EngineError(f"vLLM was not ready after {patience:g} s.\n{child.tail()}\n", f"See {child.log}.")
 
 
 async def engine_state(session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:

@@ -20,17 +20,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.apps.graph import Graph
 from headway.apps.knowledge import SHARED
+from headway.bench.live.starting import START_S, attempts
 from headway.bench.load import generator
 from headway.config import BATCH, Broker, Config, Engine, Journal, Key, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
-from headway.errors import ConfigError, EngineError
+from headway.errors import ConfigError
 from headway.recipes.registry import find
 from headway.serve.graph_files import GraphFiles
 
 STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack", "headway")
 TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve", "headway")  # with little KV
-_START = 900.0  # seconds, on a machine with all cores busy; one that ends is noticed at once
 Counts = Mapping[tuple[str, ...], float]
 
 
@@ -155,9 +155,7 @@ def gateway(
 
 async def _ready(name: str, child: Child, url: str) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        for _ in range(int(_START / 0.25)):
-            if not child.alive:
-                raise child.died(name)
+        for _ in attempts(name, child):
             try:
                 async with session.get(url) as answer:
                     if answer.status == 200:
@@ -165,7 +163,6 @@ async def _ready(name: str, child: Child, url: str) -> None:
             except (aiohttp.ClientError, TimeoutError):
                 pass
             await asyncio.sleep(0.25)
-    raise EngineError(f"{name} was not ready after {_START:g} s.\n{child.tail()}\n", f"See {child.log}.")
 
 
 def standard_engine(model: str, *, max_running: int, blocks: int | None, host_kv_gib: float = 0.0) -> Engine:
@@ -173,4 +170,6 @@ def standard_engine(model: str, *, max_running: int, blocks: int | None, host_kv
 
     host_kv_gib: host memory, for recipes that swap KV only
     """
-    return replace(Engine(), model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib)
+    return Engine(
+        model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib, start_timeout_s=START_S
+    )  # fmt: skip

@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,6 +39,8 @@ _CPUINFO = Path("/proc/cpuinfo")
 _USAGE = 2  # vLLM's exit status for a command line that it cannot read
 _INVALID = " validation error for "  # pydantic's, of a configuration that vLLM makes of its arguments
 _TAIL = 2**16  # bytes of a log that are read for its last lines
+# Triton's bindings (nanobind) and Python's resource tracker write some 30 lines when an engine ends.
+_LEAKS = re.compile(r"nanobind|^ - (leaked |\.\.\. skipped )|resource_tracker")
 
 
 def free_port() -> int:
@@ -234,12 +237,13 @@ class Child:
                 return
 
     def tail(self, lines: int = 12) -> str:
-        """Return the last lines that this process has logged."""
+        """Return the last lines of this process that say something: what libraries report of leaks comes after."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as log:
             log.seek(max(self._before, log.seek(0, os.SEEK_END) - _TAIL))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+            text = log.read().decode(errors="replace")
+        return "\n".join([line for line in text.splitlines() if not _LEAKS.search(line)][-lines:])
 
     def died(self, name: str) -> EngineError:
         """Return the error of an engine whose child has ended."""
