@@ -299,6 +299,7 @@ async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
     metrics, up, page, answers = gateway.metrics, engine.up.is_set(), "", False
     if up:
         page, answers = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
+    metrics.counted(engine.id, {"restarts": engine.restarts})
     metrics.up.labels(engine.id).set(up)
     metrics.scraped.labels(engine.id).set(answers and bool(page))
     return engine.id, page

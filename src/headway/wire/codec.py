@@ -18,7 +18,7 @@ from headway.forecast.latency.laws import LAWS, LatencyLaw
 from headway.forecast.latency.profiles import FixedLatency
 from headway.wire.messages import Item
 
-VERSION = 3  # of what is in an envelope; `tests/wire/test_codec.py` fails when that changes and this does not
+VERSION = 4  # of what is in an envelope; `tests/wire/test_codec.py` fails when that changes and this does not
 KINDS: dict[str, type[Item]] = {kind.__name__: kind for kind in get_args(Item)}
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from headway.config import Engine
 from headway.config.keys import reveal
+from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.launch import Child, check_installed
@@ -222,6 +223,7 @@ class VllmEngine(EngineView):
             state = await self.control({"op": "state", "jobs": False}, config.silence_timeout_s)
             block, total = int(state["block_size"]), int(state["blocks_total"])
             self.prefix_caching = bool(state.get("prefix_caching"))
+            self.fatal = known(state.get("fatal", ()))
             self._has_scheduler = True
         except EngineGone as error:
             if error.silent:
@@ -230,7 +232,7 @@ class VllmEngine(EngineView):
         except (EngineError, KeyError, TypeError, ValueError):
             self._has_scheduler = False
             block, total = 16, config.max_running * config.max_model_len // 16
-            self.prefix_caching = False
+            self.prefix_caching, self.fatal = False, ()
         self.block_size = block
         model = self.models.current
         return Instance(self.id, model, config.max_running, total, block, config.max_model_len)

@@ -32,6 +32,7 @@ class EngineView(EngineConnection, ABC):
 
     up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
     prefix_caching: prefixes can be pinned in it. block_size: tokens of a KV block. Known once it is up.
+    fatal: fields of requests that crash it (`fatal_fields.py`), as far as it has said.
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
     """
@@ -44,6 +45,7 @@ class EngineView(EngineConnection, ABC):
         self.up = asyncio.Event()
         self.loading: str | None = None
         self.prefix_caching, self.block_size = False, 16
+        self.fatal: tuple[str, ...] = ()
         self.ahead = 0.0
         self.restarts = 0
         self.failure: EngineError | None = None
