@@ -307,11 +307,12 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
             self._prefix_cache.renew([])
             self._cap_short(step, names, [])
             return None
-        requests = list(map(self.requests.__getitem__, names))
-        chosen = [request for request in requests if request.status is RequestStatus.RUNNING]
-        candidates = []
-        if len(chosen) < len(requests):
-            candidates = [request for request in requests if request.status is not RequestStatus.RUNNING]
+        chosen, candidates = self.running, list[Any]()
+        if names is not self._running.ids:
+            requests = list(map(self.requests.__getitem__, names))
+            chosen = [request for request in requests if request.status is RequestStatus.RUNNING]
+            if len(chosen) < len(requests):
+                candidates = [one for one in requests if one.status is not RequestStatus.RUNNING]
         if self.packer.own_order and stock.policy is SchedulingPolicy.PRIORITY:
             candidates = self._by_stock_priority()
         if not chosen and self._blocked.first:
