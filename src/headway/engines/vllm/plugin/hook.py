@@ -136,10 +136,10 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         ran = self._learn(scheduler_output)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        ended = set(self._ended)
-        # Rows are freed in the order in which they ran, as in the simulated engine.
-        self._ended = [id for id in ran if id in ended] + [id for id in self._ended if id not in ran]
-        self._leave_ended()
+        if ended := set(self._ended):
+            # Rows are freed in the order in which they ran, as in the simulated engine.
+            self._ended = [id for id in ran if id in ended] + [id for id in self._ended if id not in ran]
+            self._leave_ended()
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
