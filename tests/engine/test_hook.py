@@ -47,6 +47,10 @@ def control(engine: SchedulerOracle, **message: Any) -> dict[str, Any]:
     return _control(Core, message)
 
 
+def test_it_tells_which_fields_crash_its_engine(make: Make) -> None:
+    assert control(make("headway"), op="state")["fatal"] == ["seed"]
+
+
 @pytest.mark.parametrize("recipe", ["priority", "edf", "slack"])
 def test_urgent_takes_the_place_of_running_work_when_the_batch_is_full(make: Make, recipe: str) -> None:
     """vLLM issue 40004: there the urgent one waits until somebody ends."""

@@ -237,3 +237,16 @@ def test_no_other_private_name_is_touched() -> None:
         "_mamba_block_aligned_split", "_preempt_request", "_request_blocks_can_be_freed",
         "_reserve_prefill_lookahead", "_try_schedule_encoder_inputs",
     }  # fmt: skip
+
+
+def test_fields_still_crash_this_release() -> None:
+    """`fatal_fields.py` is about these lines; where one of them is gone, so may be the bug."""
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "gen.set_offset(gen.get_offset() - 4)" in inspect.getsource(GPUModelRunner)
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator("cpu").get_offset()
+    with pytest.raises(RuntimeError, match="max"):
+        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))

@@ -192,10 +192,10 @@ def test_an_engine_that_dies_too_often(serve: Serve, mortal: Fake) -> None:
         until(lambda: mortal.last()["open"] == 1)
         mortal.stop()
         answer = asked.result()
-        assert answer.status_code == 503
+        assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
         state, reason = gateway.newest()
-        assert (state, str(reason).split(":")[0]) == ("failed", "engine_gone")
+        assert (state, str(reason).split(":")[0]) == ("failed", "engine_killed")
 
 
 @pytest.mark.parametrize("end", ["cut", "short"])

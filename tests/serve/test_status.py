@@ -68,7 +68,7 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
             and name.removeprefix("headway_engine_") not in ("up", "scraped", "model", "requests")
         }
         assert counted == {
-            f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions")
+            f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions", "restarts")
         }
         assert [by["instance"] for _, by, _ in found["headway_engine_evictions"]] == ["e0", "e1"]
         tokens = {

@@ -74,7 +74,7 @@ class Server:
     class_share: Share = 0.75
     operator_key: Secret | None = None
     operator_only: bool | None = None
-    max_attempts: Count = 3  # tries to run a request whose engine died before it answered
+    max_attempts: Count = 2  # tries to run a request whose engine died before it answered
     head_timeout_s: Positive = 10.0
     body_timeout_s: Positive = 60.0
     write_timeout_s: Positive = 60.0

@@ -8,13 +8,31 @@ from __future__ import annotations
 import numpy as np
 
 from headway.compiled import compiled
-from headway.types import Floats, Ints
+from headway.types import Bools, Floats, Ints
 
 
 @compiled
 def ordered(keys: Floats, serial: Ints) -> Ints:
     """Return the permutation that sorts by keys[0], then keys[1], ..., then serial (unique)."""
     return sort(keys, serial, np.arange(serial.size))
+
+
+@compiled
+def leading(keys: Floats, serial: Ints, stays: Bools, most: int) -> Ints:
+    """Return `ordered` without those that neither stay nor are among the first `most` of the others.
+
+    Of a thousand that wait few come in: to find those takes a fraction of the time that sorting takes.
+    """
+    order, heap, size, waiting = np.empty(serial.size, np.int64), np.empty(serial.size, np.int64), 0, 0
+    for i in range(serial.size):
+        if stays[i]:
+            order[size], size = i, size + 1
+        else:
+            waiting = push(keys, serial, heap, waiting, i)
+    for _ in range(min(most, waiting)):
+        order[size], size = heap[0], size + 1
+        waiting = pop(keys, serial, heap, waiting)
+    return sort(keys, serial, order[:size])
 
 
 @compiled

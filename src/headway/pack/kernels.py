@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headway.compiled import compiled
 from headway.core.engine_spec import PackerParams
 from headway.core.ranks import ARRIVAL, ATTAINABLE, due_at, first_key, level_of
-from headway.core.sorting import ordered
+from headway.core.sorting import leading, ordered
 from headway.forecast.latency.online import prefill_of, seconds_of
 from headway.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints
@@ -256,15 +256,37 @@ def pack(
     rows, others = without_held(jobs, rows)
     if params.kind == SLACK:
         return _slack(params, jobs, rows, others, kv_budget, now, theta)
-    ranked = rows[ordered(keys_of(params.kind, jobs, rows), jobs["serial"][rows])]
+    keys = keys_of(params.kind, jobs, rows)
+    order = _leading(params, jobs, rows, keys)
     if params.kind != FCFS:
-        ranked = silent_streams_first(jobs, ranked, kv_budget, now, params.max_gap)
-        most, budget, each = params.max_running, params.budget, params.row_chunk
-        return allocate(jobs, ranked, others, kv_budget, most, budget, budget, each, 0)
+        return _allocate(params, jobs, rows, keys, order, others, kv_budget, now, params.budget)
+    ranked = rows[order]
     running = np.count_nonzero(jobs["running"][ranked])
     inside, waiting = ranked[: min(running, params.max_running)], ranked[running:][: params.max_running]
     order = np.concatenate((inside, waiting))
     return CompiledStep(order, np.full(order.size, NO_CAP), np.empty(0, np.int64))
+
+
+@compiled
+def _leading(params: PackerParams, jobs: Rows, rows: Ints, keys: Floats) -> Ints:
+    """Return the places of rows that hold a slot, and of as many others as may come in, by rank."""
+    return leading(keys, jobs["serial"][rows], jobs["running"][rows], params.max_running)
+
+
+@compiled
+def _allocate(
+    params: PackerParams, jobs: Rows, rows: Ints, keys: Floats, order: Ints, others: int,
+    kv_budget: KvBudget, now: float, chunk: int,
+) -> CompiledStep:  # fmt: skip
+    """Return the step in which rows get what there is; order: `_leading` of them."""
+    most, budget, each = params.max_running, params.budget, params.row_chunk
+    ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)
+    step = allocate(jobs, ranked, others, kv_budget, most, budget, chunk, each, 0)
+    if step.order.size == 0 and order.size < rows.size:  # none of them fits: any row is better than none
+        order = ordered(keys, jobs["serial"][rows])
+        ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)
+        step = allocate(jobs, ranked, others, kv_budget, most, budget, chunk, each, 0)
+    return step
 
 
 @compiled
@@ -325,22 +347,20 @@ def _slack(
 ) -> CompiledStep:
     """Return the step of `slack.Slack`."""
     token = seconds_of(theta, params.max_running, params.max_running * 512.0, 0.0, 0.0)
-    keys, serial, one = np.zeros((_KEYS, rows.size)), jobs["serial"][rows], prefill_of(theta, 1.0)
+    keys, one = np.zeros((_KEYS, rows.size)), prefill_of(theta, 1.0)
     for i in range(rows.size):
         want = missing_of(jobs, rows[i])
         keys[3, i] = slack_of(jobs, rows[i], now, one if want == 1 else prefill_of(theta, want), token)
         keys[0, i] = jobs["urgency"][rows[i]]
         keys[1, i] = level_of(keys[3, i], jobs["output_tokens"][rows[i]] == 0)
-    order = ordered(keys, serial)
+    order = _leading(params, jobs, rows, keys)
     chunk = _chunk(params, jobs, rows[order], keys[3][order], theta)
-    most, each = params.max_running, params.row_chunk
-    ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)
-    step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each, 0)
+    step = _allocate(params, jobs, rows, keys, order, others, kv_budget, now, chunk)
     if step.evict.size:
         for i in range(rows.size):
             keys[2, i] = not jobs["running"][rows[i]]
-        ranked = silent_streams_first(jobs, rows[ordered(keys, serial)], kv_budget, now, params.max_gap)
-        step = allocate(jobs, ranked, others, kv_budget, most, params.budget, chunk, each, 0)
+        order = _leading(params, jobs, rows, keys)
+        step = _allocate(params, jobs, rows, keys, order, others, kv_budget, now, chunk)
     return step
 
 

@@ -302,6 +302,7 @@ async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
     state: Mapping[str, Any] | None = None
     if up:
         page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
+    metrics.counted(engine.id, {"restarts": engine.restarts})
     metrics.up.labels(engine.id).set(up)
     metrics.scraped.labels(engine.id).set(state is not None and bool(page))
     metrics.inside(engine.id, None if state is None else inside_of(state, page))

@@ -19,6 +19,7 @@ from fastapi import Request
 from headway import clock
 from headway.config import Engine, Key, Tier
 from headway.config.keys import reveal, revealed
+from headway.engines.vllm.fatal_fields import check_fields
 from headway.engines.vllm.parsers import no_tool_parser, parsers
 from headway.errors import RequestError
 from headway.serve.adapters import base_models
@@ -323,6 +324,9 @@ class AppState:
         _check_runner(engine, kind, body.model)
         if isinstance(body, ChatBody) and body.tools:
             _check_tools(engine, raw.get("tool_choice"))
+        for one in self.gateway.dispatcher.engines.values():
+            if model in one.models.names:
+                check_fields(raw, one.fatal)
 
         context, slots = self._context(model), max(one.max_running for one in self._instances_of(model))
 

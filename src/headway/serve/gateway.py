@@ -107,7 +107,7 @@ async def serving(
         usage, tracing = Usage(config.keys), Tracing(config.tracing)
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
         background = BackgroundWork(path, dispatcher)
-        recovery = Recovery(broker, path.closings, background, counters, config.broker.lease_seconds)
+        recovery = Recovery(broker, path.closings, background, counters, config)
         forget, history = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600), History(metrics)
         journals = journal.loops(dispatcher.engines if link is None else {}, config.recipe)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, history.run, *journals]

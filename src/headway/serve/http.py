@@ -218,7 +218,7 @@ class LimitedHttp(HttpToolsProtocol):
             cycle.transport = cast(asyncio.Transport, WithoutChunks(cycle))
         if not self.clients.admit(self):
             app = _status_alone(app)
-        turns = self.clients.turns_of(self, cycle.scope["path"] in _STATUS)
+        turns = self.clients.turns_of(self, cycle.scope["path"] in PROBES)
         super()._start_asgi_task(cycle, partial(_until_stopped, cycle, app, turns))
 
     def on_response_complete(self) -> None:

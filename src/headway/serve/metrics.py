@@ -165,8 +165,8 @@ class Metrics:
                     self._targets.labels(name, target).set(seconds)
 
     def counted(self, instance: str, counters: Mapping[str, float]) -> None:
-        """Store the totals of an instance's scheduler since it started (`hook.py`, `scheduler_stats.py`)."""
-        self._counted.engines[instance] = {
+        """Store totals of an instance: its restarts, or what its scheduler has counted since it started."""
+        self._counted.engines[instance] = self._counted.engines.get(instance, {}) | {
             name: value
             for name, value in counters.items()
             if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may send anything
@@ -295,17 +295,17 @@ class Metrics:
 
 
 class _Counted(Collector):
-    """The schedulers' own totals, as `headway_engine_NAME_total` with an `instance` label."""
+    """Totals of instances and their schedulers, as `headway_engine_NAME_total` with an `instance` label."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, Mapping[str, float]] = {}
+        self.engines: dict[str, dict[str, float]] = {}
 
     def collect(self) -> list[CounterMetricFamily]:
         families: dict[str, CounterMetricFamily] = {}
         for instance, counters in self.engines.items():
             for name, value in counters.items():
                 fresh = CounterMetricFamily(
-                    f"headway_engine_{name}", f"The scheduler's total of {name}.", labels=["instance"]
+                    f"headway_engine_{name}", f"Total of {name}.", labels=["instance"]
                 )
                 families.setdefault(name, fresh).add_metric([instance], value)
         return list(families.values())

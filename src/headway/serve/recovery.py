@@ -13,6 +13,7 @@ from collections.abc import Container
 
 from headway import clock
 from headway.broker.port import Broker, Job
+from headway.config import Config
 from headway.errors import HeadwayError
 from headway.serve.background import BackgroundWork
 from headway.serve.closing import Closings
@@ -28,15 +29,17 @@ class Recovery:
     """Renews the lease and takes over free jobs.
 
     models: those that are served here; a background job for another one fails.
-    lease_seconds: other gateways may take this one's jobs so long after its last renewal.
+    config: after `broker.lease_seconds` without a renewal other gateways may take this one's jobs; one over
+        which `server.max_attempts` engines have died is not run again.
     """
 
     def __init__(
         self, broker: Broker, closings: Closings, background: BackgroundWork, models: Container[str],
-        lease_seconds: float,
+        config: Config,
     ) -> None:  # fmt: skip
         self._broker, self._closings, self._background = broker, closings, background
-        self._models, self._lease_seconds = models, lease_seconds
+        self._models, self._lease_seconds = models, config.broker.lease_seconds
+        self._max_attempts = config.server.max_attempts
         self._unasked: list[str] = []  # background jobs that the broker is still to be asked about
 
     async def run(self) -> None:
@@ -90,7 +93,9 @@ class Recovery:
         if job.id in self._background or job.id in self._closings:
             return
         reason = "client_gone: the gateway ended before the answer"
-        if job.background:
+        if job.attempts >= self._max_attempts:
+            reason = f"engine_killed: {job.attempts} engines died while they ran it"
+        elif job.background:
             try:
                 in_flight = InFlightRequest.from_job(job)
             except ValueError as error:

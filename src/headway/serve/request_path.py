@@ -17,6 +17,7 @@ from headway import clock
 from headway.broker.port import Broker, takes_nothing
 from headway.config import Key, Server
 from headway.core.shares import Group
+from headway.engines.vllm.fatal_fields import check_fields
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
@@ -36,7 +37,7 @@ from headway.serve.offload import offload
 from headway.serve.pooling import PATHS as POOLING
 from headway.serve.refusals import refusal
 from headway.serve.request_parsing import PATHS, ParsedRequest
-from headway.serve.requests import ERROR_EVENT, EngineResponse, InFlightRequest, TakenBack
+from headway.serve.requests import ERROR_EVENT, EngineKilled, EngineResponse, InFlightRequest, TakenBack
 from headway.serve.tracing import Tracing
 from headway.serve.turns import Turns
 from headway.serve.usage import Usage
@@ -194,7 +195,7 @@ class RequestPath:
         """Wait for an engine and return its response, begun.
 
         An engine that dies before its response begins costs an attempt and the request queues again, up to
-        server.max_attempts; then EngineGone. One that begins to load another model costs none. HeadwayError
+        server.max_attempts; then EngineKilled. One that begins to load another model costs none. HeadwayError
         when it is refused before its first token, EngineError when its engine answers too late or nonsense.
         """
         while True:
@@ -207,12 +208,15 @@ class RequestPath:
                 self._dispatcher.requeue(in_flight, "model_swap")
             except EngineGone as error:
                 log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
-                if engine.up.is_set() and not await engine.lives():
+                lives = engine.up.is_set() and await engine.lives()
+                if engine.up.is_set() and not lives:
                     engine.lost()
                 attempts = await self._count_attempt(in_flight)
                 in_flight.raise_if_refused()
                 if attempts >= self._limits.max_attempts:
-                    raise
+                    if lives:
+                        raise
+                    raise EngineKilled(engine.id, attempts) from error
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
                 in_flight.first_token = clock.now()
@@ -271,6 +275,9 @@ class RequestPath:
         forecast = self._lengths.lengths.forecast(in_flight.request)
         in_flight.forecast = forecast.mean * in_flight.request.places
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
+        if engine.fatal:  # it may have said so after the request was accepted
+            raw = await offload(len(upstream.content), lambda: json.loads(upstream.content))
+            check_fields(raw, engine.fatal)
         metadata = write_metadata(in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft)
         headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
         if in_flight.kind in POOLING:

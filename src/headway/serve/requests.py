@@ -28,13 +28,25 @@ from headway.engines.vllm.process.connection import (
 )
 from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
-from headway.errors import HeadwayError, RequestError
+from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve.budget import AnswerBudget, AnswerMemory, ByteBudget, Held
 from headway.serve.engine_body import EngineBody
 from headway.serve.idempotency import with_digest
 from headway.serve.offload import offload
 from headway.serve.request_parsing import PATHS, Kind, ParsedRequest
 from headway.types import Request
+
+
+class EngineKilled(EngineError):
+    """Engines died over a request as often as it may be tried: it may be the reason and is not run again."""
+
+    def __init__(self, engine: str, attempts: int) -> None:
+        super().__init__(
+            f"The engine ({engine}) died each of the {attempts} times that this request ran.",
+            "Do not send it again as it is; the log of the engine has the reason.",
+            status=500, code="engine_killed",
+            headers={"x-should-retry": "false"},  # without it, OpenAI's clients send it again
+        )  # fmt: skip
 
 
 class TakenBack(Exception):
@@ -47,7 +59,8 @@ ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core h
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, str]] = {
-    EngineGone: ("engine_gone", "failed"), RequestError: ("dropped", "refused"),
+    EngineGone: ("engine_gone", "failed"), EngineKilled: ("engine_killed", "failed"),
+    RequestError: ("dropped", "refused"),
     ModelUnavailable: ("model_unavailable", "failed"), EngineTimeout: ("engine_timeout", "failed"),
     MalformedAnswer: ("invalid_answer", "failed"),
 }  # fmt: skip

@@ -42,7 +42,7 @@ class EngineState:
 
     url, key: where it listens, and what it asks for. instance: None = it is down.
     current: the model that it serves, or is to serve. given_up: models that it cannot load, and why.
-    failure: why it is down, None = it is not, or begins to run.
+    failure: why it is down, None = it is not, or begins to run. fatal: request fields that crash it.
     """
 
     id: str
@@ -55,6 +55,7 @@ class EngineState:
     prefix_caching: bool
     restarts: int
     failure: str | None
+    fatal: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

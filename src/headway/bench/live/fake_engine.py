@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,6 +95,7 @@ class FakeEngine:
     script: returns `end` for a prompt without `fake_end`
     on_request: called with path, body and headers of each request
     metrics: content of /metrics; None = 404
+    fatal: fields of requests that it says would crash it
     counters: counters of the control route
     open, most_open: open responses, now and at most
     asked, aborted: requests received, and aborted by the client
@@ -110,6 +111,7 @@ class FakeEngine:
     script: Callable[[str], str] = lambda prompt: "stop"
     on_request: Callable[[dict[str, Any]], None] = lambda request: None
     metrics: str | None = _METRICS
+    fatal: Sequence[str] = ()
     counters: dict[str, float] = field(default_factory=lambda: dict(_COUNTERS))
     last: dict[str, Any] | None = None
     open: int = 0
@@ -153,7 +155,7 @@ class FakeEngine:
         state = {
             "recipe": NAME, "running": self.open, "waiting": 0, "counters": self.counters,
             "jobs": self._jobs(message), "log": [], "latency": None,
-            "blocks_free": _BLOCKS, "blocks_total": _BLOCKS, "block_size": _BLOCK,
+            "blocks_free": _BLOCKS, "blocks_total": _BLOCKS, "block_size": _BLOCK, "fatal": self.fatal,
         }  # fmt: skip
         await _json(send, 200, state)
 
@@ -394,10 +396,11 @@ def main(kind: type[FakeEngine] = FakeEngine) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tokens", type=int, default=16, help="tokens of every response")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per token")
+    parser.add_argument("--fatal", nargs="*", default=[], help="fields of requests that would crash it")
     parser.add_argument("--journal", type=Path, help="file that gets the id of each of Headway's requests")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    app = kind(options.tokens, options.delay)
+    app = kind(options.tokens, options.delay, fatal=options.fatal)
     if options.journal is not None:
         app.on_request = partial(_note, options.journal.open("a", buffering=1))
     spare_old_objects()  # a full collection with thousands of open responses would hold up all the others

@@ -1,7 +1,8 @@
-"""Cost of the scheduler hook per iteration, beside stock vLLM's `schedule()`.
+"""Cost of the scheduler hook per iteration, beside stock vLLM's `schedule()` and `update_from_output()`.
 
 vLLM's own scheduler class is stepped without a model, with and without Headway's hook, alternating within one
-run, at a steady batch of decoding requests. Figures are medians of the wall time of `schedule()`.
+run, at a steady batch of decoding requests, with and without others that wait for a place in it. Figures are
+medians of the wall time of the calls.
 """
 
 from __future__ import annotations
@@ -17,33 +18,43 @@ from headway.engines.vllm.oracle import SchedulerOracle, config, scheduler
 from headway.recipes.registry import find
 from headway.types import Floats
 
-RUNNING = (16, 64, 256)
+RUNNING, QUEUED, WAITING = (16, 64, 256), (16, 64), 1000
 RECIPES = ("vllm", "edf", "slack", "headway", "bros", "ecoserve")
-_BLOCK, _PROMPT = 32, 64
+_BLOCK, _PROMPT, _STEP_S = 32, 64, 0.02
 
 
 def hook_rows(quick: bool, seed: int) -> list[Row]:
-    """Return hook.ratio (hook's own time over stock's schedule()) and both times in microseconds.
+    """Return the times of both calls in microseconds, and the hook's own time over stock's.
 
-    setting = requests running; half of Headway's have a promise. Needs vLLM, no GPU, no weights.
+    hook.ratio is that of `schedule()`, hook.iteration_ratio that of both.
+    setting = requests running, and waiting; half of them have a promise. Needs vLLM, no GPU, no weights.
     """
-    return [row for running in RUNNING for row in _rows(running, 150 if quick else 1000, seed)]
+    steps = 150 if quick else 1000
+    rows = [row for running in RUNNING for row in _rows(running, 0, RECIPES, steps, seed)]
+    return rows + [row for running in QUEUED for row in _rows(running, WAITING, RECIPES[:4], steps, seed)]
 
 
-def _rows(running: int, steps: int, seed: int) -> list[Row]:
-    clocks = {name: steady(running, name, steps, seed) for name in ("stock", *RECIPES)}
-    times = _measure(clocks, steps)
-    stock = float(np.median(times["stock"]))
-    rows = [Row("hook.schedule_us", "stock", f"{running} running", stock * 1e6, "us")]
-    for name in RECIPES:
-        ours = float(np.median(times[name]))
-        rows.append(Row("hook.schedule_us", name, f"{running} running", ours * 1e6, "us"))
-        rows.append(Row("hook.ratio", name, f"{running} running", (ours - stock) / stock, "x"))
+def _rows(running: int, waiting: int, names: tuple[str, ...], steps: int, seed: int) -> list[Row]:
+    clocks = {name: steady(running, name, steps, seed, waiting) for name in ("stock", *names)}
+    times = {name: np.median(seen, axis=1) for name, seen in _measure(clocks, steps).items()}
+    setting = f"{running} running" + (f", {waiting:,} waiting" if waiting else "")
+    rows, stock = list[Row](), times["stock"]
+    for name, ours in times.items():
+        for call, seconds in zip(("schedule", "update"), ours, strict=True):
+            rows.append(Row(f"hook.{call}_us", name, setting, seconds * 1e6, "us"))
+        if name != "stock":
+            rows.append(Row("hook.ratio", name, setting, (ours[0] - stock[0]) / stock[0], "x"))
+            added = ours.sum() / stock.sum() - 1.0
+            rows.append(Row("hook.iteration_ratio", name, setting, float(added), "x"))
     return rows
 
 
-def steady(running: int, name: str, steps: int, seed: int) -> SchedulerOracle:
-    """Return a scheduler with `running` requests decoding, which go on for at least `steps` more."""
+def steady(running: int, name: str, steps: int, seed: int, waiting: int = 0) -> SchedulerOracle:
+    """Return a scheduler with `running` requests decoding, which go on for at least `steps` more.
+
+    Those that wait came later, one after another for as long as the steps take. What was promised is due one
+    after another, too, from half of that time on.
+    """
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     length = _PROMPT + steps + 64
@@ -54,24 +65,31 @@ def steady(running: int, name: str, steps: int, seed: int) -> SchedulerOracle:
         recipe=None if name == "stock" else name, pool=two_ended_pool(1.0) if ends else None,
     )  # fmt: skip
     clock = SchedulerOracle(scheduler(setup, blocks, _BLOCK, None if name == "stock" else HeadwayScheduler))
-    rng = np.random.default_rng(seed)
+    rng, span = np.random.default_rng(seed), steps * _STEP_S if waiting else 0.0
     for i in range(running):
-        metadata: dict[str, Any] = {"headway_id": str(i), "headway_arrival": float(rng.uniform(-1, 0))}
-        if i % 2:
-            metadata |= {"headway_ttft": 1.0, "headway_tpot": 0.1}
-        clock.add(f"r{i}", _PROMPT, steps + 32, metadata=metadata)
+        clock.add(f"r{i}", _PROMPT, steps + 32, metadata=_metadata(i, rng.uniform(-1, 0) - span, 1.0 + span))
     for _ in range(24):  # prompts are computed, caches are warm
-        clock.step(0.02)
+        clock.step(_STEP_S)
+    for i, arrival in enumerate(np.sort(rng.uniform(-span, 0, waiting))):
+        clock.add(f"w{i}", _PROMPT, steps + 32, metadata=_metadata(i, arrival, 1.5 * span))
+    for _ in range(8 if waiting else 0):  # the more urgent have taken the places of others
+        clock.step(_STEP_S)
     return clock
 
 
+def _metadata(i: int, arrival: float, ttft: float) -> dict[str, Any]:
+    """Return the metadata of a request; every second one has a promise."""
+    promise = {"headway_ttft": ttft, "headway_tpot": 0.1} if i % 2 else {}
+    return {"headway_arrival": arrival, **promise}
+
+
 def _measure(clocks: dict[str, SchedulerOracle], steps: int) -> dict[str, Floats]:
-    """Step all clocks in turn; return seconds of each schedule() call per name."""
-    times = {name: np.zeros(steps) for name in clocks}
+    """Step all clocks in turn; return the seconds of each call of `schedule` and `update_from_output`."""
+    times = {name: np.zeros((2, steps)) for name in clocks}
     for step in range(steps):
         for name, clock in clocks.items():
             began = time.perf_counter()
             output = clock.schedule()
-            times[name][step] = time.perf_counter() - began
-            clock.complete(output, 0.02)
+            times[name][0, step] = time.perf_counter() - began
+            times[name][1, step] = clock.complete(output, _STEP_S)
     return times

@@ -7,6 +7,7 @@ Only the model is missing: each answer repeats one token. Everything the schedul
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,16 +121,20 @@ class SchedulerOracle:
         """Return vLLM's decision for the next iteration."""
         return self.scheduler.schedule()
 
-    def complete(self, output: Any, seconds: float) -> None:
-        """Let an iteration of `seconds` pass and give the scheduler its tokens."""
+    def complete(self, output: Any, seconds: float) -> float:
+        """Let an iteration of `seconds` pass and give the scheduler its tokens; return the time it took."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         ids = list(output.num_scheduled_tokens)
         tokens = [[self._answers[id]] if self._outputs(id) else [] for id in ids]
         self.now += seconds
         result = ModelRunnerOutput(ids, {id: i for i, id in enumerate(ids)}, tokens)
-        for outputs in self.scheduler.update_from_output(output, result).values():
+        began = time.perf_counter()
+        updated = self.scheduler.update_from_output(output, result)
+        took = time.perf_counter() - began
+        for outputs in updated.values():
             self.finished += [one.request_id for one in outputs.outputs if one.finish_reason is not None]
+        return took
 
     def step(self, seconds: float = 0.05) -> dict[str, int]:
         """Run one iteration; return the tokens scheduled per request."""

@@ -430,8 +430,8 @@ def _chosen(
         if waiting and (at == queue.sorted.size or before(keys, serial, heap[0], queue.sorted[at])):
             row = rows[heap[0]]
             need = reserved_of(jobs, row, kv.size, params.keep.growth_share)
-            if blocks + need > kv.total and size > 0:
-                waiting = 0  # no newcomer overtakes one that does not fit
+            if size >= params.max_running or (blocks + need > kv.total and size > 0):
+                waiting = 0  # the batch is full, or no newcomer overtakes one that does not fit
                 continue
             blocks, order[size], size = blocks + need, row, size + 1
             waiting = pop(keys, serial, heap, waiting)

@@ -47,6 +47,7 @@ from headway.pack.promises.outlook import (
     FAR,
     HOPE,
     LOST,
+    OTHER,
     STREAM,
     WAITS,
     Outlook,
@@ -122,7 +123,8 @@ def pack(
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
     calm = under_pressure(params, 0.0)
-    answers = in_progress(jobs, rows, now)
+    inside = np.flatnonzero(jobs["running"][rows])
+    answers = in_progress(jobs, rows[inside], now)
     pace = pace_of(jobs, answers, theta)
     answers, lost = given_up(params.keep, jobs, answers, now, theta, pace)
     if lost.size:
@@ -131,11 +133,11 @@ def pack(
     pressure = pressure_of(params.keep, outlook)
     if pressure > 0.0:
         params = under_pressure(params, pressure)
-        outlook = outlooks_of(params, jobs, rows, now, theta, pace, lost)
+        _revise(params, jobs, outlook, now, theta, pace, lost)
     else:
         params = calm
-    usual = usual_seconds(params, jobs, rows, theta)
-    _let_streams_go_on(params, jobs, outlook, kv, now, usual)
+    usual = usual_seconds(params, jobs, rows[inside], theta)
+    _let_streams_go_on(params, jobs, outlook, inside, kv, now, usual)
     kept = kept_of(jobs, outlook, theta, pace)
     limits = seconds_allowed(params, jobs, kept, now, usual, pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
@@ -154,18 +156,25 @@ def outlooks_of(
     params: PackerParams, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace, lost: Ints
 ) -> Outlook:
     """Return the level of each row; lost: rows that `given_up` chose."""
-    n, keep = rows.size, params.keep
-    level, start = np.empty(n, np.int64), np.empty(n)
-    for i in range(n):
-        if is_over(jobs, rows[i], now):  # as `outlook_of` says, too, at several times the cost
-            level[i], start[i] = LOST, -np.inf
-        else:
-            level[i], start[i] = outlook_of(keep, jobs, rows[i], now, theta, pace)
+    outlook = Outlook(rows, np.full(rows.size, LOST), np.full(rows.size, -np.inf))
+    _revise(params, jobs, outlook, now, theta, pace, lost)
+    return outlook
+
+
+@compiled
+def _revise(
+    params: PackerParams, jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace, lost: Ints
+) -> None:
+    """Bring the outlook up to date with these parameters, in place; OTHER is so whatever they are."""
+    rows, level, start = outlook
+    for i in range(rows.size):
+        # What is over `outlook_of` calls LOST, too, at several times the cost.
+        if level[i] != OTHER and not is_over(jobs, rows[i], now):
+            level[i], start[i] = outlook_of(params.keep, jobs, rows[i], now, theta, pace)
     if lost.size:
         place = np.empty(jobs["live"].size, np.int64)
-        place[rows] = np.arange(n)
+        place[rows] = np.arange(rows.size)
         level[place[lost]], start[place[lost]] = LOST, -np.inf
-    return Outlook(rows, level, start)
 
 
 @compiled
@@ -187,16 +196,16 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
 
 @compiled
 def _let_streams_go_on(
-    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, usual: float
+    params: PackerParams, jobs: Rows, outlook: Outlook, inside: Ints, kv: KvBudget, now: float, usual: float
 ) -> None:
     """Make streams that have been silent for long STREAM, in place, those first that were silent longest.
 
     Those that are kept, or owed a whole answer by a far deadline, may be silent for longer. Of the others no
     more come at once than take turns in half of `max_gap`, if iterations take `usual` seconds: they would
-    fill the batch of an engine that is slow.
+    fill the batch of an engine that is slow. inside: places of the rows that hold a slot.
     """
-    keep, free, places, size, holders = params.keep, kv.free, np.empty(outlook.rows.size, np.int64), 0, 0
-    for i in range(outlook.rows.size):
+    keep, free, places, size, holders = params.keep, kv.free, np.empty(inside.size, np.int64), 0, 0
+    for i in inside:
         waits = outlook.level[i] > WAITS and outlook.level[i] != FAR
         holders += waits and kernels.decodes(jobs, outlook.rows[i])
         share = keep.overdue_share if waits else keep.kept_overdue_share

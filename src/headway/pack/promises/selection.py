@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.compiled import compiled
+from headway.compiled import compiled, compiled_in_place
 from headway.core.engine_spec import PackerParams, PromisesConfig
 from headway.core.feasibility import Pace
 from headway.core.ranks import outer
@@ -101,39 +101,52 @@ def _keep_most(
         row, prompt = outlook.rows[i], outlook.level[i] == PROMPT
         if not prompt and outlook.level[i] != ANSWER:
             continue
-        _demand(params, jobs, row, kv, theta, pace, share, grow, prompt, need[i])
-        kept += need[i]
+        _demand(params, jobs, row, kv, theta, pace, share, grow, prompt, need, i)
+        _add(kept, need, i, 1.0)
         number += 1
         loses = prompt or (jobs["tpot"][row] == np.inf and started > 0.0)
         if loses and outlook.start[i] > -np.inf:  # else it is the eldest
             largest[0, i] = -jobs["urgency"][row]
-            largest[1, i] = -need[i, 0].max() * (1.0 if prompt else started) / jobs["weight"][row]
+            largest[1, i] = (
+                -max(need[i, 0, 0], need[i, 0, 1], need[i, 0, 2])
+                * (1.0 if prompt else started)
+                / jobs["weight"][row]
+            )
             largest[2, i] = -jobs["priority"][row]
             size = push(largest, serial, heap, size, i)
         if not prompt or outlook.start[i] < now:
             continue  # it has begun: to give up others would not help it
-        while size and outlook.level[i] == PROMPT and now + _wait(kept, need[i], number) > outlook.start[i]:
+        while size and outlook.level[i] == PROMPT and now + _wait(kept, need, i, number) > outlook.start[i]:
             worst, size = heap[0], pop(largest, serial, heap, size)
             outlook.level[worst] = LOST
-            kept -= need[worst]
+            _add(kept, need, worst, -1.0)
             number -= 1
 
 
-@compiled
+@compiled_in_place
+def _add(kept: Floats, need: Floats, i: int, sign: float) -> None:
+    """Add what the row at place `i` needs to what all need, or take it away."""
+    for kind in range(2):
+        for k in range(_RESOURCES):
+            kept[kind, k] += sign * need[i, kind, k]
+
+
+@compiled_in_place
 def _demand(
     params: PackerParams, jobs: Rows, row: int, kv: KvBudget, theta: Floats, pace: Pace, share: float,
-    grow: float, prompt: bool, need: Floats,
+    grow: float, prompt: bool, need: Floats, i: int,
 ) -> None:  # fmt: skip
-    """Set what a row needs of each resource: need[0] in seconds of all of it, need[1] as a share."""
+    """Set what a row needs of each resource: need[i, 0] in seconds of all of it, need[i, 1] as a share."""
     if prompt:
-        need[0, 0] = _seconds_beside(jobs, row, theta, pace, share)
-        need[1, 1] = blocks_of(jobs, row, kv.size, 0.5) / kv.total
+        need[i, 0, 0] = _seconds_beside(jobs, row, theta, pace, share)
+        need[i, 1, 1] = blocks_of(jobs, row, kv.size, 0.5) / kv.total
     else:
-        need[1, 1] = reserved_of(jobs, row, kv.size, grow) / kv.total
-    need[1, 2] = 1.0 / params.max_running
-    need[0, 1:] = (need[0, 0] + jobs["tokens_left"][row] * pace.token) * need[1, 1:]
+        need[i, 1, 1] = reserved_of(jobs, row, kv.size, grow) / kv.total
+    need[i, 1, 2] = 1.0 / params.max_running
+    for k in range(1, _RESOURCES):
+        need[i, 0, k] = (need[i, 0, 0] + jobs["tokens_left"][row] * pace.token) * need[i, 1, k]
     if params.keep.turn_capacity > 0.0 and can_wait(jobs, row):
-        need[1, 2] *= min(_rate(params.keep, jobs, row) * pace.token, 1.0)
+        need[i, 1, 2] *= min(_rate(params.keep, jobs, row) * pace.token, 1.0)
 
 
 @compiled
@@ -142,19 +155,19 @@ def _seconds_beside(jobs: Rows, row: int, theta: Floats, pace: Pace, share: floa
     return float((prompt_seconds(jobs, row, theta, pace) - pace.base) / share + pace.base)
 
 
-@compiled
-def _wait(kept: Floats, own: Floats, number: int) -> float:
-    """Return the seconds until the last of the kept can start.
+@compiled_in_place
+def _wait(kept: Floats, need: Floats, i: int, number: int) -> float:
+    """Return the seconds until the last of the kept, at place `i`, can start.
 
-    kept: what all of them need, it included; own: what it needs itself; number: of them. Prompts are computed
-    one after another. As long as the shares of KV and slots fit together they are there at once; beyond that
-    a request waits until the share that it lacks has been released, at the rate at which those ahead end:
-    with one slot, until all of them have.
+    kept: what all of them need, it included; need: what each needs itself; number: of them. Prompts are
+    computed one after another. As long as the shares of KV and slots fit together they are there at once;
+    beyond that a request waits until the share that it lacks has been released, at the rate at which those
+    ahead end: with one slot, until all of them have.
     """
-    wait = kept[0, 0] - own[0, 0]
+    wait = kept[0, 0] - need[i, 0, 0]
     for k in range(1, _RESOURCES):
         if kept[1, k] > 1.0:
-            wait = max(wait, kept[0, k] * (1.0 - 1.0 / kept[1, k]) + kept[0, k] / number - own[0, k])
+            wait = max(wait, kept[0, k] * (1.0 - 1.0 / kept[1, k]) + kept[0, k] / number - need[i, 0, k])
     return float(wait)
 
 

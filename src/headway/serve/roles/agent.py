@@ -106,6 +106,7 @@ class Agent:
             engine.models.current, engine.loading,
             {name: str(error) for name, error in errors.items() if error is not None},
             engine.prefix_caching, engine.restarts, None if engine.failure is None else str(engine.failure),
+            engine.fatal,
         )  # fmt: skip
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from headway import clock
 from headway.config import Engine
+from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.remote import RemoteEngine
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
@@ -78,6 +79,7 @@ class Fleet:
         engine.ahead, engine.loading = -letter.apart, state.loading
         engine.models.current, engine.models.given_up = state.current, state.given_up
         engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
+        engine.fatal = known(state.fatal)
         engine.failure = None if state.failure is None else EngineError(state.failure, "See its agent's log.")
         if engine.url != state.url.rstrip("/") or before is None:
             engine.moved(state.url, state.key)

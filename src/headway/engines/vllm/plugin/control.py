@@ -23,9 +23,9 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
-tells whether prefixes can be pinned. Its `latency` is
-null until the engine has learned its own; then theta (`forecast/latency/online.py`), and the tokens of the
-longest prefix that was found in the cache lately.
+tells whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`). Its
+`latency` is null until the engine has learned its own; then theta (`forecast/latency/online.py`), and the
+tokens of the longest prefix that was found in the cache lately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from vllm import __version__
 
+from headway.engines.vllm.fatal_fields import fatal_fields
 from headway.engines.vllm.plugin import adapters, models
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
 from headway.engines.vllm.plugin.orphan import end_with_parent
@@ -152,6 +154,7 @@ class ControlMixin(PinsMixin):
             "blocks_total": self._total,
             "block_size": self._block_size,
             "prefix_caching": self.pins.possible,
+            "fatal": self._fatal(),
             **self._limits,
             "counters": self.stats.counters | self.counters | self.kv_policy.counters(),
             **self.kv_policy.state(),
@@ -165,6 +168,12 @@ class ControlMixin(PinsMixin):
         ran = self.step_log[-1][1] if self.step_log else {}
         names = (request.request_id for request in self.running)
         return sum(name not in ran or name in self.held for name in names)
+
+    def _fatal(self) -> list[str]:
+        stock: Any = self
+        features = {"drafts": stock.num_spec_tokens, "adapters": stock.lora_config}
+        device = stock.vllm_config.device_config.device_type
+        return fatal_fields(__version__, device, [name for name, on in features.items() if on])
 
     def _log_rows(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the last rows of the iteration log, as many as the message asks for."""

@@ -136,10 +136,10 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         ran = self._learn(scheduler_output)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        ended = set(self._ended)
-        # Rows are freed in the order in which they ran, as in the simulated engine.
-        self._ended = [id for id in ran if id in ended] + [id for id in self._ended if id not in ran]
-        self._leave_ended()
+        if ended := set(self._ended):
+            # Rows are freed in the order in which they ran, as in the simulated engine.
+            self._ended = [id for id in ran if id in ended] + [id for id in self._ended if id not in ran]
+            self._leave_ended()
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,11 +308,12 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
             self._prefix_cache.renew([])
             self._cap_short(step, names, [])
             return None
-        requests = list(map(self.requests.__getitem__, names))
-        chosen = [request for request in requests if request.status is RequestStatus.RUNNING]
-        candidates = []
-        if len(chosen) < len(requests):
-            candidates = [request for request in requests if request.status is not RequestStatus.RUNNING]
+        chosen, candidates = self.running, list[Any]()
+        if names is not self._running.ids:
+            requests = list(map(self.requests.__getitem__, names))
+            chosen = [request for request in requests if request.status is RequestStatus.RUNNING]
+            if len(chosen) < len(requests):
+                candidates = [one for one in requests if one.status is not RequestStatus.RUNNING]
         if self.packer.own_order and stock.policy is SchedulingPolicy.PRIORITY:
             candidates = self._by_stock_priority()
         if not chosen and self._blocked.first:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from headway.config import Engine
 from headway.config.keys import reveal
+from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.launch import BadArguments, Child, check_installed
@@ -236,6 +237,7 @@ class VllmEngine(EngineView):
         state = await self._state()
         self._has_scheduler = state is not None
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
+        self.fatal = known((state or {}).get("fatal", ()))
         told = await read_limits(self, state, self.config.health_timeout_s)
         warn(self.id, self.config, told)
         self.instance = instance_of(self.id, self.models.current, self.config, told)

@@ -237,7 +237,7 @@ class Child:
                 return
 
     def tail(self, lines: int = 12) -> str:
-        """Return the last lines of this process that say something: what libraries report of leaks comes after."""
+        """Return the last lines of this process, without what libraries report of leaks at its end."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as log:

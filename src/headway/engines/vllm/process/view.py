@@ -33,6 +33,7 @@ class EngineView(EngineConnection, ABC):
 
     up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
     prefix_caching: prefixes can be pinned in it, as is known once it is up.
+    fatal: fields of requests that crash it (`fatal_fields.py`), as far as it has said.
     instance: what it is, as it said when it was last up; as configured until then.
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
@@ -47,6 +48,7 @@ class EngineView(EngineConnection, ABC):
         self.up = asyncio.Event()
         self.loading: str | None = None
         self.prefix_caching = False
+        self.fatal: tuple[str, ...] = ()
         self.instance = instance_of(id, config.name, config, {})
         self.ahead = 0.0
         self.restarts = 0
