@@ -100,7 +100,7 @@ class Rival(Packer):
         tokens = decodes.size + int(jobs.drafts[decodes].sum()) + max(prompt, 0)
         if chosen.size and tokens:
             most, budget = min(chosen.size, self.spec.max_running), min(tokens, self.spec.token_budget)
-            step = allocate(jobs, ranked, kv, most, budget, self.spec.row_chunk)
+            step = allocate(jobs, ranked, kv, most, budget)
             if step.order.size:
                 return step
         return self._any(jobs, view, ranked, kv)
@@ -109,7 +109,7 @@ class Rival(Packer):
         others = np.setdiff1d(view.rows, ranked)
         spec = self.spec
         every = np.concatenate([ranked, others[np.argsort(jobs.serial[others])]])
-        return allocate(jobs, every, kv, spec.max_running, spec.token_budget, spec.row_chunk)
+        return allocate(jobs, every, kv, spec.max_running, spec.token_budget)
 
     def filled(self, view: View, order: Ints, prompt: int, kv: KvBudget, lent: int = 0) -> Ints:
         """Return the first prompts of `order` (places) that `prompt` tokens reach and that have room.

@@ -21,6 +21,7 @@ from headway.tables import Table
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+UNLIMITED = 1 << 31  # tokens: longer than any request
 Objective = Literal["interactive", "deadline", "best_effort"]
 OBJECTIVES: tuple[Objective, ...] = ("interactive", "deadline", "best_effort")  # most urgent first
 

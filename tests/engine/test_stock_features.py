@@ -529,3 +529,27 @@ def test_a_pause_leaves_vllms_priorities_in_force() -> None:
     }
     ours = run("vllm", asks, policy="priority", max_running=1, slots=2, at=control)
     assert ours.ended == ["r4", "r3", "r2", "r1", "r0", "held"]
+
+
+def feed(recipe: str | None, *prompts: int, **options: Any) -> list[dict[str, int]]:
+    """Return the steps of these prompts, where one of more than 400 tokens is long."""
+    asks = [Ask(f"r{i}", 0, prompt, 3) for i, prompt in enumerate(prompts)]
+    limits = {"long_prefill_token_threshold": 400, "max_batched_tokens": 1024, "max_model_len": 4096}
+    return run(recipe, asks, blocks=400, **(limits | options)).steps
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_long_prompt_that_is_alone_is_not_cut(recipe: str) -> None:
+    steps = feed(recipe, 2000)
+    assert steps == feed(recipe, 2000, long_prefill_token_threshold=0)
+    if recipe not in ("headway", "ecoserve"):  # which have bounds of their own
+        assert [step["r0"] for step in steps[:2]] == [1024, 976]
+
+
+@pytest.mark.parametrize("recipe", [None, *ALL])
+@pytest.mark.parametrize(("adaptive", "chunk"), [(False, 400), (True, 450)])
+def test_short_prompts_run_beside_a_part_of_a_long_one(
+    recipe: str | None, adaptive: bool, chunk: int
+) -> None:
+    options = {"long_prefill_token_threshold_adaptive": adaptive, "max_batched_tokens": 900}
+    assert feed(recipe, 2000, 10, **options)[0] == {"r0": chunk, "r1": 10}

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from headway.errors import ConfigError
 from headway.forecast.latency.online import OnlineLatency
-
-UNLIMITED = 1 << 31  # tokens: longer than any request
+from headway.types import UNLIMITED
 
 
 class Obstacle(NamedTuple):
@@ -38,7 +37,6 @@ class EngineSpec:
     reservations: the engine carries out `Step.reserve` and `Step.lend`.
     latency: what iterations take, as learned on this engine.
     why_not: ability (a field's name) -> why the engine lacks it.
-    row_chunk: prompt tokens of one request in an iteration (vLLM's `long_prefill_token_threshold`).
     max_gap_s: seconds that a stream which has begun may be silent while its KV is on the device.
     """
 
@@ -52,7 +50,6 @@ class EngineSpec:
     reservations: bool = False
     latency: OnlineLatency = field(default_factory=OnlineLatency)
     why_not: Mapping[str, Obstacle] = field(default_factory=dict)
-    row_chunk: int = UNLIMITED
     max_gap_s: float = 1.0
 
 
@@ -158,7 +155,6 @@ class PackerParams(NamedTuple):
     budget: int
     min_chunk: int
     max_step: float
-    row_chunk: int = UNLIMITED
     keep: PromisesConfig = PromisesConfig()
     host: int = 0
     copy_seconds: float = 0.0

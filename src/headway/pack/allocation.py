@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.core.engine_spec import UNLIMITED
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
-from headway.types import Ints, Jobs, Step
+from headway.types import UNLIMITED, Ints, Jobs, Step
 
 
-def allocate(
-    jobs: Jobs, ranked: Ints, kv_budget: KvBudget, max_running: int, budget: int, row_chunk: int = UNLIMITED
-) -> Step:
+def allocate(jobs: Jobs, ranked: Ints, kv_budget: KvBudget, max_running: int, budget: int) -> Step:
     """Return the step in which the rows of `ranked` (most urgent first) get what there is.
 
     At most `max_running` rows run, their blocks fit, and at most `budget` tokens are computed,
-    `row_chunk` for a prompt. No row is displaced for one that gets no tokens; with
+    `kv_budget.row_chunk` for a prompt. No row is displaced for one that gets no tokens; with
     budget >= max_running (vLLM requires it) the most urgent row always gets some.
     """
     ranked = np.ascontiguousarray(ranked)
     others = int(np.count_nonzero(jobs.running & jobs.live) - np.count_nonzero(jobs.running[ranked]))
-    step = kernels.allocate(jobs.data, ranked, others, kv_budget, max_running, budget, budget, row_chunk, 0)
+    step = kernels.allocate(jobs.data, ranked, others, kv_budget, max_running, budget, budget, 0)
     return Step(step.order, step.caps, step.evict, max_running=max_running, token_budget=budget)
 
 

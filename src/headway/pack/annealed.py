@@ -53,7 +53,7 @@ class Annealed(Packer):
         # A rank from outside decides before the packer's own order.
         order = order[np.argsort(jobs.urgency[order], kind="stable")]
         spec = self.spec
-        return allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget, spec.row_chunk)
+        return allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget)
 
     def _sequence(self, jobs: Jobs, rows: Ints, now: float) -> Ints:
         """Return the places of the rows in the order in which they should be served."""

@@ -40,7 +40,7 @@ class ByRank(Packer):
         columns = np.array([jobs.urgency[rows], jobs.arrival[rows]], float)
         order = rows[ordered(columns, jobs.serial[rows])]
         order = kernels.silent_streams_first(jobs.data, order, kv_budget, now, spec.max_gap_s)
-        step = allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget, spec.row_chunk)
+        step = allocate(jobs, order, kv_budget, spec.max_running, spec.token_budget)
         if not (step.evict.size and self.kv.saves):
             return step
         saves = are_swapped(jobs.computed[step.evict], spec.latency.theta, spec.copy_seconds)

@@ -116,7 +116,7 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int, row_chunk: int) -> I
 @compiled
 def allocate(
     jobs: Rows, ranked: Ints, others: int, kv_budget: KvBudget, max_running: int, budget: int, chunk: int,
-    row_chunk: int, pauses: int,
+    pauses: int,
 ) -> CompiledStep:  # fmt: skip
     """Return the step of `allocation.allocate`.
 
@@ -129,7 +129,7 @@ def allocate(
         most = max(min(budget, chunk), 1)
         runs, stays = _share(jobs, ranked, kv_budget, free_slots, batch_limit, most, pauses)
         order = ranked[runs]
-        tokens = grant(jobs, order, budget, chunk, row_chunk)
+        tokens = grant(jobs, order, budget, chunk, kv_budget.row_chunk)
         unfunded = -1
         for i in range(order.size):
             if tokens[i] == 0 and not jobs["running"][order[i]]:
@@ -279,13 +279,13 @@ def _allocate(
     kv_budget: KvBudget, now: float, chunk: int,
 ) -> CompiledStep:  # fmt: skip
     """Return the step in which rows get what there is; order: `_leading` of them."""
-    most, budget, each = params.max_running, params.budget, params.row_chunk
+    most, budget = params.max_running, params.budget
     ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)
-    step = allocate(jobs, ranked, others, kv_budget, most, budget, chunk, each, 0)
+    step = allocate(jobs, ranked, others, kv_budget, most, budget, chunk, 0)
     if step.order.size == 0 and order.size < rows.size:  # none of them fits: any row is better than none
         order = ordered(keys, jobs["serial"][rows])
         ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)
-        step = allocate(jobs, ranked, others, kv_budget, most, budget, chunk, each, 0)
+        step = allocate(jobs, ranked, others, kv_budget, most, budget, chunk, 0)
     return step
 
 

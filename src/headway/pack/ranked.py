@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.core.engine_spec import UNLIMITED, PackerParams
+from headway.core.engine_spec import PackerParams
 from headway.core.ranks import DUE, PRIORITY
 from headway.core.sorting import ordered
 from headway.memory.budget import KvBudget
@@ -90,7 +90,6 @@ class Ranked(Packer):
     rank: Rank
     max_running: int
     budget: int
-    row_chunk: int = UNLIMITED
     max_gap: float = math.inf
 
     @property
@@ -99,7 +98,7 @@ class Ranked(Packer):
         kind = _KINDS.get(self.rank)
         if kind is None:
             return None
-        return PackerParams(kind, self.max_running, self.budget, 0, 0.0, self.row_chunk, max_gap=self.max_gap)
+        return PackerParams(kind, self.max_running, self.budget, 0, 0.0, max_gap=self.max_gap)
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that gives slots, blocks and tokens in rank order."""
@@ -112,4 +111,4 @@ class Ranked(Packer):
         columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
         order = rows[ordered(np.array(columns, float), jobs.serial[rows])]
         order = kernels.silent_streams_first(jobs.data, order, kv_budget, now, self.max_gap)
-        return allocate(jobs, order, kv_budget, self.max_running, self.budget, self.row_chunk)
+        return allocate(jobs, order, kv_budget, self.max_running, self.budget)

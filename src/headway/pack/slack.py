@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headway.core.engine_spec import UNLIMITED, PackerParams
+from headway.core.engine_spec import PackerParams
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.pack import kernels
@@ -27,7 +27,6 @@ class Slack(Packer):
     latency: as learned on this engine.
     min_chunk: prompt tokens computed in any iteration, so that no prompt starves.
     max_step: seconds no iteration with prompts should exceed, so that an arrival is seen in time.
-    row_chunk: prompt tokens of one request in an iteration.
     max_gap: seconds that a stream may be silent while it holds its KV.
     """
 
@@ -36,14 +35,13 @@ class Slack(Packer):
     latency: OnlineLatency
     min_chunk: int = 64
     max_step: float = 0.5
-    row_chunk: int = UNLIMITED
     max_gap: float = math.inf
 
     @property
     def params(self) -> PackerParams:
         """What compiled loops take for this packer."""
         return PackerParams(
-            kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step, self.row_chunk,
+            kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step,
             max_gap=self.max_gap,
         )  # fmt: skip
 

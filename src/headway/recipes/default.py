@@ -24,7 +24,7 @@ def _swapping() -> Qlm:
 
 
 def _ranked(rank: Rank, spec: EngineSpec) -> Ranked:
-    return Ranked(rank, spec.max_running, spec.token_budget, spec.row_chunk, spec.max_gap_s)
+    return Ranked(rank, spec.max_running, spec.token_budget, spec.max_gap_s)
 
 
 def headway(knowledge: Knowledge | None = None) -> Recipe:
@@ -67,7 +67,6 @@ DEFAULT = {
                 spec.max_running,
                 spec.token_budget,
                 spec.latency,
-                row_chunk=spec.row_chunk,
                 max_gap=spec.max_gap_s,
             ),
         ),

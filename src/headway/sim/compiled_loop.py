@@ -23,7 +23,7 @@ from headway.memory.preemption_cost import are_swapped
 from headway.pack.compiled_packers import pack
 from headway.pack.kernels import SLACK
 from headway.sim.compiled_state import RunState
-from headway.types import Floats, Ints
+from headway.types import UNLIMITED, Floats, Ints
 
 
 @compiled
@@ -61,12 +61,13 @@ def _begin(run: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     progress = run.progress[0]
     rows = run.rows[: progress["rows"]]
-    kv_budget = KvBudget(run.planner.blocks, run.usage["free_blocks"], run.limits.size, run.limits.slots)
+    free, limits = run.usage["free_blocks"], run.limits
+    kv_budget = KvBudget(run.planner.blocks, free, limits.size, limits.slots, UNLIMITED)
     step = pack(run.packer, run.jobs, rows, kv_budget, now, run.theta)
     copied = _yield(run, rows, step.evict)
     paused = run.usage["held_slots"] - np.count_nonzero(run.jobs["running"][step.order])
-    budget = run.packer.budget if run.packer.budget else run.limits.budget
-    ran = engine.run(run.jobs, run.usage, run.limits, step.order, step.caps, run.packer.max_running, budget)
+    budget = run.packer.budget if run.packer.budget else limits.budget
+    ran = engine.run(run.jobs, run.usage, limits, step.order, step.caps, run.packer.max_running, budget)
     size = ran.rows.size
     progress["running"] = size
     if size == 0:

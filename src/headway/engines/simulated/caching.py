@@ -15,7 +15,6 @@ from itertools import islice
 import numpy as np
 
 from headway.compiled import compiled
-from headway.core.engine_spec import UNLIMITED
 from headway.engines.simulated import kernels, prefix_blocks
 from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
 from headway.engines.simulated.kernels import Limits, Rows, Usage
@@ -25,7 +24,7 @@ from headway.pack.allocation import missing
 from headway.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
 from headway.prefix import Prefix
-from headway.types import Ints, Slo
+from headway.types import UNLIMITED, Ints, Slo
 
 _RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
 _AHEAD = 64  # waiting requests that are looked up again when the cache has changed, as in the plugin

@@ -39,7 +39,7 @@ from headway.memory.two_ended.block_table import (
     put_right,
     resident,
 )
-from headway.types import Ints
+from headway.types import UNLIMITED, Ints
 
 _TOKEN_WEIGHT = 1 << 40  # more than any `entered`
 
@@ -319,8 +319,10 @@ class TwoEndedBudget(KvBudget):
 
     moves: Ints
 
-    def __new__(cls, total: int, free: int, size: int, slots: int, moves: Ints) -> TwoEndedBudget:
-        self = super().__new__(cls, total, free, size, slots)
+    def __new__(
+        cls, total: int, free: int, size: int, slots: int, moves: Ints, row_chunk: int = UNLIMITED
+    ) -> TwoEndedBudget:
+        self = super().__new__(cls, total, free, size, slots, row_chunk)
         self.moves = moves
         return self
 

@@ -180,7 +180,7 @@ def _want(t: StepLimits, jobs: Rows, batch: Batch, row: int) -> int:
 
     Drafts get what is left beyond that.
     """
-    want, left = missing_of(jobs, row), int(batch.sums[0]["budget"])
+    want, left = min(missing_of(jobs, row), t.row_chunk), int(batch.sums[0]["budget"])
     if want <= left:
         return int(min(want + jobs["drafts"][row], left))
     return left if want > t.budget - t.batch_limit and left > t.budget // 2 else 0
@@ -264,7 +264,7 @@ def _spared(batch: Batch) -> bool:
 def _part(t: StepLimits, jobs: Rows, batch: Batch, row: int, copies: int, theta: Floats) -> int:
     """Return the tokens a best-effort row gets: all it misses, or the part of its prompt that is in time."""
     want, room, bound = _want(t, jobs, batch, row), batch.room[0], batch.sums[0]["bound"]
-    most = int(min(missing_of(jobs, row), batch.sums[0]["budget"]))
+    most = int(min(missing_of(jobs, row), t.row_chunk, batch.sums[0]["budget"]))
     if room["full"] or room["chosen"] >= t.batch_limit or most < _LEAST_PART:
         return want
     if want > 0 and with_row(jobs, batch, row, want, copies, theta, t.copy) <= bound:

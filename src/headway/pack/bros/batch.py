@@ -34,8 +34,7 @@ class StepLimits(NamedTuple):
 
     batch_limit: rows that may run (B).
     budget: tokens of the iteration.
-    total, free, size: KV blocks, those that are free, tokens of a block.
-    slots: rows that may hold KV.
+    total, free, size, slots, row_chunk: as in `KvBudget`.
     copy: seconds to move one token's KV; shared: blocks have two ends.
     The others: as in `packer.Bros`.
     """
@@ -46,6 +45,7 @@ class StepLimits(NamedTuple):
     free: int
     size: int
     slots: int
+    row_chunk: int
     copy: float
     shared: bool
     replaces: bool

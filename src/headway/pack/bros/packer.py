@@ -166,7 +166,7 @@ class Bros(Packer):
         copy = spec.copy_seconds if use.saves else 0.0
         batch_limit = min(self.batch_size.size, spec.max_running)
         limits = StepLimits(
-            batch_limit, spec.token_budget, kv_budget.total, kv_budget.free, kv_budget.size, kv_budget.slots,
+            batch_limit, spec.token_budget, *kv_budget,
             copy, use.two_ended, self.replaces, self.spare, self.lost_last, self.crowded,
             self.parts_below, self.parts_fill, self.fixed_bound, self.returns_early, self.replaces_long,
         )  # fmt: skip

@@ -230,7 +230,7 @@ def _prompts(
     for row in by_urgency(jobs, seen.prompts):
         if status["state"][row] == GONE:
             continue
-        tokens = min(missing_of(jobs, row), max(n["prompt_tokens"], 0))
+        tokens = min(missing_of(jobs, row), max(n["prompt_tokens"], 0), params.row_chunk)
         if tokens > 0 and n["order"] < params.max_running:
             hold = status["goal"][row] if status["state"][row] == ACTIVE else 0
             put(buffer, row, tokens, hold)
@@ -263,7 +263,7 @@ def _new_prompts(
             break
         if (
             params.ordered
-            and missing_of(jobs, row) > n["prompt_tokens"]
+            and min(missing_of(jobs, row), params.row_chunk) > n["prompt_tokens"]
             and n["prompt_tokens"] < params.tfs // 2
         ):
             continue  # the longest that fits whole goes first
@@ -296,7 +296,7 @@ def _admit(
         need, hold = prompt, whole
     else:
         return False
-    tokens = min(missing_of(jobs, row), n["prompt_tokens"])
+    tokens = min(missing_of(jobs, row), n["prompt_tokens"], params.row_chunk)
     n["free"] -= need
     n["prompt_tokens"] -= tokens
     n["free_slots"] -= 1
@@ -355,4 +355,4 @@ def _run_first(
     room = (capacity_of(jobs, row) + n["free"]) * size
     status["goal"][row] = min(max(status["goal"][row], whole + 1), max(room, whole))
     status["state"][row] = ACTIVE
-    put(buffer, row, min(missing_of(jobs, row), params.tfs), status["goal"][row])
+    put(buffer, row, min(missing_of(jobs, row), params.tfs, params.row_chunk), status["goal"][row])

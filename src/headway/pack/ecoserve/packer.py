@@ -133,7 +133,7 @@ class EcoServe(Packer):
             pool_blocks(kv_budget.total, o.reserve), o.buffer, o.buffer_share, o.grain or kv_budget.size,
             o.extra, idle, o.synced, o.ordered, o.lends, o.loose, o.fixed_ranges, o.hosts_first,
             o.lends_to_prompts, o.whole, o.by_cost, spec.copy_seconds,
-            min(spec.max_model_len, kv_budget.total * kv_budget.size),
+            min(spec.max_model_len, kv_budget.total * kv_budget.size), kv_budget.row_chunk,
         )  # fmt: skip
 
     @property

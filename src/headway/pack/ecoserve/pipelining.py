@@ -70,7 +70,7 @@ def lend_tails(
                 break
             span = _span(jobs, status, rows[i], slot, size)
             stop -= span
-            tokens = min(missing_of(jobs, rows[i]), max(spent, 1))
+            tokens = min(missing_of(jobs, rows[i]), max(spent, 1), params.row_chunk)
             _lend(jobs, status, rows[i], lender, stop, span, tokens, size, buffer)
             taken[i] = True
             progress[0]["lent"] += 1

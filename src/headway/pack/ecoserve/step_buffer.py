@@ -43,7 +43,7 @@ class EcoServeParams(NamedTuple):
     synced, ordered, lends, loose, fixed_ranges, hosts_first, lends_to_prompts, whole, by_cost: as in
         `packer.Options`.
     copy_seconds: to move one token's KV between device and host; inf = not possible.
-    longest: tokens that one request may have.
+    longest: tokens that one request may have. row_chunk: as in `KvBudget`.
     """
 
     tfs: int
@@ -65,6 +65,7 @@ class EcoServeParams(NamedTuple):
     by_cost: bool
     copy_seconds: float
     longest: int
+    row_chunk: int
 
 
 class StepBuffer(NamedTuple):

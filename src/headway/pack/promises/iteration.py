@@ -158,15 +158,16 @@ def _each_until(keep: PromisesConfig, jobs: Rows, row: int, left: float, pace: P
 
 @compiled
 def take_turns(
-    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, limits: TimeLimits, now: float, pace: Pace
-) -> None:
+    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, limits: TimeLimits, now: float,
+    pace: Pace, row_chunk: int,
+) -> None:  # fmt: skip
     """Let the answers furthest ahead of their tpot wait (WAITS, in place) where the batch is too small.
 
     They keep their KV, so that costs nothing. Of the prompts those count that this iteration computes.
     """
     if kept.rows.size <= params.max_running:
         return
-    chunk, count = _kept_iteration(params, jobs, kept, theta, limits, now)[0].prompt, 0
+    chunk, count = _kept_iteration(params, jobs, kept, theta, limits, now, row_chunk)[0].prompt, 0
     for i in range(kept.rows.size):
         if kept.level[i] <= ANSWER:
             count += 1
@@ -279,7 +280,7 @@ def compose(
     limits: TimeLimits, now: float,
 ) -> CompiledStep:  # fmt: skip
     """Return the step of the queue; others: rows that hold a slot and are not in it."""
-    shape, fresh, limit = _kept_iteration(params, jobs, kept, theta, limits, now)
+    shape, fresh, limit = _kept_iteration(params, jobs, kept, theta, limits, now, kv.row_chunk)
     limits = TimeLimits(limits.first, limits.plain, min(limits.spare, limit), limits.tpot, limits.soonest)
     order, count, shape = _chosen(params, jobs, queue, kv, theta, limits, shape)
     chunk = max(shape.prompt, _fitting(params, theta, shape, limits.spare))
@@ -287,18 +288,19 @@ def compose(
         chunk = max(chunk, params.min_chunk)
     # One runs however long it takes: an engine that computes nothing would never come out of it.
     least = max(count, 1)
-    most, budget, each = min(least, params.max_running), params.budget, params.row_chunk
-    step = allocate(jobs, order, others, kv, most, budget, chunk, each, max(order.size - least, 0))
+    most, budget = min(least, params.max_running), params.budget
+    step = allocate(jobs, order, others, kv, most, budget, chunk, max(order.size - least, 0))
     if step.order.size == 0:  # nothing fits: any row that does is better than none
         order = _completed(jobs, queue, order, count)
-        step = allocate(jobs, order, others, kv, most, budget, chunk, each, 0)
+        step = allocate(jobs, order, others, kv, most, budget, chunk, 0)
     return step
 
 
 @compiled
 def _kept_iteration(
-    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, limits: TimeLimits, now: float
-) -> tuple[Shape, bool, float]:
+    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, limits: TimeLimits, now: float,
+    row_chunk: int,
+) -> tuple[Shape, bool, float]:  # fmt: skip
     """Return the iteration of the kept rows, whether a promised first token is to come, and the most seconds.
 
     The seconds are inf unless an urgent prompt limits them.
@@ -317,7 +319,7 @@ def _kept_iteration(
     if want == 0:
         return shape, fresh, np.inf
     limit = limits.first if fresh else limits.plain
-    most, least = _until_urgent(params, jobs, outlook, theta, shape, limit, now)
+    most, least = _until_urgent(params, jobs, outlook, theta, shape, limit, now, row_chunk)
     limit = min(limit, most)
     if _yields(params, limits):
         chunk = _fitting(params, theta, shape, limit)
@@ -328,8 +330,9 @@ def _kept_iteration(
 
 @compiled
 def _until_urgent(
-    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, shape: Shape, limit: float, now: float
-) -> tuple[float, int]:
+    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, shape: Shape, limit: float, now: float,
+    row_chunk: int,
+) -> tuple[float, int]:  # fmt: skip
     """Return the most seconds of an iteration, and the prompt tokens that it has at least; inf, 0 = any.
 
     limit: the seconds that the kept answers allow.
@@ -345,7 +348,7 @@ def _until_urgent(
             tokens += missing_of(jobs, kept.rows[i])
     left = jobs["arrival"][row] + jobs["ttft"][row] - now
     takes = _seconds(theta, _with_prompt(shape, tokens))
-    fits = shape.decodes + tokens <= params.budget and missing_of(jobs, row) <= params.row_chunk
+    fits = shape.decodes + tokens <= params.budget and missing_of(jobs, row) <= row_chunk
     if not fits or takes > min(left, limit):
         return np.inf, 0
     return float(max(params.keep.urgent_share * left, takes)), tokens

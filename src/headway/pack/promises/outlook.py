@@ -160,8 +160,8 @@ def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
         k.short_prompts_first,
     )  # fmt: skip
     return PackerParams(
-        params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.row_chunk,
-        keep, params.host, params.copy_seconds, params.max_gap,
+        params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, keep,
+        params.host, params.copy_seconds, params.max_gap,
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ class Promises(Packer):
         spec = self.spec
         return PackerParams(
             kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,
-            spec.row_chunk, self.keep, int(spec.host_tokens or 0) if self.kv.saves else 0, spec.copy_seconds,
+            self.keep, int(spec.host_tokens or 0) if self.kv.saves else 0, spec.copy_seconds,
             spec.max_gap_s,
         )  # fmt: skip
 
@@ -140,13 +140,13 @@ def pack(
     _let_streams_go_on(params, jobs, outlook, inside, kv, now, usual)
     kept = kept_of(jobs, outlook, theta, pace)
     limits = seconds_allowed(params, jobs, kept, now, usual, pace)
-    room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others)
+    room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others, kv.row_chunk)
     select(
         params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, outlook)
     )
     make_way(params, jobs, kept, theta, limits, now, pace)
     if params.keep.turn_capacity > 0.0:
-        take_turns(params, jobs, kept, theta, limits, now, pace)
+        take_turns(params, jobs, kept, theta, limits, now, pace, kv.row_chunk)
     queue = queue_of(params.keep, jobs, kept, outlook, theta, now)
     return compose(params, jobs, kept, queue, others, kv, theta, limits, now)
 

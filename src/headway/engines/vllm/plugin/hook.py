@@ -37,7 +37,7 @@ from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
 from headway.forecast.latency.online import OnlineLatency
 from headway.memory.budget import KvBudget
 from headway.recipes.registry import find
-from headway.types import Batch, Jobs, Step
+from headway.types import UNLIMITED, Batch, Jobs, Step
 
 
 class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
@@ -62,6 +62,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
         options = (stock.vllm_config.additional_config or {}).get("headway", {})
         self._slots = int(stock.max_num_running_reqs)
         running = int(options.get("max_running") or stock.max_num_active_reqs)
+        self._threshold = int(stock.scheduler_config.long_prefill_token_threshold)
         self._limits = {"max_running": running, "token_budget": int(stock.max_num_scheduled_tokens)}
         self.recipe = find(options.get("recipe", "vllm"))
         self.spec = spec_of(self, running, float(options.get("max_gap_s", 1.0)))
@@ -256,7 +257,17 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
 
     def _budget(self) -> KvBudget:
         free = self._blocks.get_num_free_blocks()
-        return self.kv_policy.budget(KvBudget(self._total, free, self._block_size, self._slots))
+        chunk = self._row_chunk() if self._threshold else UNLIMITED
+        return self.kv_policy.budget(KvBudget(self._total, free, self._block_size, self._slots, chunk))
+
+    def _row_chunk(self) -> int:
+        """Return the most prompt tokens of one request in this step, as stock bounds them."""
+        stock: Any = self
+        requests = sum(stock.get_request_counts())
+        if requests <= 1:
+            return UNLIMITED
+        share = stock.scheduler_config.max_num_batched_tokens // requests
+        return max(self._threshold, share if stock.adaptive_long_prefill_threshold else 0)
 
     # ---- applying a step
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.engine_spec import UNLIMITED
-from headway.types import Ints, Jobs
+from headway.types import UNLIMITED, Ints, Jobs
 
 _RECENT = 1024  # requests of which the longest cached prefix is remembered
 _AHEAD = 64  # waiting requests that are looked up again when the cache has changed

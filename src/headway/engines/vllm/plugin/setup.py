@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from headway.core.engine_spec import UNLIMITED, EngineSpec
+from headway.core.engine_spec import EngineSpec
 from headway.engines.vllm.plugin import reservations, two_ended
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
@@ -30,7 +30,6 @@ def spec_of(scheduler: Any, max_running: int, max_gap_s: float) -> EngineSpec:
         reservations="reservations" not in why_not,
         latency=scheduler.latency,
         why_not=why_not,
-        row_chunk=scheduler.scheduler_config.long_prefill_token_threshold or UNLIMITED,
         max_gap_s=max_gap_s,
     )
 

@@ -131,7 +131,8 @@ class TwoEndedKv:
     def budget(self, stock: KvBudget) -> TwoEndedBudget:
         """Return the empty blocks, and how many of them each row needs to be read back."""
         moves = checkpoint.blocks_to_restore(self.kv, np.arange(self.running.size))
-        return TwoEndedBudget(stock.total, int(self.kv.state[0]["num_empty"]), stock.size, stock.slots, moves)
+        empty = int(self.kv.state[0]["num_empty"])
+        return TwoEndedBudget(stock.total, empty, stock.size, stock.slots, moves, stock.row_chunk)
 
     def plan(self, step: Step) -> Step:
         """Account the packer's step. Returns vLLM's: the rows that run, and those that have lost all KV."""
