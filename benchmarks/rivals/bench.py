@@ -18,7 +18,7 @@ from benchmarks.rivals import fidelity
 from benchmarks.rivals.cells import Cell, Job, run
 from benchmarks.rivals.grounds import ARENAS, FIDELITY_ONLY, Arena, conversations
 from benchmarks.rivals.measures import Figures, mean
-from benchmarks.rivals.systems import DEFAULT, ESSENTIAL, RIVALS, STOCK, rival_of, settings
+from benchmarks.rivals.systems import DEFAULT, ESSENTIAL, LINE, RIVALS, STOCK, rival_of, settings
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.errors import ConfigError
 
@@ -33,6 +33,7 @@ QUICK = {
     "Headway": ("qoserve",),
 }
 _GROUPS = {"rivals' grounds": False, "own grounds": True}
+_OURS = (DEFAULT, LINE, *STOCK)  # what runs beside the rivals
 
 
 def main(
@@ -89,7 +90,7 @@ def check_names(grounds: Sequence[str], rivals: Sequence[str]) -> None:
 
 
 def _is_chosen(job: Job, grounds: Sequence[str], rivals: Sequence[str]) -> bool:
-    systems = (DEFAULT, *STOCK, *(rivals or RIVALS))
+    systems = (*_OURS, *(rivals or RIVALS))
     return isinstance(job, Cell) and job.system in systems and (not grounds or job.arena in grounds)
 
 
@@ -98,7 +99,7 @@ def quick_cells(seed: int) -> list[Job]:
     return [
         Cell(arena.name, arena.quick_load, seed, name, True)
         for arena in _shown()
-        for name in (DEFAULT, *QUICK[arena.paper])
+        for name in (*_defaults(arena), *QUICK[arena.paper])
     ]
 
 
@@ -117,11 +118,17 @@ def _shown() -> list[Arena]:
     return [arena for arena in ARENAS.values() if arena.name not in FIDELITY_ONLY]
 
 
+def _defaults(arena: Arena) -> list[str]:
+    """Return the default, and where the papers' tpots are promised also that with the token line."""
+    return [DEFAULT, LINE] if any(kind.slo.tpot is not None for kind in arena.kinds) else [DEFAULT]
+
+
 def _systems(arena: Arena) -> list[str]:
+    ours = [*_defaults(arena), *STOCK]
     if arena.base is not None or arena.seconds > 1000:
-        return [DEFAULT, *STOCK, *(RIVALS if arena.base is not None else ESSENTIAL)]
+        return [*ours, *(RIVALS if arena.base is not None else ESSENTIAL)]
     one = len({kind.slo.tpot for kind in arena.kinds}) == 1
-    return [DEFAULT, *STOCK, *(name for rival in RIVALS for name in settings(rival, one_tpot=one))]
+    return [*ours, *(name for rival in RIVALS for name in settings(rival, one_tpot=one))]
 
 
 def more_seeds(found: fidelity.Found, seed: int) -> list[Job]:
@@ -130,7 +137,7 @@ def more_seeds(found: fidelity.Found, seed: int) -> list[Job]:
     for setting, cells in _by_setting(found).items():
         first = [cell for cell in cells if cell.seed == seed and not setting.startswith(FIDELITY_ONLY)]
         kept = {cell.system: _kept(found, cell) for cell in first}
-        rivals = [name for name in kept if name not in (DEFAULT, *STOCK)]
+        rivals = [name for name in kept if name not in _OURS]
         if DEFAULT in kept and rivals:
             best = max(rivals, key=kept.__getitem__)
             if abs(kept[DEFAULT] - kept[best]) < _NARROW:
@@ -162,7 +169,7 @@ def _by_setting(asked: Iterable[Job]) -> dict[str, list[Cell]]:
     """Return the cells of the default, stock vLLM and the rivals by ground and load."""
     made: dict[str, list[Cell]] = {}
     for job in asked:
-        if isinstance(job, Cell) and (job.system in (DEFAULT, *STOCK) or rival_of(job.system) in RIVALS):
+        if isinstance(job, Cell) and (job.system in _OURS or rival_of(job.system) in RIVALS):
             made.setdefault(job.setting, []).append(job)
     return made
 
@@ -214,24 +221,26 @@ def _summary(rows: Sequence[Row]) -> list[Row]:
                 Row("margin.mean", DEFAULT, group, float(np.mean(leads)), "points"),
                 Row("margin.least", DEFAULT, group, min(leads), "points"),
             ]
-    return sums
+    lines = list(leads_of(rows, "attainment.line", LINE).values())
+    return [*sums, Row("margin.line", LINE, "token line", float(np.mean(lines)), "points")] if lines else sums
 
 
 def _is_own(setting: str) -> bool:
     return ARENAS[setting.partition(",")[0]].base is not None
 
 
-def leads_of(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the points by which the default leads the best rival, by setting."""
+def leads_of(rows: Sequence[Row], id: str = "attainment.promised", ours: str = DEFAULT) -> dict[str, float]:
+    """Return the points by which `ours` leads the best rival in a measure, for each setting that has both."""
     kept: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row.id == "attainment.promised":
+        if row.id == id:
             kept.setdefault(row.setting, {})[row.system] = row.ours or 0.0
-    rivals = {
-        setting: [seen[name] for name in seen if name not in (DEFAULT, *STOCK)]
-        for setting, seen in kept.items()
+    rivals = {setting: [seen[name] for name in seen if name not in _OURS] for setting, seen in kept.items()}
+    return {
+        setting: kept[setting][ours] - max(others)
+        for setting, others in rivals.items()
+        if others and ours in kept[setting]
     }
-    return {setting: kept[setting][DEFAULT] - max(others) for setting, others in rivals.items() if others}
 
 
 # ---- what people see
@@ -261,4 +270,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         f"{show(sums['cells', group])} cells."
         for group in _GROUPS
         if ("cells", group) in sums
+    ] + [
+        f"By the token line {LINE} leads the best rival by {show(row.ours)} points on average."
+        for row in rows
+        if row.id == "margin.line"
     ]

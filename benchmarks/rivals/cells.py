@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Literal
 
+import numpy as np
 from rich.progress import Progress
 
 from benchmarks.rivals.grounds import ARENAS
 from benchmarks.rivals.measures import Figures, figures
-from benchmarks.rivals.systems import system
+from benchmarks.rivals.systems import LINE, system
 from headway.sim.run import Simulation
+from headway.sim.workload.traffic import Workload
 
 STEPS = tuple(round(0.05 * k, 2) for k in range(4, 41))  # loads that a search looks at
 
@@ -69,8 +71,15 @@ def simulate(cell: Cell) -> Figures:
         arena = arena.lasting(cell.seconds)
     workload = arena.workload(cell.load, cell.seed, quick=cell.quick)
     lengths = arena.lengths(workload, cell.seed)
-    outcome = Simulation(system(cell.system), [arena.instance()], workload, lengths).run()
+    asked = with_line(workload) if cell.system == LINE else workload
+    outcome = Simulation(system(cell.system), [arena.instance()], asked, lengths).run()
     return figures(workload, outcome, arena.window(cell.load, quick=cell.quick))
+
+
+def with_line(workload: Workload) -> Workload:
+    """Return the requests with the token line as what their tpot promises."""
+    both = np.isfinite(workload.ttft) & np.isfinite(workload.tpot)
+    return replace(workload, line=both.astype(np.int64))
 
 
 def highest(search: Search) -> float:

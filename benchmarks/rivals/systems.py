@@ -10,6 +10,7 @@ from headway.recipes.recipe import Recipe
 from headway.recipes.registry import find
 
 DEFAULT = "headway"
+LINE = "headway line"  # the default where tpots are promised with `pace = "line"`, the papers' token line
 MODULES = (qoserve, slos_serve, fairbatching, scorpio, jitserve, slai, composite)
 RIVALS: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in MODULES}
 ESSENTIAL = ("qoserve", "slos-serve", "scorpio")  # the strongest, where a run takes minutes
@@ -69,7 +70,7 @@ _ALL = RIVALS | LADDER | {recipe.name: recipe for swept in SWEEPS.values() for r
 
 def system(name: str) -> Recipe:
     """Return a rival, one of its settings, or a recipe of Headway."""
-    return _ALL[name] if name in _ALL else find(name)
+    return _ALL[name] if name in _ALL else find(DEFAULT if name == LINE else name)
 
 
 def settings(name: str, *, one_tpot: bool) -> list[str]:

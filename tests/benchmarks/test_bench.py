@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from benchmarks.rivals import bench, cells, fidelity, grounds
 from benchmarks.rivals.cells import STEPS, Cell, Search
 from benchmarks.rivals.grounds import ARENAS, LOADS, Arena
 from benchmarks.rivals.measures import Figures, figures, mean, on_line
-from benchmarks.rivals.systems import DEFAULT, RIVALS
+from benchmarks.rivals.systems import DEFAULT, LINE, RIVALS
 from headway.bench.checkout import from_checkout
 from headway.bench.simulate.grounds import GROUNDS
 from headway.cli import app
@@ -171,6 +172,17 @@ def test_a_rival_is_its_best_setting_and_the_lead_is_over_the_best_rival() -> No
     assert sums == {"cells": 1, "cells.behind": 1, "margin.mean": -20, "margin.least": -20}
 
 
+def test_by_the_token_line_the_default_that_promises_it_is_compared() -> None:
+    seen = found(headway=70, headway__line=80, vllm=99, qoserve=60)
+    seen[Cell("G3", 3.0, 0, "qoserve line")] = replace(FIGURES, kept=50.0)
+    rows = bench.rows_of(seen, list(seen))
+    assert [row.ours for row in rows if row.id == "margin.mean"] == [10], "by the mean tpot"
+    assert [(row.system, row.ours) for row in rows if row.id == "margin.line"] == [(LINE, 81 - 92)]
+    load = cells.with_line(ARENAS["G1-conv"].workload(1.0, 0, quick=True))
+    assert (load.line == np.isfinite(load.tpot)).all()
+    assert 0 < load.line.sum() < len(load), "a deadline alone has no line"
+
+
 def test_narrow_leads_are_run_with_more_seeds() -> None:
     near = found(headway=70, vllm=99, qoserve=69, scorpio=40)
     assert {(cell.system, cell.seed) for cell in bench.more_seeds(near, 0) if isinstance(cell, Cell)} == {
@@ -225,7 +237,7 @@ def test_some_grounds_and_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "run", run)
     command = ["bench", "rivals", "--json", "--grounds", "G3,G4", "--rivals"]
     assert CliRunner().invoke(_app(), [*command, "scorpio"]).exit_code == 0
-    assert {job.system for job in seen} == {DEFAULT, "vllm", "scorpio"}
+    assert {job.system for job in seen} == {DEFAULT, LINE, "vllm", "scorpio"}
     assert {job.arena for job in seen if isinstance(job, Cell)} == {"G3", "G4"}
     for few in (["slai"], ["fairbatching", "--quick"]):
         assert CliRunner().invoke(_app(), ["bench", "rivals", "--json", "--rivals", *few]).exit_code == 0
