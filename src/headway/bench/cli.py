@@ -229,14 +229,22 @@ def rivals(
     rivals: Annotated[
         str, typer.Option(help="Only these rivals, comma-separated, without other settings of theirs.")
     ] = "",
+    real: Annotated[bool, typer.Option("--real", help="Two grounds on real engines started here.")] = False,
+    duration: Annotated[float, typer.Option(min=1, help="With --real: seconds of arrivals.")] = 60.0,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
-    """Compare the default recipe with the SLO schedulers of other papers (SIMULATED); from a checkout."""
+    """Compare the default with other papers' SLO schedulers (SIMULATED without --real); from a checkout."""
     from headway.bench.checkout import from_checkout
 
+    if real and (grounds or rivals):
+        raise ConfigError("--real has grounds and rivals of its own.", "Leave out --grounds and --rivals.")
+    if real:
+        main = from_checkout("rivals.real:main")
+        main(seconds=duration, quick=quick, as_json=as_json, seed=seed, out=out)
+        return
     only = {"grounds": _names(grounds), "rivals": _names(rivals)}
     from_checkout("rivals.bench:main")(**only, quick=quick, as_json=as_json, seed=seed, out=out)
 

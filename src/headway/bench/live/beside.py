@@ -84,7 +84,7 @@ async def run(trial: Trial) -> Outcome:
     Raises ConfigError or EngineError when one cannot be run.
     """
     setup = compare.Setup(
-        mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)), _without_prefixes(trial.engine),
+        mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)), without_prefixes(trial.engine),
         trial.systems, rounds=trial.rounds, seed=trial.seed, together=True,
     )  # fmt: skip
     async with compare.started(setup) as systems:
@@ -100,7 +100,7 @@ async def run(trial: Trial) -> Outcome:
     return Outcome(found, capacity)
 
 
-def _without_prefixes(engine: Engine) -> Engine:
+def without_prefixes(engine: Engine) -> Engine:
     """Return the engine without prefix caching, or the second run would find the prompts of the first."""
     return replace(engine, args=(*engine.args, "--no-enable-prefix-caching"))
 
