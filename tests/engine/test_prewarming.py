@@ -103,7 +103,7 @@ async def prefixes_are_held(running: VllmEngine) -> None:
     shared = book.common("default", "app/act")
     full = shared.size // BLOCK * BLOCK
     assert full >= 3 * BLOCK
-    assert (running.prefix_caching, running.block_size) == (True, BLOCK)
+    assert (running.prefix_caching, running.instance.block_size) == (True, BLOCK)
     free = (await state(running))["blocks_free"]
     warmer = PrefixWarmer({"e0": running}, book)
     command = Prewarm("default", Resource("prefix", "app/act"), clock.now() + 600)

@@ -51,7 +51,7 @@ def test_an_engine_and_metrics_see_the_model_itself(
             answer = gateway.post({"model": name, **body}, path)
             assert answer.status_code == 200, answer.text
             assert fake.last()["body"]["model"] == model
-        finished = 'headway_requests_total{class="default",model="smollm2",outcome="finished"}'
+        finished = 'headway_requests_total{class="default",model="smollm2",outcome="finished"'
         until(lambda: finished in gateway.get("/metrics").text)
         assert "claude" not in gateway.get("/metrics").text
 

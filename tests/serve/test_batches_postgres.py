@@ -38,10 +38,10 @@ def shared(
     return configuration(folder, fake.url, broker=broker, **more)
 
 
-def rows(config: Config, table: str) -> int:
+def rows(config: Config, table: str, what: str = "*") -> int:
     """Return how many rows a table has."""
     at = config.broker.postgres
-    return int(postgres.run_sql(f"SELECT count(*) FROM {at.schema}.{table}", url=str(at.url))[0][0])
+    return int(postgres.run_sql(f"SELECT count({what}) FROM {at.schema}.{table}", url=str(at.url))[0][0])
 
 
 def delete(gateway: Gateway, id: str) -> Any:
@@ -167,10 +167,9 @@ def test_limits_hold_over_all_gateways(fake: Fake, tmp_path: Path) -> None:
         assert (large.status_code, large.json()["error"]["code"]) == (413, "file_too_large")
         connection = unfinished(first, 2**21)
         until(lambda: rows(config, "chunks") >= 7)
-        chunks = rows(config, "chunks")
         full = upload(second, b"x" * (16 * 2**20))
         assert (full.status_code, full.json()["error"]["code"]) == (413, "files_full")
-        assert rows(config, "chunks") == chunks, "it declared its length: nothing of it was stored"
+        assert rows(config, "chunks", "DISTINCT file") == 1, "it declared its length: nothing of it was stored"
         connection.close()
         until(lambda: rows(config, "chunks") == 0)
         id = begin(first, lines(1, **held("pg-open")))
