@@ -169,7 +169,7 @@ def test_limits_hold_over_all_gateways(fake: Fake, tmp_path: Path) -> None:
         until(lambda: rows(config, "chunks") >= 7)
         full = upload(second, b"x" * (16 * 2**20))
         assert (full.status_code, full.json()["error"]["code"]) == (413, "files_full")
-        assert rows(config, "chunks", "DISTINCT file") == 1, "it declared its length: nothing of it was stored"
+        assert rows(config, "chunks", "DISTINCT file") == 1, "it declared its length: nothing of it is stored"
         connection.close()
         until(lambda: rows(config, "chunks") == 0)
         id = begin(first, lines(1, **held("pg-open")))
