@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from headway.config import Tier
-from headway.serve.dashboard.history import Attained, Sample, _attained
+from headway.serve.dashboard.history import Pair, View
 from headway.serve.dashboard.late import LateRequests, spans
 from headway.serve.requests import InFlightRequest
 from headway.types import Request, Slo
 from tests.serve.conftest import Serve
+from tests.serve.dashboard_pictures import CHROMIUM
 from tests.serve.gateway import CLASSES, OPERATOR, WEB, Gateway, until
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NASTY = '<img src=x onerror="document.title=1">'
 
 
@@ -38,20 +38,31 @@ def ended(id: str, by: float, *, promised: float = 1.0) -> tuple[InFlightRequest
 
 @given(st.lists(st.integers(-10, 500).map(lambda tenths: tenths / 10), max_size=200))
 def test_the_latest_are_kept(by: list[float]) -> None:
-    late = LateRequests()
+    late = LateRequests(Pair)
     for number, seconds in enumerate(by):
         one, end = ended(f"r{number}", seconds)
         late.note(one, end, 1, "finished")
-    seen = [one.by for one in late.latest(160.0)]
+    seen = [one.by for one in late.latest(View(), 160.0)]
     assert seen == pytest.approx(sorted((s for s in by if s > 1e-9), reverse=True)[:12], abs=1e-6)
 
 
 def test_what_was_late_long_ago_is_not_listed() -> None:
-    late = LateRequests()
+    late = LateRequests(Pair)
     one, end = ended("r0", 5.0)
     late.note(one, end, 1, "failed")
-    assert [found.id for found in late.latest(end + 500)] == ["r0"]
-    assert late.latest(end + 700) == []
+    assert [found.id for found in late.latest(View(), end + 500)] == ["r0"]
+    assert late.latest(View(), end + 700) == []
+    assert [found.id for found in late.latest(View("1h"), end + 700)] == ["r0"]
+
+
+def test_a_view_lists_its_own_even_if_others_were_later() -> None:
+    late = LateRequests(Pair)
+    for number in range(40):
+        one, end = ended(f"r{number}", 5.0 + number)
+        one.request = replace(one.request, tier="code" if number else "chat")
+        late.note(one, end, 1, "finished")
+    assert [found.id for found in late.latest(View(tier="chat"), end)] == ["r0"]
+    assert len(late.latest(View(tier="code"), end)) == len(late.latest(View(), end)) == 12
 
 
 def test_spans_add_up_to_the_whole_time() -> None:
@@ -64,28 +75,19 @@ def test_the_target_that_was_missed_by_most_is_named() -> None:
     one, _ = ended("r0", 0.0)
     one.request = Request("r0", "m", 4, 8, 100.0, Slo(ttft=1.0, tpot=0.1), tier="chat")
     one.streams, one.first_token = True, 102.0
-    late = LateRequests()
+    late = LateRequests(Pair)
     late.note(one, 107.0, 11, "finished")
-    found = late.latest(107.0)[0]
+    found = late.latest(View(), 107.0)[0]
     assert (found.target, found.promised, found.by) == ("tpot", pytest.approx(1.0), pytest.approx(4.0))
-
-
-# ---- history
-
-
-def test_attained_by_class() -> None:
-    totals = [(0, 0), (3, 4), (3, 4), (3, 6)]
-    samples = [Sample(float(i), 0, 0, {"chat": seen}) for i, seen in enumerate(totals)]
-    assert _attained("chat", samples) == Attained(3, 6, [75.0, None, 0.0])
 
 
 # ---- events
 
 
 @contextmanager
-def live(gateway: Gateway, **more: Any) -> Iterator[Iterator[dict[str, Any]]]:
+def live(gateway: Gateway, query: str = "", **more: Any) -> Iterator[Iterator[dict[str, Any]]]:
     """Open the stream of events and yield them."""
-    with WEB.stream("GET", f"{gateway.url}/headway/live", **more) as answer:
+    with WEB.stream("GET", f"{gateway.url}/headway/live{query}", **more) as answer:
         assert answer.status_code == 200
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         yield (json.loads(line[6:]) for line in lines)
@@ -110,6 +112,18 @@ def test_events_say_what_waits_and_what_was_late(gateway: Gateway) -> None:
     assert (found["target"], found["outcome"]) == ("e2e", "finished")
     assert [state for state, _ in found["spans"]] == ["queued", "in e0", "answering"]
     assert sum(seconds for _, seconds in found["spans"]) == pytest.approx(found["by"] + found["promised"])
+
+
+def test_events_show_a_view(gateway: Gateway) -> None:
+    assert gateway.post(gateway.chat(service_tier="chat")).status_code == 200
+    with live(gateway, "?window=24h&class=chat&tenant=default") as events:
+        found = next(event for event in events if event["answered"])  # counted after its last byte
+    assert (found["window_s"], list(found["lines"]), found["tenants"]) == (86400, ["chat"], ["default"])
+    assert found["ttft"]["all"]["p99"] >= found["ttft"]["all"]["p50"] > 0
+    with live(gateway, "?tenant=beta") as events:
+        assert next(events)["answered"] == 0
+    refused = gateway.get("/headway/live?window=5m")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "window")
 
 
 def test_the_page_holds_nothing_and_loads_nothing(gateway: Gateway) -> None:

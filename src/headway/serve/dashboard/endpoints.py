@@ -10,8 +10,10 @@ from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from headway.errors import RequestError
 from headway.serve.app_state import AppState
 from headway.serve.dashboard.board import Board
+from headway.serve.dashboard.history import FINEST, WINDOWS, View
 
 _MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places
+_PARTS = "page.css", "charts.js", "tables.js", "page.js"
 _HEADERS = {
     # The page is whole: it loads nothing, runs no script but its own, and is shown in no other page.
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -24,7 +26,7 @@ _HEADERS = {
 def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the page and its events."""
     board = Board(state.gateway)
-    page = files("headway.serve.dashboard").joinpath("page.html").read_text("utf-8")
+    page = _page()
 
     @app.get("/", include_in_schema=False)
     async def dashboard() -> Response:
@@ -35,12 +37,32 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
     async def live(request: Request) -> Response:
         """Stream what the page shows: a server-sent event a second, each with all of it."""
         state.check_status(request)
+        view = _view(request)
         operator = state.is_operator(request)
         if (viewers := board.viewers[operator]) >= _MOST_VIEWERS:
             raise RequestError(
                 f"{viewers} look at the dashboard already.", "Close one of them.", status=503,
                 kind="server_error", code="too_many_viewers",
             )  # fmt: skip
-        events = board.events(state.stopping, operator)
+        events = board.events(state.stopping, operator, view)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+def _page() -> str:
+    """Return the page with its style and its scripts, each where the page names its file."""
+    folder = files("headway.serve.dashboard")
+    page = folder.joinpath("page.html").read_text("utf-8")
+    for name in _PARTS:
+        page = page.replace(f"/* {name} */", folder.joinpath(name).read_text("utf-8"))
+    return page
+
+
+def _view(request: Request) -> View:
+    """Return the view that a request asks for; 400 for a window that there is not."""
+    asked = request.query_params
+    if (window := asked.get("window", FINEST)) not in WINDOWS:
+        raise RequestError(
+            f"There is no window {window[:64]!r}.", f"Use one of {', '.join(WINDOWS)}.", param="window"
+        )
+    return View(window, asked.get("class") or None, asked.get("tenant") or None)

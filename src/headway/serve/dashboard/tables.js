@@ -1,0 +1,74 @@
+// Tables, whose rows are cards on a narrow screen. Text never becomes markup: names may be anybody's.
+const number = x => !x ? "0" : x >= 100 ? Math.round(x).toLocaleString("en") : x >= 10 ? x.toFixed(1) : x.toFixed(2);
+const whole = x => x.toLocaleString("en");
+const seconds = s => s >= 90 ? `${number(s / 60)} min` : s >= 1 ? `${number(s)} s` : !s ? "0" : s >= .01 ? `${Math.round(s * 1000)} ms` : `${number(s * 1000)} ms`;
+const element = (tag, kind, ...content) => {
+  const node = document.createElement(tag);
+  if (kind) node.className = kind;
+  node.append(...content);
+  return node;
+};
+const cell = (content, kind) => element("td", kind, content ?? "-");
+
+// rows: of cells, one for each column of the table's head, whose name a card shows beside the cell.
+function fill(id, rows) {
+  const body = document.getElementById(id), names = [...body.parentNode.querySelectorAll("th")].map(th => th.textContent);
+  body.replaceChildren(...rows.map(cells => {
+    cells.forEach((td, i) => { td.dataset.label = names[i]; });
+    return element("tr", "", ...cells);
+  }));
+}
+
+// A bar of [share, colour], with what it says beneath.
+function bar(parts, told) {
+  const box = element("div", "bar");
+  for (const [share, shade] of parts) {
+    const part = element("i");
+    part.style.width = `${100 * Math.min(share, 1)}%`;
+    part.style.background = shade;
+    box.append(part);
+  }
+  return element("div", "bars", box, element("small", "", told));
+}
+
+function lines(all, classes) {
+  const most = Math.max(1, ...Object.values(all).map(line => line.waiting + line.inside));
+  fill("lines", Object.entries(all).map(([name, line]) => [
+    cell(element("span", "", name, element("small", "dim", classes[name] ? ` ${classes[name]}` : "")), "long"),
+    cell(whole(line.waiting), "n"), cell(whole(line.inside), "n"),
+    cell(line.waiting ? seconds(line.oldest) : "-", "n"),
+    cell(bar([[line.inside / most, "var(--blue)"], [line.waiting / most, "var(--amber)"]], `${whole(line.inside + line.waiting)} request${line.inside + line.waiting === 1 ? "" : "s"}`)),
+  ]));
+}
+
+function engines(all) {
+  fill("engines", Object.entries(all).map(([id, one]) => {
+    const state = one.loading ? `loads ${one.loading}` : one.up ? "up" : one.failed ? "failed" : one.restarts ? "down" : "starting";
+    const told = count => cell(count === null ? "-" : whole(count), "n");
+    const batch = `${one.computing ?? "?"} of ${one.batch}${one.assumed.includes("max_running") ? " (assumed)" : ""}`;
+    return [
+      cell(id), cell(one.model, "long"), cell(bar([[(one.computing ?? 0) / one.batch, "var(--blue)"]], batch)),
+      told(one.paused), told(one.waiting),
+      cell(one.kv === null ? "-" : bar([[one.kv, one.kv > .95 ? "var(--orange)" : "var(--green)"]], `${Math.round(100 * one.kv)} %`)),
+      told(one.evictions),
+      cell(one.restarts ? `${state}, ${one.restarts} restart${one.restarts === 1 ? "" : "s"}` : state, state === "up" ? "good" : "bad"),
+    ];
+  }));
+}
+
+function late(all) {
+  const shades = {queued: "var(--amber)", answering: "var(--green)"};
+  $("none").hidden = all.length > 0;
+  $("late").parentNode.hidden = !all.length;
+  fill("late", all.map(one => {
+    const sum = one.spans.reduce((total, [, s]) => total + s, 0) || 1;
+    const story = one.spans.map(([state, s]) => `${state} ${seconds(s)}`).join(", ");
+    return [
+      cell(element("code", "", one.id), "long"), cell(one.tier, "long"), cell(one.tenant, "long"),
+      cell(one.outcome === "finished" ? one.target : `${one.target}, ${one.outcome}`),
+      cell(seconds(one.promised), "n"), cell(seconds(one.by), "n bad"),
+      cell(bar(one.spans.map(([state, s]) => [s / sum, shades[state] ?? "var(--blue)"]), story), "long"),
+      cell(clock(one.ended, true), "n dim"),
+    ];
+  }));
+}
