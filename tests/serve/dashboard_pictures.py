@@ -41,21 +41,25 @@ def made_up(gateway: Gateway, tenants: tuple[str, ...] = ("alpha", "beta"), seco
     async def fill() -> None:
         inner, now, chance = gateway.inner, clock.now(), random.Random(1)
         history = History(now - seconds)
-        for step in range(int(seconds / _STEP)):
-            at = now - seconds + step * _STEP
+        at = now - seconds
+        while at < clock.now():
             load = 1 + 0.6 * math.sin(at / 900) + 0.3 * math.sin(at / 47)
             for name, tier in inner.config.classes.items():
                 for tenant in tenants:
                     pair = history.pair(name, tenant)
                     for _ in range(chance.randrange(4)):
-                        ttft, tpot = 0.3 * load * chance.lognormvariate(0, 0.5), 0.05 * load
+                        ttft, tpot = (
+                            0.3 * load * chance.lognormvariate(0, 0.5),
+                            0.05 * load * chance.lognormvariate(0, 0.3),
+                        )
                         history.answered(
                             pair, ttft, tpot, chance.randrange(50, 2000), chance.randrange(20, 400)
                         )
                         if tier.slo.objective != "best_effort":
                             history.judged(pair, chance.random() > 0.02 * load**2)
             history.note(at)
-        history.note(now)
+            at += _STEP
+        history.note(clock.now())
         inner.metrics.history.__dict__.update(history.__dict__)
         for number, (name, tenant) in enumerate((c, t) for c in inner.config.classes for t in tenants):
             late = Request(f"hw-{number:016x}", "smollm2", 400, 200, now - 60 - 9 * number, Slo(ttft=1.5),

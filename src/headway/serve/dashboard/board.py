@@ -107,7 +107,7 @@ class Board:
         return found | {
             "ends": [clock.shown(end) for end in found["ends"]],
             "attained": {name: asdict(one) for name, one in found["attained"].items()},
-            "lines": {name: asdict(line) for name, line in sorted(lines.items())},
+            "lines": {name: asdict(line) for name, line in lines.items()},
             "late": [late.shown() for late in gateway.path.late.latest(view, now)],
         }  # fmt: skip
 

@@ -24,17 +24,18 @@ function timeTicks(from, to, width) {
   return ticks;
 }
 
-// series: {name, colour, dash, values}, a value or null at each of `ends`. format: of a value. most: of the axis.
-function chart(id, {ends, from, to, series, format, most, about}) {
-  const svg = document.getElementById(id), box = svg.getBoundingClientRect(), nodes = [];
+// series: {name, colour, dash, values}, a value or null at each of `ends`. format: of a value. least, most: of the axis.
+function chart(id, {ends, from, to, series, format, least = 0, most, about}) {
+  const svg = document.getElementById(id), box = svg.getBoundingClientRect(), nodes = [], size = `0 0 ${box.width} ${box.height}`;
+  if (svg.matches(":hover") && matchMedia("(hover: hover)").matches && svg.getAttribute("viewBox") === size) return;  // it is being read
   const [width, height] = [box.width - LEFT - RIGHT, box.height - TOP - BOTTOM];
   if (width <= 0) return;
   const values = series.flatMap(one => one.values).filter(value => value !== null);
-  const step = roundStep(most ?? (Math.max(...values, 0) || 1)), top = most ?? step * Math.ceil(Math.max(...values, 0) / step || 1);
-  const x = at => LEFT + width * (at - from) / (to - from), y = value => TOP + height * (1 - value / top);
-  for (let value = 0; value <= top * 1.001; value += step) {
+  const peak = most ?? (Math.max(...values, 0) || 1), step = roundStep(peak - least), top = most ?? step * Math.ceil(peak / step - .001);
+  const x = at => LEFT + width * (at - from) / (to - from), y = value => TOP + height * (1 - (value - least) / (top - least));
+  for (let value = least; value <= top * 1.001; value += step) {
     nodes.push(svgNode("line", {x1: LEFT, x2: LEFT + width, y1: y(value), y2: y(value), stroke: "var(--rule)"}));
-    nodes.push(svgNode("text", {x: LEFT - 6, y: y(value) + 4, "text-anchor": "end"}, format(value)));
+    nodes.push(svgNode("text", {x: LEFT - 6, y: y(value) + 4, "text-anchor": "end"}, format(value).replace(/\.0+(?= |\/)/, "")));
   }
   for (const at of timeTicks(from, to, width)) {
     nodes.push(svgNode("line", {x1: x(at), x2: x(at), y1: TOP + height, y2: TOP + height + 4, stroke: "var(--dim)"}));
@@ -50,7 +51,7 @@ function chart(id, {ends, from, to, series, format, most, about}) {
   });
   if (!values.length) nodes.push(svgNode("text", {x: LEFT + width / 2, y: TOP + height / 2, "text-anchor": "middle"}, "nothing in this time"));
   svg.replaceChildren(...nodes);
-  svg.setAttribute("viewBox", `0 0 ${box.width} ${box.height}`);
+  svg.setAttribute("viewBox", size);
   svg.setAttribute("aria-label", about);
 }
 
@@ -74,7 +75,7 @@ function keys(id, series) {
     const key = document.createElement("span"), sample = svgNode("svg", {viewBox: "0 0 26 12", "aria-hidden": "true"});
     sample.append(svgNode("line", {x1: 0, x2: 26, y1: 6, y2: 6, stroke: one.colour, "stroke-width": 3, "stroke-dasharray": one.dash}));
     key.className = "key";
-    key.append(sample, `${one.name}: ${one.told}`);
+    key.append(sample, named(one.name), element("span", "", one.told));
     return key;
   }));
 }

@@ -24,10 +24,12 @@ function charts(data) {
     chart(`chart-${name}`, {...time, ...more, series, about: `${about}. ${told}`});
     keys(`keys-${name}`, series);
   };
-  Object.keys(data.classes).forEach(look);
-  draw("kept", Object.entries(data.attained).map(([name, one]) => (
+  const order = Object.keys(data.classes), shares = Object.values(data.attained).flatMap(one => one.series).filter(share => share !== null);
+  const least = [90, 80, 60, 0].find(bound => Math.min(...shares, 100) >= bound);
+  order.forEach(look);
+  draw("kept", Object.entries(data.attained).sort(([a], [b]) => order.indexOf(a) - order.indexOf(b)).map(([name, one]) => (
     {name, ...look(name), values: one.series, told: `${number(100 * one.kept / one.owed)} % of ${whole(one.owed)}`}
-  )), "Promises kept by class", {format: value => `${Math.round(value)} %`, most: 100});
+  )), "Promises kept by class", {format: value => `${number(value)} %`, least: shares.length ? least : 0, most: 100});
   const mean = values => values.length ? `${number(values.reduce((sum, value) => sum + value, 0) / values.length)}/s on average` : "-";
   draw("tokens", ["in", "out"].map((name, i) => ({name, colour: COLOURS[i], dash: "none", values: data.tokens[name], told: mean(data.tokens[name])})),
     "Tokens per second", {format: value => `${number(value)}/s`});
@@ -125,5 +127,10 @@ $("form").addEventListener("submit", event => {
   sessionStorage.setItem("headway-key", $("key").value);
   location.reload();
 });
+$("which").addEventListener("submit", event => {
+  event.preventDefault();
+  if ($("id").value.trim()) explain($("id").value.trim());
+});
+$("close").addEventListener("click", () => $("story").close());
 new ResizeObserver(() => { if (last) charts(last); }).observe(document.querySelector("main"));
 run();

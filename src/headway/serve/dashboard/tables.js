@@ -8,15 +8,24 @@ const element = (tag, kind, ...content) => {
   node.append(...content);
   return node;
 };
+const named = name => Object.assign(element("span", "name", name), {title: name});  // long ones are cut
 const cell = (content, kind) => element("td", kind, content ?? "-");
 
-// rows: of cells, one for each column of the table's head, whose name a card shows beside the cell.
+// rows: of cells, one for each column of the table's head, whose name a card shows beside the cell. A row that is as
+// it was stays, so that neither the focus nor a selection is lost every second.
 function fill(id, rows) {
   const body = document.getElementById(id), names = [...body.parentNode.querySelectorAll("th")].map(th => th.textContent);
-  body.replaceChildren(...rows.map(cells => {
-    cells.forEach((td, i) => { td.dataset.label = names[i]; });
-    return element("tr", "", ...cells);
-  }));
+  const focused = body.contains(document.activeElement) ? document.activeElement.textContent : null;
+  rows.forEach((cells, i) => {
+    cells.forEach((td, column) => { td.dataset.label = names[column]; });
+    const tr = element("tr", "", ...cells), old = body.rows[i];
+    if (!old) body.append(tr);
+    else if (old.outerHTML !== tr.outerHTML) old.replaceWith(tr);
+  });
+  while (body.rows.length > rows.length) body.lastChild.remove();
+  if (focused && !body.contains(document.activeElement)) {
+    [...body.querySelectorAll("button")].find(button => button.textContent === focused)?.focus({preventScroll: true});
+  }
 }
 
 // A bar of [share, colour], with what it says beneath.
@@ -34,10 +43,10 @@ function bar(parts, told) {
 function lines(all, classes) {
   const most = Math.max(1, ...Object.values(all).map(line => line.waiting + line.inside));
   fill("lines", Object.entries(all).map(([name, line]) => [
-    cell(element("span", "", name, element("small", "dim", classes[name] ? ` ${classes[name]}` : "")), "long"),
+    cell(element("div", "", named(name), element("small", "dim", classes[name] ?? "")), "long"),
     cell(whole(line.waiting), "n"), cell(whole(line.inside), "n"),
     cell(line.waiting ? seconds(line.oldest) : "-", "n"),
-    cell(bar([[line.inside / most, "var(--blue)"], [line.waiting / most, "var(--amber)"]], `${whole(line.inside + line.waiting)} request${line.inside + line.waiting === 1 ? "" : "s"}`)),
+    cell(bar([[line.inside / most, "var(--blue)"], [line.waiting / most, "var(--amber)"]], `${whole(line.inside + line.waiting)} request${line.inside + line.waiting === 1 ? "" : "s"}`), "load"),
   ]));
 }
 
@@ -47,7 +56,8 @@ function engines(all) {
     const told = count => cell(count === null ? "-" : whole(count), "n");
     const batch = `${one.computing ?? "?"} of ${one.batch}${one.assumed.includes("max_running") ? " (assumed)" : ""}`;
     return [
-      cell(id), cell(one.model, "long"), cell(bar([[(one.computing ?? 0) / one.batch, "var(--blue)"]], batch)),
+      cell(id), cell(named(one.model), "long"),
+      cell(one.up ? bar([[(one.computing ?? 0) / one.batch, "var(--blue)"]], batch) : "-"),
       told(one.paused), told(one.waiting),
       cell(one.kv === null ? "-" : bar([[one.kv, one.kv > .95 ? "var(--orange)" : "var(--green)"]], `${Math.round(100 * one.kv)} %`)),
       told(one.evictions),
@@ -64,10 +74,10 @@ function late(all) {
     const sum = one.spans.reduce((total, [, s]) => total + s, 0) || 1;
     const story = one.spans.map(([state, s]) => `${state} ${seconds(s)}`).join(", ");
     return [
-      cell(element("code", "", one.id), "long"), cell(one.tier, "long"), cell(one.tenant, "long"),
+      cell(explainable(one.id, one.ended - sum), "long"), cell(named(one.tier), "long"), cell(named(one.tenant), "long"),
       cell(one.outcome === "finished" ? one.target : `${one.target}, ${one.outcome}`),
       cell(seconds(one.promised), "n"), cell(seconds(one.by), "n bad"),
-      cell(bar(one.spans.map(([state, s]) => [s / sum, shades[state] ?? "var(--blue)"]), story), "long"),
+      cell(bar(one.spans.map(([state, s]) => [s / sum, shades[state] ?? "var(--blue)"]), story), "long story"),
       cell(clock(one.ended, true), "n dim"),
     ];
   }));
