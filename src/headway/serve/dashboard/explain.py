@@ -33,9 +33,11 @@ class Explainer:
         self._folder, self._lock = folder, asyncio.Lock()
 
     async def story(self, id: str, since: float) -> dict[str, Any]:
-        """Return a request's story as JSON has it, without the path of the journal. since: an instant before its arrival, by the machine's clock.
+        """Return a request's story as JSON has it, without the path of the journal.
 
-        RequestError for a request that is not in the journal.
+        RequestError for a request that is not in it.
+
+        since: an instant before its arrival, by the machine's clock.
         """
         if self._folder is None:
             raise RequestError("This gateway keeps no journal.", "Set journal.dir.", status=404)
