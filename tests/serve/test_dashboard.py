@@ -232,6 +232,7 @@ def test_without_a_journal_nothing_is_explained(serve: Serve) -> None:
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium here: apt-get install chromium")
+    expect.set_options(timeout=20_000)
     with sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
