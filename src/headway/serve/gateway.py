@@ -23,7 +23,6 @@ from headway.serve.background import BackgroundWork
 from headway.serve.batches.opening import opened as opened_batches
 from headway.serve.batches.port import BatchStore
 from headway.serve.budget import ByteBudget
-from headway.serve.dashboard.history import History
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.graph_files import kept_graphs
 from headway.serve.journal import JournalKeeper
@@ -51,7 +50,6 @@ class Gateway:
     config: as it was started with; classes and keys as they were read last.
     counters: model name -> what counts its prompts' tokens.
     bodies: the memory that bodies may take.
-    history: promises kept over the last minutes.
     batches: files and batches; None = no queue on disk would run them.
     paces: of its engines, as far as they were measured.
     backends: those outside the LLM, by name.
@@ -69,7 +67,6 @@ class Gateway:
     bodies: ByteBudget
     backends: Mapping[str, Backend]
     prefixes: PrefixBook | None
-    history: History
     batches: BatchStore | None
     paces: Paces
 
@@ -108,9 +105,9 @@ async def serving(
         path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, counters, config)
-        forget, history = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600), History(metrics)
+        forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         journals = journal.loops(dispatcher.engines if link is None else {}, config.recipe)
-        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, history.run, *journals]
+        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, *journals]
         try:
             graphs = kept_graphs(knowledge, config.apps_dir)
             async with graphs, sides.running(), background.running():
@@ -118,7 +115,7 @@ async def serving(
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background,
-                        _bodies(config), backends, prefixes, history, batches, paces,
+                        _bodies(config), backends, prefixes, batches, paces,
                     )  # fmt: skip
         finally:
             await path.close()

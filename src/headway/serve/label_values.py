@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _MOST = 64
-_OTHER = "(other)"
+OTHER = "(other)"
 
 
 class FewValues:
@@ -15,6 +15,6 @@ class FewValues:
     def of(self, value: str) -> str:
         """Return what stands for a value."""
         if value not in self._known and len(self._known) >= _MOST:
-            return _OTHER
+            return OTHER
         self._known.add(value)
         return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,7 +17,7 @@ from headway.config import Tier
 from headway.engines.vllm.process.inside import Inside
 from headway.engines.vllm.process.models import SwapReport
 from headway.serve.batches.records import Batch
-from headway.serve.label_values import FewValues
+from headway.serve.dashboard.history import History, Pair
 from headway.serve.prewarm import PrewarmMetrics
 from headway.serve.run_metrics import RunMetrics
 from headway.types import Request
@@ -29,15 +29,6 @@ _GAP = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser takes 20 us and more for a line
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """What has ended since the start. tokens: in and out. by_class: class -> (promises kept, owed)."""
-
-    requests: int
-    tokens: int
-    by_class: dict[str, tuple[int, int]]
 
 
 class _Answers(NamedTuple):
@@ -52,13 +43,17 @@ class _Answers(NamedTuple):
     e2e: Histogram
     prompt: Counter
     output: Counter
+    pair: Pair
 
 
 class Metrics:
-    """Headway's own metrics; `render` adds the engines'."""
+    """Headway's own metrics; `render` adds the engines'.
+
+    history: what the dashboard shows of what ended.
+    """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry, self.history = CollectorRegistry(), History()
         r, by = self.registry, ["model", "class"]
         self._add_counts(r, [*by, "tenant"])
         self._attainment = Gauge(
@@ -86,7 +81,6 @@ class Metrics:
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._answers: dict[tuple[str, str, str], _Answers] = {}
-        self._served = [0, 0]  # requests and their tokens
         self._counted = _Counted()
         r.register(self._counted)
         self._planned = _Planned()
@@ -94,7 +88,7 @@ class Metrics:
 
     def _add_counts(self, r: CollectorRegistry, each: list[str]) -> None:
         """Add what counts requests by tenant. Histograms do not: they have a dozen series for each label."""
-        self._label = FewValues().of  # of tenants
+        self._label = self.history.tenant
         self._ends = Counter(
             "headway_requests", "Requests ended, by outcome.", [*each, "outcome"], registry=r
         )
@@ -237,9 +231,8 @@ class Metrics:
         answers.e2e.observe(e2e)
         answers.prompt.inc(request.prompt_tokens)
         answers.output.inc(output_tokens)
-        self._served[0] += 1
-        self._served[1] += request.prompt_tokens + output_tokens
-        self._judge(request, request.slo.met(ttft, tpot, e2e))
+        self.history.answered(answers.pair, ttft, tpot, request.prompt_tokens, output_tokens)
+        self._judge(request, answers.pair, request.slo.met(ttft, tpot, e2e))
 
     def streamed(self, request: Request, silence: float) -> None:
         """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""
@@ -258,29 +251,25 @@ class Metrics:
             self._e2e.labels(model, tier),
             self._tokens.labels(model, "prompt", tenant),
             self._tokens.labels(model, "output", tenant),
+            self.history.pair(tier, tenant),
         )
         return made
-
-    def totals(self) -> Totals:
-        """Return what has been served and kept so far."""
-        by_class: dict[str, tuple[int, int]] = {}
-        for (_, tier), (kept, owed) in self._by_class.items():
-            before = by_class.get(tier, (0, 0))
-            by_class[tier] = before[0] + kept, before[1] + owed
-        return Totals(self._served[0], self._served[1], by_class)
 
     def failed(self, request: Request, outcome: str) -> None:
         """Count a request without a complete response; a client that left does not count against the SLO."""
         self._ends.labels(*self._each(request), outcome).inc()
         if outcome != "cancelled":
-            self._judge(request, False)
+            pair = self.history.pair(request.tier, request.tenant)
+            self.history.failed(pair)
+            self._judge(request, pair, False)
 
-    def _judge(self, request: Request, met: bool) -> None:
+    def _judge(self, request: Request, pair: Pair, met: bool) -> None:
         if request.slo.objective == "best_effort":
             return
         by = (request.model, request.tier)
         kept = self._by_class.setdefault(by, [0, 0])
         kept[0], kept[1] = kept[0] + met, kept[1] + 1
+        self.history.judged(pair, met)
         each = self._each(request)
         self._owed.labels(*each).inc()
         self._met.labels(*each).inc(met)

@@ -60,7 +60,7 @@ class RequestPath:
         self._lengths, self._metrics, self._journal = lengths, metrics, journal
         self._tracing = tracing
         self.closings = Closings(broker)
-        self.late, self.usage = LateRequests(), usage
+        self.late, self.usage = LateRequests(metrics.history.pair), usage
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)

@@ -204,11 +204,15 @@ def _times(count: int) -> str:
 
 
 def describe(run: Run, story: Timeline) -> dict[str, Any]:
-    """Return the story as JSON types; times are seconds of virtual time, never NaN or infinite."""
+    """Return the story as JSON types; times are seconds, never NaN or infinite.
+
+    began: the instant that they count from, None = of virtual time.
+    """
     i, first = story.request, story.first if math.isfinite(story.first) else None
     return {
         "simulated": run.began is None,
         "recipe": run.header.recipe,
+        "began": run.began,
         "request": run.name(i),
         "class": _tier(run, i),
         "verdict": verdict(run, story),
@@ -226,7 +230,9 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
         "seconds": story.seconds(),
         "before_first_token": story.seconds(end=first) if first is not None else story.seconds(),
         "after_first_token": story.seconds(start=first) if first is not None else {},
-        "timeline": [asdict(span) | {"seconds": span.seconds} for span in story.spans],
+        "timeline": [
+            asdict(span) | {"seconds": span.seconds, "because": _because(run, span)} for span in story.spans
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard shows: one snapshot of the gateway a second, shared by all that look."""
+"""What the dashboard shows: one snapshot of the gateway a second, shared by all who look at the same view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from headway import __version__, clock
 from headway.engines.vllm.process.inside import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError
-from headway.serve.dashboard.history import EVERY_S
+from headway.serve.dashboard.figures import figures
+from headway.serve.dashboard.history import Pair, View
 from headway.serve.gateway import Gateway
 from headway.serve.targets import describe
 
@@ -29,6 +30,14 @@ class _Line:
     inside: int = 0
     oldest: float = 0.0
 
+    def add(self, other: _Line) -> None:
+        self.waiting += other.waiting
+        self.inside += other.inside
+        self.oldest = max(self.oldest, other.oldest)
+
+
+Lines = dict[Pair, _Line]
+
 
 class Board:
     """Makes snapshots as long as there are viewers.
@@ -39,10 +48,11 @@ class Board:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._lock = asyncio.Lock()
-        self._made, self._text = -_EVERY_S, b""
+        self._made, self._shared, self._lines = -_EVERY_S, dict[str, Any](), Lines()
+        self._texts: dict[View, bytes] = {}
         self.viewers = Counter[bool]()
 
-    async def events(self, stopping: asyncio.Event, operator: bool) -> AsyncIterator[bytes]:
+    async def events(self, stopping: asyncio.Event, operator: bool, view: View) -> AsyncIterator[bytes]:
         """Yield a snapshot a second, as server-sent events, until the gateway stops.
 
         operator: the viewer has the operator's key.
@@ -50,7 +60,7 @@ class Board:
         self.viewers[operator] += 1
         try:
             while not stopping.is_set():
-                yield b"data: " + await self.snapshot() + b"\n\n"
+                yield b"data: " + await self.snapshot(view) + b"\n\n"
                 try:
                     async with asyncio.timeout(_EVERY_S):
                         await stopping.wait()
@@ -59,38 +69,54 @@ class Board:
         finally:
             self.viewers[operator] -= 1
 
-    async def snapshot(self) -> bytes:
-        """Return the latest snapshot as JSON, at most a second old."""
+    async def snapshot(self, view: View) -> bytes:
+        """Return the latest snapshot as JSON, at most a second old; engines are asked once for all views."""
         async with self._lock:
             now = clock.now()
             if now - self._made >= 0.9 * _EVERY_S:
-                self._text = json.dumps(await self._take(now)).encode()
+                self._shared = await self._take(now)
+                self._texts.clear()
                 self._made = now
-        return self._text
+            if view not in self._texts:
+                self._texts[view] = json.dumps(self._shared | self._seen(view)).encode()
+            return self._texts[view]
 
     async def _take(self, now: float) -> dict[str, Any]:
+        """Return what all views have in common, and count the requests of each pair."""
         gateway = self._gateway
         engines = gateway.dispatcher.engines
-        lines, inside = self._lines(now)
+        self._lines, inside = self._count(now)
         told = await asyncio.gather(*(_engine(one, inside[id]) for id, one in engines.items()))
-        requests, tokens = gateway.history.rates()
+        gateway.metrics.history.note(clock.now())
         return {
             "version": __version__, "recipe": gateway.config.recipe, "at": clock.shown(now),
-            "requests_per_s": requests, "tokens_per_s": tokens, "step_s": EVERY_S,
             "classes": {name: describe(tier) for name, tier in gateway.config.classes.items()},
-            "lines": {name: asdict(line) for name, line in sorted(lines.items())},
+            "tenants": gateway.metrics.history.tenants,
             "engines": dict(zip(engines, told, strict=True)),
-            "attained": {name: asdict(one) for name, one in gateway.history.attained().items()},
-            "late": [late.shown(now) for late in gateway.path.late.latest(now)],
         }  # fmt: skip
 
-    def _lines(self, now: float) -> tuple[dict[str, _Line], dict[str, int]]:
-        """Return the requests by class, and how many are in each engine."""
-        lines, inside = defaultdict[str, _Line](_Line), defaultdict[str, int](int)
-        for name in self._gateway.config.classes:
-            lines[name] = _Line()
+    def _seen(self, view: View) -> dict[str, Any]:
+        """Return what one view shows."""
+        now, gateway = clock.now(), self._gateway
+        found = figures(gateway.metrics.history, view, now)
+        names = [name for name in gateway.config.classes if view.tier in (None, name)]
+        lines = {name: _Line() for name in names}
+        for pair, line in self._lines.items():
+            if view.shows(pair):
+                lines.setdefault(pair.tier, _Line()).add(line)
+        return found | {
+            "ends": [clock.shown(end) for end in found["ends"]],
+            "attained": {name: asdict(one) for name, one in found["attained"].items()},
+            "lines": {name: asdict(line) for name, line in lines.items()},
+            "late": [late.shown() for late in gateway.path.late.latest(view, now)],
+        }  # fmt: skip
+
+    def _count(self, now: float) -> tuple[Lines, dict[str, int]]:
+        """Return the requests by pair, and how many are in each engine."""
+        lines, inside = defaultdict[Pair, _Line](_Line), defaultdict[str, int](int)
+        pair_of = self._gateway.metrics.history.pair
         for one in self._gateway.dispatcher.in_flight.values():
-            line = lines[one.request.tier]
+            line = lines[pair_of(one.request.tier, one.request.tenant)]
             if one.engine_future.done() and one.sends:
                 line.inside += 1
                 inside[one.sends[-1][1]] += 1

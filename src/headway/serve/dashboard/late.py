@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
+from headway import clock
+from headway.serve.dashboard.history import WINDOWS, Pair, View
 from headway.serve.requests import InFlightRequest
 
 _SHOWN = 12
-_BUCKET_S, _BUCKETS = 10.0, 60  # requests of so many seconds are compared, and kept for so long
+_BUCKETS = 4  # of a window, and the one that is not over yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,13 @@ class LateRequest:
 
     ended: instant of its end. outcome: finished, failed or refused.
     target: the target that it missed by most. promised, by: its seconds, and how much later it was.
-    spans: (state, seconds), from the arrival to the end.
+    tenant: its label. spans: (state, seconds), from the arrival to the end.
     """
 
     id: str
     model: str
     tier: str
+    tenant: str
     ended: float
     outcome: str
     target: str
@@ -34,19 +37,26 @@ class LateRequest:
     by: float
     spans: tuple[tuple[str, float], ...]
 
-    def shown(self, now: float) -> dict[str, Any]:
-        """Return the request as JSON has it, with the seconds since its end."""
-        return asdict(self) | {"ago": now - self.ended}
+    def shown(self) -> dict[str, Any]:
+        """Return the request as JSON has it; its end by the machine's clock."""
+        return asdict(self) | {"ended": clock.shown(self.ended)}
 
 
 Entry = tuple[float, int, LateRequest]
+Heaps = dict[Pair, list[Entry]]
 
 
 class LateRequests:
-    """The requests of the last ten minutes that missed their SLO by most; what it costs is bounded."""
+    """The requests that missed their SLO by most, in every window, of every pair; what it costs is bounded.
 
-    def __init__(self) -> None:
-        self._buckets: deque[tuple[float, list[Entry]]] = deque(maxlen=_BUCKETS)
+    pair_of: the pair that a request of a class and a tenant counts for.
+    """
+
+    def __init__(self, pair_of: Callable[[str, str], Pair]) -> None:
+        self._pair_of = pair_of
+        self._buckets: dict[str, deque[tuple[float, Heaps]]] = {
+            window: deque(maxlen=_BUCKETS + 1) for window in WINDOWS
+        }
         self._order = count()
 
     def note(self, one: InFlightRequest, end: float, output_tokens: int, outcome: str) -> None:
@@ -54,27 +64,36 @@ class LateRequests:
         missed = _missed(one, end, output_tokens)
         if missed is None:
             return
-        bucket = self._bucket(end)
-        if len(bucket) >= _SHOWN and missed[2] <= bucket[0][0]:
-            return
-        request = one.request
-        late = LateRequest(request.id, request.model, request.tier, end, outcome, *missed, spans(one, end))
-        entry = late.by, next(self._order), late
-        if len(bucket) < _SHOWN:
-            heapq.heappush(bucket, entry)
-        else:
-            heapq.heapreplace(bucket, entry)
+        request, late = one.request, None
+        pair = self._pair_of(request.tier, request.tenant)
+        for window in WINDOWS:
+            heap = self._bucket(window, end).setdefault(pair, [])
+            if len(heap) >= _SHOWN and missed[2] <= heap[0][0]:
+                continue
+            late = late or LateRequest(
+                request.id, request.model, pair.tier, pair.tenant, end, outcome, *missed, spans(one, end)
+            )
+            entry = late.by, next(self._order), late
+            if len(heap) < _SHOWN:
+                heapq.heappush(heap, entry)
+            else:
+                heapq.heapreplace(heap, entry)
 
-    def latest(self, now: float) -> list[LateRequest]:
-        """Return the latest ones of the last ten minutes, the latest first."""
-        since = now - _BUCKET_S * _BUCKETS
-        found = [entry for begun, bucket in self._buckets if begun >= since for entry in bucket]
+    def latest(self, view: View, now: float) -> list[LateRequest]:
+        """Return those of a view that were late by most, the one that was so by most first."""
+        since = now - view.seconds
+        found = [
+            entry for _, heaps in self._buckets[view.window]
+            for pair, heap in heaps.items() if view.shows(pair)
+            for entry in heap if entry[2].ended >= since
+        ]  # fmt: skip
         return [late for _, _, late in heapq.nlargest(_SHOWN, found)]
 
-    def _bucket(self, now: float) -> list[Entry]:
-        if not self._buckets or now >= self._buckets[-1][0] + _BUCKET_S:
-            self._buckets.append((now, []))
-        return self._buckets[-1][1]
+    def _bucket(self, window: str, now: float) -> Heaps:
+        buckets = self._buckets[window]
+        if not buckets or now >= buckets[-1][0] + WINDOWS[window][0] / _BUCKETS:
+            buckets.append((now, {}))
+        return buckets[-1][1]
 
 
 def spans(one: InFlightRequest, end: float) -> tuple[tuple[str, float], ...]:
