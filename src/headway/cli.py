@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from headway import __version__
 from headway.bench.journal_commands import advise, explain, report
-from headway.bench.options import Json, Quick, Seed
+from headway.bench.options import ConfigFile, Json, Quick, Seed
 from headway.bench.simulate_commands import simulate, sweep
 from headway.errors import ConfigError, HeadwayError
 
@@ -28,9 +28,6 @@ app.add_typer(config_app, name="config")
 app.add_typer(apps_app, name="apps")
 queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args_is_help=True)
 app.add_typer(queue_app, name="queue")
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")
-]
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from headway.bench.journal.explain import load
 from headway.bench.journal.served import SERVED, records_of
 from headway.bench.load import metrics
 from headway.bench.output.results import About, Grid, Line, Pictures, Report, Row, deliver, show
-from headway.errors import ConfigError
 from headway.journal.reader import Journal
 from headway.journal.rows import ITERATION, EngineRow, RequestRow
 from headway.types import Floats
@@ -37,7 +36,7 @@ def main(folder: Path, *, since: float | None, until: float | None, as_json: boo
     began = time.perf_counter()
     journal = load(folder, since, until)
     if not journal.requests and not journal.refusals:
-        raise ConfigError("The journal has no requests of that time.", "Ask for a longer time: --since.")
+        raise journal.nothing()
     rows = [*of_requests(journal), *_refusals(journal), *of_engines(journal)]
     about = About(_about(journal))
     report = Report(

@@ -81,6 +81,8 @@ class Source:
         if (self.journal is None) == (self.trace is None):
             raise ConfigError("What traffic?", "Give --journal DIR or --trace FILE, one of the two.")
         journal = None if self.journal is None else load(self.journal, self.since, self.until)
+        if journal is not None and not journal.requests:
+            raise journal.nothing()
         if self.specs:
             return tuple(fleets.build(self.specs)), journal, []
         if journal is None:
