@@ -20,12 +20,11 @@ from headway.bench.simulate import explain
 from headway.cli import app
 from headway.errors import ConfigError
 from headway.journal.reader import Journal
-from headway.journal.rows import EngineRow, RefusalRow, StayRow, packed, stops_text
-from headway.journal.writer import MIB, Writer
+from headway.journal.rows import EngineRow, RefusalRow, StayRow, stops_text
 from headway.sim.record.run_folder import Run
 from headway.sim.record.timeline import Reader
 from headway.types import Batch
-from tests.helpers.journal_rows import ENGINE, request
+from tests.helpers.journal_rows import ENGINE, request, written
 from tests.helpers.recorded import Linear, fleet, record
 
 BEGAN = 1_700_000_000.0
@@ -133,29 +132,48 @@ def test_the_verdict_names_the_cause(run: Run, told: Past) -> None:
     assert not any(",." in verdict for verdict in words.values())
 
 
-def test_a_request_without_an_engine_s_log_waits_until_its_first_token() -> None:
-    journal = Journal([request("a")])
-    story = Past.of(journal, "").timeline(0)
-    assert story.seconds() == {
-        "outside": pytest.approx(0.2), "waiting": pytest.approx(0.3), "running": pytest.approx(0.5)
+def test_what_an_engine_told_nothing_of_is_unseen_and_no_cause_is_made_up(tmp_path: Path) -> None:
+    past_ = Past.of(Journal([request("a", ttft=0.4, met=0), request("b", ttft=None, tpot=None)]), "")
+    story = past_.timeline(0)
+    assert story.seconds() == {"outside": pytest.approx(0.2), "unseen": pytest.approx(0.8)}
+    for i in (0, 1):
+        said = explain.verdict(past_.run, past_.timeline(i))
+        assert "inside e0, and this journal does not say what happened to it there" in said
+    folder = written(past_.journal, tmp_path)
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["explain", "a", "--journal", str(folder)]).stdout
+    assert "/metrics" in shown
+    assert "no other request that this journal has" in " ".join(shown.split())
+
+
+def test_before_and_after_an_engine_s_log_a_request_is_in_transit() -> None:
+    row = request("a", sent=1000.2, resent=1000.2, first=1000.7, ended=1005.0)
+    past_ = Past.of(Journal([row], stays=[StayRow("a", "e0", 1000.5, 1000.5, 1000.6, 1001.0, "")]), "")
+    assert past_.timeline(0).seconds() == {
+        "outside": pytest.approx(0.2), "prefill": pytest.approx(0.1), "running": pytest.approx(0.4),
+        "transit": pytest.approx(0.3 + 4.0),
     }  # fmt: skip
+    slow = replace(past_, run=Past.of(replace(past_.journal, requests=[replace(row, e2e=1.0)]), "").run)
+    assert "its client read the answer slowly" in explain.verdict(slow.run, slow.timeline(0))
 
 
-def test_a_request_that_came_back_from_an_engine_was_outside_again() -> None:
+def test_of_an_engine_without_iterations_nothing_is_said_about_them() -> None:
+    row = request("a", ended=1009.0, e2e=1.0, ttft=None, tpot=None)
+    stay = StayRow("a", "e0", 1000.2, 1000.2, 1000.5, 1009.0, "")
+    past_ = Past.of(Journal([row], stays=[stay]), "")
+    assert explain.verdict(past_.run, past_.timeline(0)).endswith("its own 16 tokens were being generated.")
+    failed = replace(row, outcome="failed", reason="engine_gone", output_tokens=0)
+    past_ = Past.of(Journal([failed], stays=[stay]), "")
+    assert explain.verdict(past_.run, past_.timeline(0)).endswith("its own tokens were being generated.")
+    assert explain.describe(past_.run, past_.timeline(0))["output_tokens"] is None
+
+
+def test_an_engine_that_gave_a_request_back_is_not_the_one_that_finished_it() -> None:
     row = request("a", sent=1000.1, resent=1000.6, first=1000.8, ended=1001.0, requeues=1, instance="e1")
-    stays = [
-        StayRow("a", "e0", 1000.1, 1000.2, 1000.3, 1000.3, ""),
-        StayRow("a", "e1", 1000.6, 1000.7, 1000.8, 1001.0, ""),
-    ]
-    past_ = Past.of(Journal([row], stays=stays), "")
-    spans = past_.timeline(0).spans
-    names = [
-        (one.state, past_.run.header.fleet[one.instance].id if one.instance >= 0 else "") for one in spans
-    ]
-    assert names == [
-        ("outside", ""), ("waiting", "e0"), ("prefill", "e0"), ("outside", ""), ("waiting", "e1"),
-        ("prefill", "e1"), ("running", "e1"),
-    ]  # fmt: skip
+    past_ = Past.of(Journal([row], stays=[StayRow("a", "e1", 1000.6, 1000.7, 1000.8, 1001.0, "")]), "")
+    spans = [(one.state, one.instance) for one in past_.timeline(0).spans]
+    assert spans[:3] == [("outside", -1), ("unseen", -1), ("waiting", 0)]
+    past_ = Past.of(Journal([replace(row, e2e=0.5, ttft=None, tpot=None)]), "")
+    assert "inside an engine that it came back from and e1" in explain.verdict(past_.run, past_.timeline(0))
 
 
 # ---- the report
@@ -213,16 +231,6 @@ def test_refusals_are_reported_by_reason(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", "--journal", str(folder), "--since", "9999w", "--json"])
     rows = json.loads(done.stdout)["rows"]
     assert [row["ours"] for row in rows if (row["id"], row["setting"]) == ("dropped", "queue_full")] == [7]
-
-
-def written(journal: Journal, folder: Path) -> Path:
-    """Write a journal to a folder."""
-    writer = Writer(folder, 64 * MIB, 10 * 365 * 86400.0, most=16 * MIB)
-    writer.write([*journal.engines.values(), *journal.requests, *journal.refusals, *journal.stays])
-    for name, table in journal.iterations.items():
-        writer.write([packed(name, table[i : i + 4096].tolist()) for i in range(0, len(table), 4096)])
-    writer.close()
-    return folder
 
 
 # ---- what if
@@ -342,7 +350,7 @@ def test_a_trace_is_simulated_with_its_classes(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(app, ["advise", "--trace", str(trace), "--json"])
     assert "--instance" in done.exception.hint  # type: ignore[union-attr]
-    done = CliRunner().invoke(app, ["advise", "--json"])
+    done = CliRunner(env={"XDG_STATE_HOME": str(tmp_path)}).invoke(app, ["advise", "--json"])
     assert "--journal" in done.exception.hint  # type: ignore[union-attr]
 
 
