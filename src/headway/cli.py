@@ -39,9 +39,10 @@ def main() -> None:
         app()
     except HeadwayError as error:
         console = Console(stderr=True)
+        pipe = not console.is_terminal  # paths in it stay in one piece
         for one in error.parts if isinstance(error, ConfigError) else (error,):
-            console.print(f"[red]error:[/] {escape(one.message)}", highlight=False)
-            console.print(f"[green]hint:[/]  {escape(one.hint)}", highlight=False)
+            console.print(f"[red]error:[/] {escape(one.message)}", highlight=False, soft_wrap=pipe)
+            console.print(f"[green]hint:[/]  {escape(one.hint)}", highlight=False, soft_wrap=pipe)
         sys.exit(2)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -113,3 +117,39 @@ def test_a_path_beside_the_journal_names_it(tmp_path: Path) -> None:
     folder = written(Journal([request("a")]), tmp_path / "queue.journal")
     for path in (tmp_path, next(folder.iterdir())):
         assert str(folder) in refused("report", "--journal", str(path)).hint
+
+
+# ---- how it looks
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_figure_and_no_id_is_cut_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    ids = [f"hw-{i:020d}" for i in range(3)]
+    late = [request(id, met=0, ttft=0.1, tier="interactive", first=1200.5, ended=1300.0) for id in ids]
+    table = np.array([[1000.0, 290.0, 3, 9, 20, 20, 50, 1]])
+    folder = written(Journal(late, engines={"e0": ENGINE}, iterations={"e0": table}), tmp_path)
+    for argv, told in (
+        (["report", "--since", "9999w"], ["200,500", "ttft p99", "tokens, %", "e0: computing 100 %"]),
+        (["explain", "--worst", "3"], ids),
+        (["explain", ids[0]], [ids[0], "200.500", "unseen", "because of"]),
+    ):
+        shown = screen([*argv, "--journal", str(folder)], width)
+        assert max(map(len, shown.splitlines())) <= width
+        assert "…" not in shown
+        assert all(word in " ".join(shown.split()) for word in told), shown
+
+
+def screen(argv: list[str], width: int) -> str:
+    """Return what a command prints on a terminal of so many columns."""
+    env = {"COLUMNS": str(width), "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}
+    done = CliRunner(env=env).invoke(app, argv)
+    assert done.exit_code == 0, done.output
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout)
+
+
+def test_an_error_in_a_pipe_is_in_one_piece(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder whose name would not fit into one line of a terminal" / ("x" * 60)
+    argv = [sys.executable, "-c", "from headway.cli import main; main()", "report", "--journal", str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert str(folder) in done.stderr
