@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.bench.journal import past, replay, times
+from headway.bench.journal import past, replay, times, trust
 from headway.bench.journal.advise import Case, advise, attained, fleet_of
 from headway.bench.journal.calibrate import instances_of
 from headway.bench.journal.past import Past
@@ -277,8 +277,11 @@ def test_too_little_traffic_measures_nothing() -> None:
     journal = Journal([request("a")], engines={"e0": ENGINE})
     with pytest.raises(ConfigError, match="too few"):
         instances_of(journal)
-    with pytest.raises(ConfigError, match="no engine"):
+    with pytest.raises(ConfigError, match="see into an agent's") as caught:
         instances_of(Journal([request("a")]))
+    assert "headway profile" in caught.value.hint
+    with pytest.raises(ConfigError, match="without Headway's scheduler"):
+        instances_of(Journal([request("a")], engines={"e0": replace(ENGINE, blocks=None)}))
 
 
 def test_advice_is_the_fewest_instances_that_keep_the_promises(run: Run, told: Past) -> None:
@@ -293,6 +296,11 @@ def test_advice_is_the_fewest_instances_that_keep_the_promises(run: Run, told: P
         assert rows.get(("advise.attained_one_fewer", setting), 0.0) < 90.0
         assert load
     assert rows["advise.instances", "2x"] >= rows["advise.instances", "1x"] > 1
+    found = advise(replace(case, most=1))
+    rows = {(row.id, row.setting): row.ours for row in found.rows}
+    assert rows["advise.instances", "2x"] is None
+    assert rows["advise.attained_most", "2x"] < 90.0
+    assert any('"-" is more than the 1 instances of --most' in words for words in found.words)
 
 
 def test_weights_and_soft_targets_are_replayed() -> None:
@@ -322,12 +330,89 @@ def test_the_commands_on_a_journal(tmp_path: Path, measured: Journal) -> None:
     assert {row["system"] for row in rows} == {"vllm", "edf"}
     done = CliRunner().invoke(app, ["advise", "--recipes", "edf", "--loads", "1", "--most", "4", *common])
     assert done.exit_code == 0, done.output
+    assert "warning" not in json.loads(done.stdout)
     rows = json.loads(done.stdout)["rows"]
     ids = {row["id"] for row in rows}
     assert {"advise.instances", "advise.attained_limit", "real.attained", "simulated.attained"} <= ids
     ours = {row["setting"]: row["ours"] for row in rows if row["id"] == "simulated.attained"}
     real = {row["setting"]: row["ours"] for row in rows if row["id"] == "real.attained"}
     assert all(abs(ours[name] - real[name]) < 5 for name in real), (ours, real)
+
+
+def test_advice_warns_where_what_was_served_cannot_be_simulated(tmp_path: Path, measured: Journal) -> None:
+    slow = [
+        replace(row, first=row.arrival + 400, ended=row.arrival + 400, requeues=int(i == 0),
+                ttft=row.ttft and 60.0, tpot=row.tpot and 5.0)
+        for i, row in enumerate(measured.requests)
+    ]  # fmt: skip
+    folder = written(replace(measured, requests=slow), tmp_path / "journal")
+    argv = ["advise", "--recipes", "edf", "--loads", "1", "--most", "1", "--since", "2000-01-01"]
+    done = CliRunner().invoke(app, [*argv, "--journal", str(folder), "--json"])
+    data = json.loads(done.stdout)
+    rows = {(row["id"], row["setting"]): row["ours"] for row in data["rows"]}
+    real, told = (rows[f"{kind}.attained", "chat"] for kind in ("real", "simulated"))
+    assert f"chat kept {real:.1f} % of its promises, in the simulation {told:.1f} %" in data["warning"]
+    assert real == 0 < told
+    for word in ("latency law", "restart", "other load", "headway profile", "1 requests were lost"):
+        assert word in data["warning"]
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, [*argv, "--journal", str(folder), "--out", str(out)])
+    shown = " ".join(done.stdout.split())
+    assert " ".join(data["warning"].split()) in shown
+    assert "WARNING" in (out / "report.html").read_text()
+    assert 'no "on time" of batch: none of its requests has an SLO' in shown
+
+
+def test_what_a_simulation_cannot_reproduce_is_seen_in_the_journal(measured: Journal) -> None:
+    _, known = instances_of(measured)
+    bad = {"e0": replace(known["e0"], error=0.4, request=0.1, token=0.02)}
+    rows = [request(f"r{i}", outcome="cancelled" if i % 2 else "finished") for i in range(10)]
+    table = np.array([[0.0, 1.0, 500, 0, 9, 0, 50, 1]])
+    seen = "; ".join(trust.suspects(Journal(rows, iterations={"e0": table}, damaged={"f": "why"}), bad))
+    for word in (
+        "iterations of e0 by 40%",
+        "120 ms",
+        "5 of 10 requests have no complete",
+        "parts",
+        "1 of its files",
+    ):
+        assert word in seen
+    seen = "; ".join(trust.suspects(Journal(rows[::2], iterations={"e0": table}), known))
+    assert "e0 generated 500 tokens, 80 of them for this journal's requests" in seen
+    assert "91% of the prompts' tokens in its prefix cache" in seen
+
+
+def test_a_few_requests_may_differ_by_chance() -> None:
+    assert not trust.differs(100.0, 80.0, 10)
+    assert trust.differs(2.8, 63.9, 10)
+    assert trust.differs(97.0, 91.0, 1000)
+    assert not trust.slower(10.0, 12.0)
+    assert trust.slower(10.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [(["--busiest", "1s"], "raise --busiest"), ([], "several recipes"), (None, "--instance")],
+)
+def test_advice_says_why_its_own_error_is_not_known(
+    tmp_path: Path, measured: Journal, option: list[str] | None, why: str
+) -> None:
+    if option is None:
+        requests = [replace(row, model="llama-2-7b-hf") for row in measured.requests]
+        measured, option = replace(measured, requests=requests), ["--instance", "llama-2-7b-a100"]
+    elif not option:
+        other = replace(measured.engines["e0"], instance="e1", recipe="vllm")
+        measured = replace(measured, engines={**measured.engines, "e1": other})
+        measured = replace(
+            measured, iterations={"e0": measured.iterations["e0"], "e1": measured.iterations["e0"]}
+        )
+    folder = written(measured, tmp_path / "journal")
+    argv = ["advise", "--recipes", "edf", "--loads", "1", "--most", "1", "--since", "2000-01-01", *option]
+    done = CliRunner().invoke(app, [*argv, "--journal", str(folder)])
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.stdout.split())
+    assert "is off by is not known" in shown
+    assert why in shown
 
 
 def test_a_trace_is_simulated_with_its_classes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -162,6 +162,7 @@ class Report:
     grid: the table on the terminal
     page_grid: the table on the page and in Markdown; None = `grid`
     notes: what a reader of the figures must know
+    warning: why the figures cannot be relied on, and what mends it; "" = they can
     """
 
     bench: str
@@ -173,15 +174,18 @@ class Report:
     grid: Grid
     page_grid: Grid | None = None
     notes: Sequence[str] = ()
+    warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the result; a figure that cannot be computed is None."""
         rows = [{name: getattr(row, name) for name in _KEYS} for row in self.rows]
-        return {"bench": self.bench, "host": self.host, "rows": rows, "seconds": self.seconds}
+        data = {"bench": self.bench, "host": self.host, "rows": rows, "seconds": self.seconds}
+        return data | ({"warning": self.warning} if self.warning else {})
 
-    def table(self) -> Table:
-        """Return the rich table for the terminal."""
-        return self.grid.table(self.title, "\n".join(filter(None, [self.about.workload, *self.notes])))
+    def table(self) -> RenderableType:
+        """Return the rich table for the terminal, with the warning below it."""
+        table = self.grid.table(self.title, "\n".join(filter(None, [self.about.workload, *self.notes])))
+        return Group(table, "", Text(self.warning, "bold red")) if self.warning else table
 
     def html(self, pictures: Pictures) -> str:
         """Return the HTML page of the result with its pictures."""
@@ -191,7 +195,7 @@ class Report:
         return page.html(
             page.Page(
                 self.title, self.about.workload, self.about.command, grid.header, grid.cells(), pictures,
-                self.notes, facts,
+                [*self.warning.splitlines(), *self.notes], facts,
             )
         )  # fmt: skip
 
