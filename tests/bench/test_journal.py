@@ -153,7 +153,10 @@ def test_before_and_after_an_engine_s_log_a_request_is_in_transit() -> None:
         "transit": pytest.approx(0.3 + 4.0),
     }  # fmt: skip
     slow = replace(past_, run=Past.of(replace(past_.journal, requests=[replace(row, e2e=1.0)]), "").run)
-    assert "its client read the answer slowly" in explain.verdict(slow.run, slow.timeline(0))
+    assert "its answer was on the way to its client" in explain.verdict(slow.run, slow.timeline(0))
+    early = replace(row, sent=1000.1, resent=1000.1, first=1001.0, ended=1001.0, e2e=0.5, ttft=None)
+    past_ = Past.of(Journal([early], stays=[StayRow("a", "e0", 1000.9, 1000.9, 1000.95, 1001.0, "")]), "")
+    assert "it was on the way into the engine" in explain.verdict(past_.run, past_.timeline(0))
 
 
 def test_of_an_engine_without_iterations_nothing_is_said_about_them() -> None:

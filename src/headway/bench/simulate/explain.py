@@ -31,8 +31,8 @@ _LINES = 40  # of a timeline, without --all
 _BAR = 12
 _NO_LOG = (
     "unseen: this journal does not say what the engine did. It has that of engines with Headway's scheduler "
-    "that headway serve runs, not of an agent's or of one that died; such an engine's own /metrics and log "
-    "tell how busy it was, nothing of one request."
+    "that headway serve runs, not of an agent's or of one that died, nor of requests that were cancelled. "
+    "That engine's own /metrics and log tell how busy it was, nothing of one request."
 )
 _WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer"}
 _COLOURS = {
@@ -142,7 +142,9 @@ def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str
             names = " and ".join(dict.fromkeys(_where(run, span) for span in spans))
             return f"it was inside {names}, and this journal does not say what happened to it there"
         case "transit":
-            return "it was between gateway and engine, or its client read the answer slowly"
+            if max(spans, key=lambda span: span.seconds) is story.spans[-1]:
+                return "the engine had ended it, and its answer was on the way to its client"
+            return "it was on the way into the engine (its API server, or the iteration in progress)"
     each = f"its own {'' if output is None else f'{output:,} '}tokens were being generated"
     if math.isnan(story.crowded):
         return each
