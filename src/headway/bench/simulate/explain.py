@@ -368,7 +368,8 @@ def _takers(run: Run, takers: Sequence[Taker]) -> str:
 def _worst_table(run: Run, rows: Sequence[dict[str, Any]]) -> Table | Text:
     if not rows:
         some = bool(run.workload.promised.any())
-        return Text("Every request met its SLO." if some else "No request of this run has an SLO.")
+        none = "No request of this run has an SLO. Explain one by its id."
+        return Text("Every request met its SLO." if some else none)
     lines = [["never" if row["late"] is None else f"{row['late']:.3f}", row["verdict"]] for row in rows]
     grid = Grid(("late, s", "verdict"), [lines], ("late, s",))
     return grid.table(f"Most late, recipe {run.header.recipe} ({_label(run)})")
