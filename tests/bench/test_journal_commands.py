@@ -117,6 +117,7 @@ def test_a_path_beside_the_journal_names_it(tmp_path: Path) -> None:
     folder = written(Journal([request("a")]), tmp_path / "queue.journal")
     for path in (tmp_path, next(folder.iterdir())):
         assert str(folder) in refused("report", "--journal", str(path)).hint
+    assert f"--journal {folder}" in refused("explain", str(folder)).hint
 
 
 # ---- how it looks

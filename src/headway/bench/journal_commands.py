@@ -68,7 +68,10 @@ def explain(
         raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
     if simulated and run is not None:
         from headway.bench.simulate.explain import main
+        from headway.journal.writer import PATTERN
 
+        if any(Path(run).glob(PATTERN)):
+            raise ConfigError(f"{run} is a journal, not the folder of a run.", f"Give --journal {run}.")
         main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
         return
     from headway.bench.journal import explain as real
