@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from headway import __version__
 from headway.bench.journal_commands import advise, explain, report
-from headway.bench.options import Json, Quick, Seed
+from headway.bench.options import ConfigFile, Json, Quick, Seed
 from headway.bench.simulate_commands import simulate, sweep
 from headway.errors import ConfigError, HeadwayError
 
@@ -28,9 +28,6 @@ app.add_typer(config_app, name="config")
 app.add_typer(apps_app, name="apps")
 queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args_is_help=True)
 app.add_typer(queue_app, name="queue")
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")
-]
 
 
 def main() -> None:
@@ -42,9 +39,10 @@ def main() -> None:
         app()
     except HeadwayError as error:
         console = Console(stderr=True)
+        pipe = not console.is_terminal  # paths in it stay in one piece
         for one in error.parts if isinstance(error, ConfigError) else (error,):
-            console.print(f"[red]error:[/] {escape(one.message)}", highlight=False)
-            console.print(f"[green]hint:[/]  {escape(one.hint)}", highlight=False)
+            console.print(f"[red]error:[/] {escape(one.message)}", highlight=False, soft_wrap=pipe)
+            console.print(f"[green]hint:[/]  {escape(one.hint)}", highlight=False, soft_wrap=pipe)
         sys.exit(2)
 
 

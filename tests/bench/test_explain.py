@@ -174,7 +174,7 @@ def test_the_command(folder: Path) -> None:
     assert len(rows) == 3
     told = run.invoke(app, ["explain", str(folder), rows[0]["request"], "--json"])
     assert json.loads(told.stdout)["verdict"] == rows[0]["verdict"]
-    assert "Most late under edf (SIMULATED)" in run.invoke(app, ["explain", str(folder)]).stdout
+    assert "Most late, recipe edf (SIMULATED)" in run.invoke(app, ["explain", str(folder)]).stdout
     assert "Timeline" in run.invoke(app, ["explain", str(folder), "3", "--all"]).stdout
 
 

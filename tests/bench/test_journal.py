@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.bench.journal import past, replay, times
+from headway.bench.journal import past, replay, times, trust
 from headway.bench.journal.advise import Case, advise, attained, fleet_of
 from headway.bench.journal.calibrate import instances_of
 from headway.bench.journal.past import Past
@@ -20,12 +20,11 @@ from headway.bench.simulate import explain
 from headway.cli import app
 from headway.errors import ConfigError
 from headway.journal.reader import Journal
-from headway.journal.rows import EngineRow, RefusalRow, StayRow, packed, stops_text
-from headway.journal.writer import MIB, Writer
+from headway.journal.rows import EngineRow, RefusalRow, StayRow, stops_text
 from headway.sim.record.run_folder import Run
 from headway.sim.record.timeline import Reader
 from headway.types import Batch
-from tests.helpers.journal_rows import ENGINE, request
+from tests.helpers.journal_rows import ENGINE, request, written
 from tests.helpers.recorded import Linear, fleet, record
 
 BEGAN = 1_700_000_000.0
@@ -133,29 +132,51 @@ def test_the_verdict_names_the_cause(run: Run, told: Past) -> None:
     assert not any(",." in verdict for verdict in words.values())
 
 
-def test_a_request_without_an_engine_s_log_waits_until_its_first_token() -> None:
-    journal = Journal([request("a")])
-    story = Past.of(journal, "").timeline(0)
-    assert story.seconds() == {
-        "outside": pytest.approx(0.2), "waiting": pytest.approx(0.3), "running": pytest.approx(0.5)
+def test_what_an_engine_told_nothing_of_is_unseen_and_no_cause_is_made_up(tmp_path: Path) -> None:
+    past_ = Past.of(Journal([request("a", ttft=0.4, met=0), request("b", ttft=None, tpot=None)]), "")
+    story = past_.timeline(0)
+    assert story.seconds() == {"outside": pytest.approx(0.2), "unseen": pytest.approx(0.8)}
+    for i in (0, 1):
+        said = explain.verdict(past_.run, past_.timeline(i))
+        assert "inside e0, and this journal does not say what happened to it there" in said
+    folder = written(past_.journal, tmp_path)
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["explain", "a", "--journal", str(folder)]).stdout
+    assert "/metrics" in shown
+    assert "no other request that this journal has" in " ".join(shown.split())
+
+
+def test_before_and_after_an_engine_s_log_a_request_is_in_transit() -> None:
+    row = request("a", sent=1000.2, resent=1000.2, first=1000.7, ended=1005.0)
+    past_ = Past.of(Journal([row], stays=[StayRow("a", "e0", 1000.5, 1000.5, 1000.6, 1001.0, "")]), "")
+    assert past_.timeline(0).seconds() == {
+        "outside": pytest.approx(0.2), "prefill": pytest.approx(0.1), "running": pytest.approx(0.4),
+        "transit": pytest.approx(0.3 + 4.0),
     }  # fmt: skip
+    slow = replace(past_, run=Past.of(replace(past_.journal, requests=[replace(row, e2e=1.0)]), "").run)
+    assert "its answer was on the way to its client" in explain.verdict(slow.run, slow.timeline(0))
+    early = replace(row, sent=1000.1, resent=1000.1, first=1001.0, ended=1001.0, e2e=0.5, ttft=None)
+    past_ = Past.of(Journal([early], stays=[StayRow("a", "e0", 1000.9, 1000.9, 1000.95, 1001.0, "")]), "")
+    assert "it was on the way into the engine" in explain.verdict(past_.run, past_.timeline(0))
 
 
-def test_a_request_that_came_back_from_an_engine_was_outside_again() -> None:
+def test_of_an_engine_without_iterations_nothing_is_said_about_them() -> None:
+    row = request("a", ended=1009.0, e2e=1.0, ttft=None, tpot=None)
+    stay = StayRow("a", "e0", 1000.2, 1000.2, 1000.5, 1009.0, "")
+    past_ = Past.of(Journal([row], stays=[stay]), "")
+    assert explain.verdict(past_.run, past_.timeline(0)).endswith("its own 16 tokens were being generated.")
+    failed = replace(row, outcome="failed", reason="engine_gone", output_tokens=0)
+    past_ = Past.of(Journal([failed], stays=[stay]), "")
+    assert explain.verdict(past_.run, past_.timeline(0)).endswith("its own tokens were being generated.")
+    assert explain.describe(past_.run, past_.timeline(0))["output_tokens"] is None
+
+
+def test_an_engine_that_gave_a_request_back_is_not_the_one_that_finished_it() -> None:
     row = request("a", sent=1000.1, resent=1000.6, first=1000.8, ended=1001.0, requeues=1, instance="e1")
-    stays = [
-        StayRow("a", "e0", 1000.1, 1000.2, 1000.3, 1000.3, ""),
-        StayRow("a", "e1", 1000.6, 1000.7, 1000.8, 1001.0, ""),
-    ]
-    past_ = Past.of(Journal([row], stays=stays), "")
-    spans = past_.timeline(0).spans
-    names = [
-        (one.state, past_.run.header.fleet[one.instance].id if one.instance >= 0 else "") for one in spans
-    ]
-    assert names == [
-        ("outside", ""), ("waiting", "e0"), ("prefill", "e0"), ("outside", ""), ("waiting", "e1"),
-        ("prefill", "e1"), ("running", "e1"),
-    ]  # fmt: skip
+    past_ = Past.of(Journal([row], stays=[StayRow("a", "e1", 1000.6, 1000.7, 1000.8, 1001.0, "")]), "")
+    spans = [(one.state, one.instance) for one in past_.timeline(0).spans]
+    assert spans[:3] == [("outside", -1), ("unseen", -1), ("waiting", 0)]
+    past_ = Past.of(Journal([replace(row, e2e=0.5, ttft=None, tpot=None)]), "")
+    assert "inside an engine that it came back from and e1" in explain.verdict(past_.run, past_.timeline(0))
 
 
 # ---- the report
@@ -215,16 +236,6 @@ def test_refusals_are_reported_by_reason(tmp_path: Path) -> None:
     assert [row["ours"] for row in rows if (row["id"], row["setting"]) == ("dropped", "queue_full")] == [7]
 
 
-def written(journal: Journal, folder: Path) -> Path:
-    """Write a journal to a folder."""
-    writer = Writer(folder, 64 * MIB, 10 * 365 * 86400.0, most=16 * MIB)
-    writer.write([*journal.engines.values(), *journal.requests, *journal.refusals, *journal.stays])
-    for name, table in journal.iterations.items():
-        writer.write([packed(name, table[i : i + 4096].tolist()) for i in range(0, len(table), 4096)])
-    writer.close()
-    return folder
-
-
 # ---- what if
 
 
@@ -269,8 +280,11 @@ def test_too_little_traffic_measures_nothing() -> None:
     journal = Journal([request("a")], engines={"e0": ENGINE})
     with pytest.raises(ConfigError, match="too few"):
         instances_of(journal)
-    with pytest.raises(ConfigError, match="no engine"):
+    with pytest.raises(ConfigError, match="see into an agent's") as caught:
         instances_of(Journal([request("a")]))
+    assert "headway profile" in caught.value.hint
+    with pytest.raises(ConfigError, match="without Headway's scheduler"):
+        instances_of(Journal([request("a")], engines={"e0": replace(ENGINE, blocks=None)}))
 
 
 def test_advice_is_the_fewest_instances_that_keep_the_promises(run: Run, told: Past) -> None:
@@ -285,6 +299,11 @@ def test_advice_is_the_fewest_instances_that_keep_the_promises(run: Run, told: P
         assert rows.get(("advise.attained_one_fewer", setting), 0.0) < 90.0
         assert load
     assert rows["advise.instances", "2x"] >= rows["advise.instances", "1x"] > 1
+    found = advise(replace(case, most=1))
+    rows = {(row.id, row.setting): row.ours for row in found.rows}
+    assert rows["advise.instances", "2x"] is None
+    assert rows["advise.attained_most", "2x"] < 90.0
+    assert any('"-" is more than the 1 instances of --most' in words for words in found.words)
 
 
 def test_weights_and_soft_targets_are_replayed() -> None:
@@ -314,12 +333,89 @@ def test_the_commands_on_a_journal(tmp_path: Path, measured: Journal) -> None:
     assert {row["system"] for row in rows} == {"vllm", "edf"}
     done = CliRunner().invoke(app, ["advise", "--recipes", "edf", "--loads", "1", "--most", "4", *common])
     assert done.exit_code == 0, done.output
+    assert "warning" not in json.loads(done.stdout)
     rows = json.loads(done.stdout)["rows"]
     ids = {row["id"] for row in rows}
     assert {"advise.instances", "advise.attained_limit", "real.attained", "simulated.attained"} <= ids
     ours = {row["setting"]: row["ours"] for row in rows if row["id"] == "simulated.attained"}
     real = {row["setting"]: row["ours"] for row in rows if row["id"] == "real.attained"}
     assert all(abs(ours[name] - real[name]) < 5 for name in real), (ours, real)
+
+
+def test_advice_warns_where_what_was_served_cannot_be_simulated(tmp_path: Path, measured: Journal) -> None:
+    slow = [
+        replace(row, first=row.arrival + 400, ended=row.arrival + 400, requeues=int(i == 0),
+                ttft=row.ttft and 60.0, tpot=row.tpot and 5.0)
+        for i, row in enumerate(measured.requests)
+    ]  # fmt: skip
+    folder = written(replace(measured, requests=slow), tmp_path / "journal")
+    argv = ["advise", "--recipes", "edf", "--loads", "1", "--most", "1", "--since", "2000-01-01"]
+    done = CliRunner().invoke(app, [*argv, "--journal", str(folder), "--json"])
+    data = json.loads(done.stdout)
+    rows = {(row["id"], row["setting"]): row["ours"] for row in data["rows"]}
+    real, told = (rows[f"{kind}.attained", "chat"] for kind in ("real", "simulated"))
+    assert f"chat kept {real:.1f} % of its promises, in the simulation {told:.1f} %" in data["warning"]
+    assert real == 0 < told
+    for word in ("latency law", "restart", "other load", "headway profile", "1 requests were lost"):
+        assert word in data["warning"]
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, [*argv, "--journal", str(folder), "--out", str(out)])
+    shown = " ".join(done.stdout.split())
+    assert " ".join(data["warning"].split()) in shown
+    assert "WARNING" in (out / "report.html").read_text()
+    assert 'no "on time" of batch: none of its requests has an SLO' in shown
+
+
+def test_what_a_simulation_cannot_reproduce_is_seen_in_the_journal(measured: Journal) -> None:
+    _, known = instances_of(measured)
+    bad = {"e0": replace(known["e0"], error=0.4, request=0.1, token=0.02)}
+    rows = [request(f"r{i}", outcome="cancelled" if i % 2 else "finished") for i in range(10)]
+    table = np.array([[0.0, 1.0, 500, 0, 9, 0, 50, 1]])
+    seen = "; ".join(trust.suspects(Journal(rows, iterations={"e0": table}, damaged={"f": "why"}), bad))
+    for word in (
+        "iterations of e0 by 40%",
+        "120 ms",
+        "5 of 10 requests have no complete",
+        "parts",
+        "1 of its files",
+    ):
+        assert word in seen
+    seen = "; ".join(trust.suspects(Journal(rows[::2], iterations={"e0": table}), known))
+    assert "e0 generated 500 tokens, 80 of them for this journal's requests" in seen
+    assert "91% of the prompts' tokens in its prefix cache" in seen
+
+
+def test_a_few_requests_may_differ_by_chance() -> None:
+    assert not trust.differs(100.0, 80.0, 10)
+    assert trust.differs(2.8, 63.9, 10)
+    assert trust.differs(97.0, 91.0, 1000)
+    assert not trust.slower(10.0, 12.0)
+    assert trust.slower(10.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [(["--busiest", "1s"], "raise --busiest"), ([], "several recipes"), (None, "--instance")],
+)
+def test_advice_says_why_its_own_error_is_not_known(
+    tmp_path: Path, measured: Journal, option: list[str] | None, why: str
+) -> None:
+    if option is None:
+        requests = [replace(row, model="llama-2-7b-hf") for row in measured.requests]
+        measured, option = replace(measured, requests=requests), ["--instance", "llama-2-7b-a100"]
+    elif not option:
+        other = replace(measured.engines["e0"], instance="e1", recipe="vllm")
+        measured = replace(measured, engines={**measured.engines, "e1": other})
+        measured = replace(
+            measured, iterations={"e0": measured.iterations["e0"], "e1": measured.iterations["e0"]}
+        )
+    folder = written(measured, tmp_path / "journal")
+    argv = ["advise", "--recipes", "edf", "--loads", "1", "--most", "1", "--since", "2000-01-01", *option]
+    done = CliRunner().invoke(app, [*argv, "--journal", str(folder)])
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.stdout.split())
+    assert "is off by is not known" in shown
+    assert why in shown
 
 
 def test_a_trace_is_simulated_with_its_classes(tmp_path: Path) -> None:
@@ -342,7 +438,7 @@ def test_a_trace_is_simulated_with_its_classes(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(app, ["advise", "--trace", str(trace), "--json"])
     assert "--instance" in done.exception.hint  # type: ignore[union-attr]
-    done = CliRunner().invoke(app, ["advise", "--json"])
+    done = CliRunner(env={"XDG_STATE_HOME": str(tmp_path)}).invoke(app, ["advise", "--json"])
     assert "--journal" in done.exception.hint  # type: ignore[union-attr]
 
 

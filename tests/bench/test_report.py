@@ -308,11 +308,26 @@ def test_a_table_in_a_pipe_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture
     assert "attainment %" in printed
 
 
-def test_a_narrow_terminal_keeps_the_names_of_the_lines() -> None:
-    console = Console(width=80, record=True, file=None, force_terminal=True)
+WORDS = output.Grid(
+    ("late, s", "request", "verdict"),
+    [[["1.5", "hw-c1ea38ce0e234318b01f-of-a-client", "it waited for throughput.tokens_per_s " * 4]]],
+    ("late, s",),
+)
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 100, 160])
+@pytest.mark.parametrize("grid", [WIDE, WORDS])
+def test_no_terminal_is_too_narrow_for_a_name_or_a_figure(grid: output.Grid, width: int) -> None:
+    console = Console(
+        width=max(width, 40) if grid is WORDS else width, force_terminal=True, color_system=None
+    )
     with console.capture() as shown:
-        console.print(WIDE.table("title"))
-    assert "attainment %" in shown.get()
+        console.print(grid.table("title [1]", "caption [2]"))
+    text = shown.get()
+    assert max(map(len, text.splitlines())) <= console.width
+    assert all(word in text for line in grid.cells() for word in " ".join(line).split())
+    assert "title [1]" in text
+    assert "caption [2]" in text
 
 
 def test_a_table_without_lines_has_its_header(capsys: pytest.CaptureFixture[str]) -> None:

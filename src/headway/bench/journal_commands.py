@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.bench.options import Json, Out, Seed
+from headway.bench.options import ConfigFile, Json, Out, Seed
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from headway.sim.workload.traffic import TrafficClass
 
 JournalDir = Annotated[
-    Path | None, typer.Option(help="Folder of a gateway's journal (journal.dir in headway config show).")
+    Path | None,
+    typer.Option(help="Folder of a gateway's journal; default: where headway serve keeps it with --config."),
 ]
 Since = Annotated[
     str | None, typer.Option(help="Requests that ended since: 90m, 24h, 7d ago, or 2026-11-23 10:00.")
@@ -46,40 +47,49 @@ def explain(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of a run: DIR/runs/RECIPE of simulate --out DIR. With --journal: a request."
+            help="Request id (x-request-id of its answer); default: list the latest requests. "
+            "Or the folder of a simulated run: DIR/runs/RECIPE of simulate --out DIR."
         ),
     ] = None,
     request: Annotated[
-        str | None, typer.Argument(help="Request id, r17 or 17; default: list the latest requests.")
+        str | None, typer.Argument(help="Request of a simulated run, r17 or 17; default: list the latest.")
     ] = None,
     journal: JournalDir = None,
+    config: ConfigFile = None,
     since: Since = None,
     worst: Annotated[int | None, typer.Option(min=1, help="List so many requests, the latest first.")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
     as_json: Json = False,
 ) -> None:
     """Explain why a request was late, simulated or real: time per state, requests served meanwhile."""
-    asked = run if journal else request
+    simulated = journal is None and run is not None and (request is not None or _is_path(run))
+    asked = request if simulated else run
     if asked is not None and worst is not None:
         raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
-    if journal is None:
+    if simulated and run is not None:
         from headway.bench.simulate.explain import main
+        from headway.journal.writer import PATTERN
 
-        if run is None:
-            raise ConfigError("Explain what?", "Give the folder of a run, or --journal DIR and a request.")
+        if any(Path(run).glob(PATTERN)):
+            raise ConfigError(f"{run} is a journal, not the folder of a run.", f"Give --journal {run}.")
         main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
         return
     from headway.bench.journal import explain as real
 
     if request is not None:
         raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give the request alone.")
-    real.main(journal, asked, since=_instant(since), worst=worst, as_json=as_json, whole=whole)
+    folder = folder_of(journal, config)
+    real.main(folder, asked, since=_instant(since), worst=worst, as_json=as_json, whole=whole)
+
+
+def _is_path(text: str) -> bool:
+    """Tell a folder, even one that does not exist, from the id of a request."""
+    return "/" in text or Path(text).exists()
 
 
 def report(
-    journal: Annotated[
-        Path, typer.Option(help="Folder of a gateway's journal (journal.dir in headway config show).")
-    ],
+    journal: JournalDir = None,
+    config: ConfigFile = None,
     since: Since = "24h",
     until: Until = None,
     as_json: Json = False,
@@ -88,11 +98,13 @@ def report(
     """Report what was served: attainment, tails, drops and headroom by class, tenant and engine."""
     from headway.bench.journal.report import main
 
-    main(journal, since=_instant(since), until=_instant(until), as_json=as_json, out=out)
+    folder = folder_of(journal, config)
+    main(folder, since=_instant(since), until=_instant(until), as_json=as_json, out=out)
 
 
 def advise(
     journal: JournalDir = None,
+    config: ConfigFile = None,
     since: Since = "24h",
     until: Until = None,
     trace: TraceFile = None,
@@ -113,11 +125,33 @@ def advise(
     from headway.bench.journal.times import seconds
 
     specs, classes = fleet_of(instance, fleet, {})
-    source = source_of(journal, trace, since, until, specs, classes, slo, seed)
+    source = source_of(journal, config, trace, since, until, specs, classes, slo, seed)
     case, about, notes = source.case(
         _names(recipes), numbers(loads), target=target, most=most, busiest=seconds(busiest)
     )
     advice.main(case, about, notes, seed=seed, as_json=as_json, out=out)
+
+
+def folder_of(journal: Path | None, config: Path | None) -> Path:
+    """Return --journal, else where `headway serve` keeps it. ConfigError where there is none."""
+    if journal is not None:
+        return journal
+    from headway.config import load
+    from headway.journal.writer import PATTERN
+
+    folder, whose = load(config).journal_dir, config or "the default configuration"
+    if folder is None:
+        raise ConfigError(
+            f'With {whose} there is no journal: journal.dir is "none", or broker.kind is "memory".',
+            "Set journal.dir to a folder and restart the gateway, or give --journal DIR.",
+        )
+    if not any(folder.glob(PATTERN)):
+        raise ConfigError(
+            f"There is no journal in {folder}, where headway serve keeps it with {whose}.",
+            "It begins with the first request that ends. Give --config FILE where the gateway has one (its "
+            '[journal] dir must not be "none"), or --journal DIR.',
+        )
+    return folder
 
 
 def fleet_of(
@@ -132,12 +166,13 @@ def fleet_of(
 
 
 def source_of(
-    journal: Path | None, trace: str | None, since: str | None, until: str | None, specs: list[Spec],
-    classes: list[TrafficClass], slo: str, seed: int,
+    journal: Path | None, config: Path | None, trace: str | None, since: str | None, until: str | None,
+    specs: list[Spec], classes: list[TrafficClass], slo: str, seed: int,
 ) -> Source:  # fmt: skip
-    """Return real traffic, from options; without specs on the journal's own engines."""
+    """Return real traffic, from options; without specs on the engines of the journal, by default config's."""
     from headway.bench.journal.source import Source
 
+    journal = journal if trace else folder_of(journal, config)
     begin, end = _instant(since), _instant(until)
     return Source(journal, trace, begin, end, tuple(specs), tuple(classes), slo, seed)
 

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Configuration file (TOML); default: built-in defaults.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Seed = Annotated[int, typer.Option(help="Seed of the workload.")]

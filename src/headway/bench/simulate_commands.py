@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.bench.journal_commands import JournalDir, Since, TraceFile, fleet_of, source_of
-from headway.bench.options import Json, Quick, Seed
+from headway.bench.journal_commands import Since, TraceFile, fleet_of, source_of
+from headway.bench.options import ConfigFile, Json, Quick, Seed
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ PlanUs = Annotated[
 ]
 
 
+RealTraffic = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a gateway's journal; with --since or --config alone, headway serve's own."),
+]
 LoadFactor = Annotated[
     float, typer.Option(min=0.01, help="With --journal or --trace: multiple of the traffic's rate.")
 ]
@@ -83,15 +87,13 @@ def simulate(
     max_model_len: ContextLength = 2048,
     kv_tokens: KvTokens = None,
     plan_us: PlanUs = 0.0,
-    journal: JournalDir = None,
-    since: Since = None,
-    trace: TraceFile = None,
+    journal: RealTraffic = None, config: ConfigFile = None, since: Since = None, trace: TraceFile = None,
     load: LoadFactor = 1.0,
     as_json: Json = False,
     seed: Seed = 0,
     out: RunsOut = None,
     record_mb: RecordMb = 1000,
-) -> None:
+) -> None:  # fmt: skip
     """Simulate recipes on a fleet in virtual time (SIMULATED): chat and best effort, or a file's traffic."""
     from headway.bench.simulate.experiment import Fleet
     from headway.bench.simulate.scenario import mixed, uniform
@@ -99,9 +101,9 @@ def simulate(
 
     sizes = _sizes(max_running=max_running, budget=budget, max_model_len=max_model_len, kv_tokens=kv_tokens)
     specs, traffic = fleet_of(instance, fleet, sizes)
-    if journal or trace:
-        specs = specs or _equal(profile if journal else profile or _PROFILE, instances, sizes)
-        real = source_of(journal, trace, since, None, specs, traffic, slo, seed)
+    if journal or config or since or trace:
+        specs = specs or _equal(profile or _PROFILE if trace else profile, instances, sizes)
+        real = source_of(journal, config, trace, since, None, specs, traffic, slo, seed)
         scenario: Any = real.scenario(load, plan_us)
     elif specs:
         scenario = mixed(specs, traffic, rate, duration, slo, seed, plan_us)

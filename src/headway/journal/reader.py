@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Journal:
     engines: the newest description of each. refused: at the door, without a row of their own.
     iterations: instance -> array of `ITERATION` columns by start.
     damaged: files that could not be read, and why.
+    ended: the first and the last end of a request in its files, of that time or not; None = they have none.
     """
 
     requests: list[RequestRow] = field(default_factory=list)
@@ -46,6 +48,17 @@ class Journal:
     iterations: dict[str, Floats] = field(default_factory=dict)
     engines: dict[str, EngineRow] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
+    ended: tuple[float, float] | None = None
+
+    def nothing(self) -> ConfigError:
+        """Return the error for a time in which it has no requests."""
+        if self.ended is None:
+            hint = "One is in it a second or so after it has ended: send some through this gateway."
+            return ConfigError("The journal has no requests yet.", hint)
+        low, high = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in self.ended)
+        return ConfigError(
+            "The journal has no requests of that time.", f'It has some from {low} to {high}: --since "{low}".'
+        )
 
 
 def read(folder: Path, *, since: float | None = None, until: float | None = None) -> Journal:
@@ -55,10 +68,7 @@ def read(folder: Path, *, since: float | None = None, until: float | None = None
     """
     files = sorted(folder.glob(PATTERN)) if folder.is_dir() else []
     if not files:
-        raise ConfigError(
-            f"There is no journal in {folder}.",
-            "Give the folder of journal.dir (headway config show), of a gateway that has served requests.",
-        )
+        raise _none(folder)
     found, packs = Journal(), list[IterationsRow]()
     for path in files:
         try:
@@ -67,11 +77,28 @@ def read(folder: Path, *, since: float | None = None, until: float | None = None
             continue
         except (sqlite3.Error, ValueError, TypeError) as error:
             found.damaged[path.name] = str(error)
+    if len(found.damaged) == len(files):
+        name, why = next(reversed(found.damaged.items()))
+        raise ConfigError(
+            f"No file of the journal in {folder} can be read; of the newest, {name}: {why}.",
+            "Use the Headway that wrote it, if that was another; `sqlite3 FILE .recover` saves what is left "
+            "of a damaged one. New requests go to a new file.",
+        )
     found.requests.sort(key=lambda row: (row.arrival, row.id))
     for name in dict.fromkeys(pack.instance for pack in packs):
         table = np.concatenate([unpacked(pack) for pack in packs if pack.instance == name])
         found.iterations[name] = table[np.argsort(table[:, 0], kind="stable")]
     return found
+
+
+def _none(folder: Path) -> ConfigError:
+    """Return the error for a path that is no journal, with the journal that was meant if one is near."""
+    where = folder.parent if folder.is_file() else folder
+    near = sorted({file.parent for depth in ("", "*/") for file in where.glob(depth + PATTERN)})
+    hint = "Give the folder of journal.dir (headway config show), of a gateway that has served requests."
+    if near:
+        hint = f"Give one of: {', '.join(map(str, near[:5]))}."
+    return ConfigError(f"There is no journal in {folder}.", hint)
 
 
 def _add(
@@ -84,15 +111,21 @@ def _add(
             return  # its gateway ended as it began the file
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        if (application, version) != (APPLICATION, VERSION):
-            raise ValueError(f"it is not of a journal of version {VERSION}")
+        if application != APPLICATION:
+            raise ValueError("it is no file of a journal")
+        if version != VERSION:
+            raise ValueError(f"another Headway wrote it: its version is {version}, this one reads {VERSION}")
         rows = {kind: list(_rows(db, kind, low, high)) for kind in TABLES}
+        (ended,) = db.execute("SELECT min(ended), max(ended) FROM requests")
     for pack in rows[IterationsRow]:
         unpacked(pack)
     packs += rows[IterationsRow]
     found.requests += rows[RequestRow]
     found.refusals += rows[RefusalRow]
     found.stays += rows[StayRow]
+    if ended[0] is not None:
+        low, high = found.ended or ended
+        found.ended = min(low, ended[0]), max(high, ended[1])
     for engine in rows[EngineRow]:
         known = found.engines.get(engine.instance)
         if known is None or engine.at >= known.at:

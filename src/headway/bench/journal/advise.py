@@ -16,6 +16,7 @@ import numpy as np
 from rich.progress import Progress
 
 from headway.bench.journal.served import records_of
+from headway.bench.journal.trust import differs, slower, warning
 from headway.bench.load import metrics
 from headway.bench.load.records import Record
 from headway.bench.output.results import SIMULATED, About, Grid, Line, Pictures, Report, Row, deliver, show
@@ -37,6 +38,7 @@ class Case:
 
     kinds: the instances of today, copied in turn when there are to be more. requests: of today.
     served: what they got, if that is known, and the recipe under which.
+    suspects: what the journal shows that a simulation of it cannot reproduce.
     loads: factors of the arrivals' rate. target: least attainment of every class, in %.
     most: instances that are tried.
     """
@@ -48,15 +50,19 @@ class Case:
     loads: tuple[float, ...]
     target: float
     most: int
+    suspects: Sequence[str] = ()
 
 
 @dataclass(slots=True)
 class Advice:
-    """What was found; row ids are `advise.*` and `error.*`."""
+    """What was found; row ids are `advise.*`, `real.*` and `simulated.*`.
+
+    differences: between what was served and its simulation, more than a good simulation's error.
+    """
 
     rows: list[Row] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    simulations: int = 0
+    differences: list[str] = field(default_factory=list)
 
 
 def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bool, out: Path | None) -> None:
@@ -72,6 +78,7 @@ def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bo
     report = Report(
         "advise", "sim", f"What keeps the promises ({SIMULATED})", advice.rows,
         time.perf_counter() - began, About(about, seed), _grid(advice.rows), notes=[*advice.words, *notes],
+        warning=warning(advice.differences, case.suspects),
     )  # fmt: skip
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(advice.rows, case))
 
@@ -87,7 +94,7 @@ def advise(case: Case, bar: Progress | None = None) -> Advice:
             bar.advance(task)
 
     if case.served is not None:
-        found.rows += _error(case, *case.served)
+        _error(case, *case.served, found)
     step()
     needed: dict[tuple[float, str], int | None] = {}
     for load, recipe in cells:
@@ -141,7 +148,9 @@ def _needed(case: Case, load: float, recipe: str, found: Advice) -> int | None:
     found.rows.append(Row("advise.instances", recipe, setting, best, "instances"))
     if now <= case.most:
         found.rows.append(Row("advise.attained_now", recipe, setting, at(now), "%"))
-    if best is not None:
+    if best is None:
+        found.rows.append(Row("advise.attained_most", recipe, setting, at(case.most), "%"))
+    else:
         found.rows.append(Row("advise.attained", recipe, setting, at(best), "%"))
         if best > 1:
             found.rows.append(Row("advise.attained_one_fewer", recipe, setting, at(best - 1), "%"))
@@ -149,12 +158,19 @@ def _needed(case: Case, load: float, recipe: str, found: Advice) -> int | None:
 
 
 def _words(case: Case, needed: dict[tuple[float, str], int | None]) -> Iterator[str]:
-    """Say for each load what is needed, the recipe that needs fewest first."""
+    """Say for each load what is needed, the recipe that needs fewest first, and why a figure is missing."""
     for load in case.loads:
         counts = {recipe: needed[load, recipe] for recipe in case.recipes}
         order = sorted(case.recipes, key=lambda recipe: counts[recipe] or case.most + 1)
         parts = [f"{recipe} {counts[recipe] or f'more than {case.most}'}" for recipe in order]
         yield f"At {load:g}x, {case.target:g} % of every class on time needs instances: {', '.join(parts)}."
+    if None in needed.values():
+        yield (
+            f'"-" is more than the {case.most} instances of --most. Where they keep hardly more than today '
+            "is kept, no number helps: a promise is shorter than its request takes on an idle engine."
+        )
+    if len(case.kinds) > case.most:
+        yield f"Today's {len(case.kinds)} instances are not simulated: --most is {case.most}."
 
 
 def _limits(case: Case, needed: dict[tuple[float, str], int | None]) -> list[Row]:
@@ -179,20 +195,33 @@ def _limited(spec: InstanceSpec, factor: float) -> InstanceSpec:
 # ---- the simulator's own error
 
 
-def _error(case: Case, recipe: str, served: Sequence[Record]) -> list[Row]:
-    """Return real and simulated figures of what was served, by class."""
+def _error(case: Case, recipe: str, served: Sequence[Record], found: Advice) -> None:
+    """Note real and simulated figures of what was served, by class, and where they differ."""
     simulated = _simulated(case, case.kinds, 1.0, recipe)
-    rows: list[Row] = []
     for setting, real in metrics.split(served).items():
         ours = metrics.split(simulated).get(setting, [])
         pairs = {"attained": (metrics.attainment(real), metrics.attainment(ours), "%")}
         for name in ("ttft", "e2el"):
             pairs[f"{name}.p50"] = _median(real, name), _median(ours, name), "ms"
         for id, (truth, guess, unit) in pairs.items():
-            if truth is not None and guess is not None:
-                rows.append(Row(f"real.{id}", recipe, setting, truth, unit))
-                rows.append(Row(f"simulated.{id}", recipe, setting, guess, unit))
-    return rows
+            if truth is None or guess is None:
+                why = "has an SLO" if id == "attained" else "got a complete answer"
+                name = _LABELS[f"real.{id}"].removesuffix(", served")
+                found.words.append(f'There is no "{name}" of {setting}: none of its requests {why}.')
+                continue
+            found.rows.append(Row(f"real.{id}", recipe, setting, truth, unit))
+            found.rows.append(Row(f"simulated.{id}", recipe, setting, guess, unit))
+            if setting != metrics.ALL:
+                found.differences += _difference(id, setting, truth, guess, len(metrics.promised(real)))
+
+
+def _difference(id: str, setting: str, truth: float, guess: float, promised: int) -> Iterator[str]:
+    """Say where a figure is off by more than in a good simulation."""
+    if id == "attained" and differs(truth, guess, promised):
+        yield f"{setting} kept {truth:.1f} % of its promises, in the simulation {guess:.1f} %"
+    if id == "e2el.p50" and slower(truth, guess):
+        took, told = truth / 1000, guess / 1000
+        yield f"the median answer of {setting} took {took:.2f} s, in the simulation {told:.2f} s"
 
 
 def _median(found: Sequence[Record], metric: str) -> float | None:
@@ -200,10 +229,15 @@ def _median(found: Sequence[Record], metric: str) -> float | None:
     return float(np.median(values) * 1000) if values.size else None
 
 
-def served_of(journal: Journal) -> tuple[str, list[Record]] | None:
+def served_of(journal: Journal) -> tuple[str, list[Record]]:
     """Return the recipe under which a journal's requests were served and their records."""
-    recipes = {engine.recipe for engine in journal.engines.values()}
-    return (recipes.pop(), records_of(journal.requests)) if len(recipes) == 1 else None
+    (recipe,) = recipes_of(journal)
+    return recipe, records_of(journal.requests)
+
+
+def recipes_of(journal: Journal) -> set[str]:
+    """Return the recipes of a journal's engines."""
+    return {engine.recipe for engine in journal.engines.values()}
 
 
 # ---- table and picture
@@ -222,6 +256,10 @@ _LABELS = {
     "advise.instances": "instances needed", "advise.attained": "on time with these",
     "advise.attained_one_fewer": "on time with one fewer", "advise.attained_now": "on time with today's",
     "advise.attained_limit": "on time with another batch limit",
+    "advise.attained_most": "on time with the most tried", "real.attained": "on time, served",
+    "simulated.attained": "on time, simulated", "real.ttft.p50": "ttft p50, served",
+    "simulated.ttft.p50": "ttft p50, simulated", "real.e2el.p50": "e2e p50, served",
+    "simulated.e2el.p50": "e2e p50, simulated",
 }  # fmt: skip
 
 

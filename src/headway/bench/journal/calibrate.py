@@ -32,7 +32,7 @@ from headway.types import Floats, Instance
 _LEAST = 30  # iterations, with and without prompts
 _PARTS, _EACH = 40, 500  # stretches of iterations that are fitted, spread evenly over all
 _SOON = 1e-3  # seconds after an event, within the iteration that follows it
-_FIX = "Let the gateway serve some more minutes, or describe the fleet: --instance, --fleet or --profile."
+_DESCRIBE = "Describe the fleet with --instance or --fleet; headway profile --url URL measures an engine."
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +55,37 @@ class Calibration:
 def instances_of(journal: Journal) -> tuple[tuple[InstanceSpec, ...], dict[str, Calibration]]:
     """Return a journal's engines as instances, and their calibrations; ConfigError if it says too little."""
     if not journal.engines:
-        raise ConfigError("The journal describes no engine.", _FIX)
+        raise ConfigError(
+            "The journal describes no engine: its gateway (headway gateway) does not see into an agent's.",
+            _DESCRIBE,
+        )
+    for engine in journal.engines.values():
+        _told(engine)
     found = {name: _calibration(journal, name) for name in sorted(journal.engines)}
     return tuple(_instance(journal.engines[name], one) for name, one in found.items()), found
 
 
 def _instance(engine: EngineRow, known: Calibration) -> InstanceSpec:
-    if not (engine.blocks and engine.block_size and engine.token_budget):
-        raise ConfigError(
-            f"Engine {engine.instance} did not say how much KV it has: it runs without Headway's scheduler.",
-            _FIX,
-        )
-    size = engine.blocks * engine.block_size
+    blocks, block_size, budget = _told(engine)
+    size = blocks * block_size
     instance = Instance(
-        engine.instance, engine.model, engine.max_running, engine.blocks, engine.block_size,
+        engine.instance, engine.model, engine.max_running, blocks, block_size,
         min(engine.max_model_len, size),
     )  # fmt: skip
     return InstanceSpec(
-        instance, known.law, 2 * engine.max_running, engine.token_budget, math.inf,
+        instance, known.law, 2 * engine.max_running, budget, math.inf,
         request_overhead=known.request, token_overhead=known.token, interruption=known.interruption,
     )  # fmt: skip
+
+
+def _told(engine: EngineRow) -> tuple[int, int, int]:
+    """Return blocks, block size and token budget of an engine; ConfigError if it did not tell them."""
+    if not (engine.blocks and engine.block_size and engine.token_budget):
+        raise ConfigError(
+            f"Engine {engine.instance} did not say how much KV it has: it runs without Headway's scheduler.",
+            _DESCRIBE,
+        )
+    return engine.blocks, engine.block_size, engine.token_budget
 
 
 def _calibration(journal: Journal, name: str) -> Calibration:
@@ -85,7 +96,8 @@ def _calibration(journal: Journal, name: str) -> Calibration:
     if prompts < _LEAST or len(rows) - prompts < _LEAST:
         raise ConfigError(
             f"The journal has {len(rows)} iterations of {name} without a pause after them, {prompts} of them "
-            f"with prompts: too few to fit {_LEAST} of both kinds.", _FIX,
+            f"with prompts: too few to fit {_LEAST} of both kinds.",
+            f"Ask for a longer time (--since), or let the gateway serve more. {_DESCRIBE}",
         )  # fmt: skip
     each, shorter = interruptions(rows, _moments(journal, name))
     fits = fit_all(Samples.of(shorter))

@@ -1,11 +1,13 @@
 """A journal as a recorded run, so that what explains simulated requests explains real ones in the same words.
 
-What the journal does not have is left out rather than guessed: of an engine without Headway's scheduler all
-time before the first token is `waiting`. Tokens that others computed meanwhile are in proportion to time.
+What the journal does not have is left out rather than guessed: time in an engine that told nothing of the
+request (an agent's, one without Headway's scheduler, one that died) is `unseen`. Tokens that others computed
+meanwhile are in proportion to time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.errors import ConfigError
 from headway.journal.reader import Journal
 from headway.journal.rows import ITERATION, RequestRow, StayRow
 from headway.sim.outcome import Outcome
 from headway.sim.record.recorder import CHANGES, ITERATIONS, MOVES, TAKERS, Log, Recording
 from headway.sim.record.run_folder import Header, Machine, Run
-from headway.sim.record.timeline import OUT, WORKS, Share, Span, Timeline
+from headway.sim.record.timeline import OUT, TRANSIT, UNSEEN, WORKS, Share, Span, Timeline
 from headway.sim.workload.traffic import Workload
 from headway.types import Floats, Ints
 
@@ -42,7 +43,7 @@ class Past:
         """Return the run that a journal tells of. ConfigError when it has no requests."""
         rows = journal.requests
         if not rows:
-            raise ConfigError("The journal has no requests of that time.", "Ask for a longer time: --since.")
+            raise journal.nothing()
         began = rows[0].arrival
         instances = _instances(journal)
         header = Header(_recipes(journal), tuple(_machine(journal, name) for name in instances), 0, command)
@@ -86,13 +87,18 @@ class Past:
         """Return the instants at which its state changed: (instant, state from then on, instance)."""
         stays = sorted(self._stays.get(row.id, []), key=lambda stay: stay.entered)
         sends = [at for at in dict.fromkeys((row.sent, row.resent)) if at is not None]
-        turns = [(at, "waiting", self._number(row.instance)) for at in sends]
+        turns = []
+        for at, until in pairwise([*sends, math.inf]):
+            told = [stay for stay in stays if stay.ended >= at and stay.entered < until]
+            name = told[0].instance if told else row.instance if until == math.inf else None
+            turns.append((at, TRANSIT if told else UNSEEN, self._number(name)))
+        last = max((stay.ended for stay in stays), default=0.0)
         for stay in stays:
             turns += self._inside(stay)
             if row.resent is not None and stay.ended < row.resent:
                 turns.append((stay.ended, OUT, -1))  # it came back to the queue
-        if sends and row.first is not None and not any(stay.ended >= sends[-1] for stay in stays):
-            turns.append((row.first, "running", self._number(row.instance)))
+            elif stay.ended == last:
+                turns.append((stay.ended, TRANSIT, self._number(stay.instance)))
         return sorted(turns, key=lambda turn: turn[0])
 
     def _inside(self, stay: StayRow) -> list[tuple[float, str, int]]:
@@ -123,7 +129,7 @@ class Past:
     # ---- who was served meanwhile
 
     def _explained(self, request: int, span: Span) -> Span:
-        if span.state == "running":
+        if span.state in ("running", UNSEEN, TRANSIT):
             return span
         if span.state == OUT:
             return replace(span, behind=self._sent(request, span))
@@ -186,14 +192,14 @@ class Past:
         return tuple(sorted(shares, key=lambda share: -share.tokens))
 
     def _crowded(self, spans: Iterable[Span]) -> float:
-        """Return the seconds of `running` in iterations that computed prompts as well."""
-        lines, total = self.run.recording.iterations, 0.0
+        """Return the seconds of `running` in iterations with prompts, NaN = none are logged of that time."""
+        lines, seconds = self.run.recording.iterations, list[float]()
         for span in spans:
             if span.state == WORKS[1]:
                 inside = (lines["start"] >= span.start) & (lines["start"] < span.end)
-                mine = inside & (lines["instance"] == span.instance) & (lines["prefill"] > 0)
-                total += float(lines["seconds"][mine].sum())
-        return total
+                mine = lines[inside & (lines["instance"] == span.instance)]
+                seconds += np.where(mine["prefill"] > 0, mine["seconds"], 0.0).tolist()
+        return sum(seconds) if seconds else math.nan
 
 
 def workload_of(rows: Sequence[RequestRow], outputs: Ints | None = None) -> Workload:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from headway.bench.journal.past import workload_of
-from headway.errors import ConfigError
 from headway.journal.reader import Journal
 from headway.journal.rows import RequestRow
 from headway.sim.workload.traffic import Workload
@@ -20,8 +19,6 @@ def traffic_of(journal: Journal, seed: int) -> Workload:
     seed: of the draw of these lengths, from answers of the same class that were finished.
     """
     rows = journal.requests
-    if not rows:
-        raise ConfigError("The journal has no requests of that time.", "Ask for a longer time: --since.")
     workload = workload_of(rows, _outputs(rows, np.random.default_rng(seed)))
     drops = {row.tier for row in rows if row.reason == "infeasible"}
     codes = [code for code, name in enumerate(workload.tiers) if name in drops]

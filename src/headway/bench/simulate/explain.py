@@ -28,11 +28,17 @@ from headway.sim.record.timeline import OUT, STATES, WORKS, Reader, Share, Span,
 # The cause that a state's seconds count for. Losing KV costs the wait and the recomputation.
 _CAUSE = {state: "lost" if state in ("evicted", "saved", "recompute") else state for state in STATES}
 _LINES = 40  # of a timeline, without --all
-_BAR = 24
+_BAR = 12
+_NO_LOG = (
+    "unseen: this journal does not say what the engine did. It has that of engines with Headway's scheduler "
+    "that headway serve runs, not of an agent's or of one that died, nor of requests that were cancelled. "
+    "That engine's own /metrics and log tell how busy it was, nothing of one request."
+)
 _WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer"}
 _COLOURS = {
     OUT: "blue", "waiting": "cyan", "prefill": "yellow", "running": "green", "paused": "magenta",
-    "evicted": "red", "saved": "red", "recompute": "bright_yellow",
+    "evicted": "red", "saved": "red", "recompute": "bright_yellow", "unseen": "white",
+    "transit": "white",
 }  # fmt: skip
 
 
@@ -119,37 +125,61 @@ def _cause(run: Run, story: Timeline, start: float, end: float) -> str:
 
 
 def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str:
-    prompt, output = int(run.workload.prompt[story.request]), int(run.workload.output[story.request])
+    prompt, output = int(run.workload.prompt[story.request]), _output(run, story)
     match cause:
         case "outside":
-            return f"it was queued outside{_sent(spans)}"
+            return f"it was queued outside{_sent(run, spans)}"
         case "waiting":
-            return f"it waited inside for admission{_full(run, spans)}{_while(spans)}"
+            return f"it waited inside for admission{_full(run, spans)}{_while(run, spans)}"
         case "paused":
-            return f"it was paused ({_times(len(spans))}){_while(spans)}"
+            return f"it was paused ({_times(len(spans))}){_while(run, spans)}"
         case "lost":
             lost = [span for span in spans if span.state not in WORKS]
             return f"it lost its KV {_times(len(lost))}{_to(lost)}{_full(run, lost)}".rstrip(",")
         case "prefill":
             return f"its own prompt of {prompt:,} tokens was computed{_beside(spans)}"
+        case "unseen":
+            names = " and ".join(dict.fromkeys(_where(run, span) for span in spans))
+            return f"it was inside {names}, and this journal does not say what happened to it there"
+        case "transit":
+            if max(spans, key=lambda span: span.seconds) is story.spans[-1]:
+                return "the engine had ended it, and its answer was on the way to its client"
+            return "it was on the way into the engine (its API server, or the iteration in progress)"
+    each = f"its own {'' if output is None else f'{output:,} '}tokens were being generated"
+    if math.isnan(story.crowded):
+        return each
     busy = 100 * story.crowded / max(story.seconds().get("running", 0.0), 1e-12)
-    each = f"its own {output:,} tokens were being generated"
     return f"{each}, {busy:.0f}% of that in iterations that also computed prompts"
 
 
-def _sent(spans: Sequence[Span]) -> str:
+def _where(run: Run, span: Span) -> str:
+    return run.header.fleet[span.instance].id if span.instance >= 0 else "an engine that it came back from"
+
+
+def _output(run: Run, story: Timeline) -> int | None:
+    """Return the tokens of its answer, None = a journal does not have them, as the answer is not complete."""
+    known = story.finished or run.began is None
+    return int(run.workload.output[story.request]) if known else None
+
+
+def _sent(run: Run, spans: Sequence[Span]) -> str:
     shares = [share for span in spans for share in span.behind]
     if not shares:
-        return " though no other request was sent meanwhile"
+        return f" though {_no_other(run)} was sent meanwhile"
     count, tokens, later = (sum(getattr(s, n) for s in shares) for n in ("requests", "tokens", "later"))
     came = f", {later:,} of which had arrived later" if later else ""
     return f" behind {_requests(count)} ({_classes(shares)}; {tokens:,} tokens{came})"
 
 
-def _while(spans: Sequence[Span]) -> str:
+def _no_other(run: Run) -> str:
+    """Say that there is no other request; a journal has only those of its gateways that have ended."""
+    return "no other request" if run.began is None else "no other request that this journal has"
+
+
+def _while(run: Run, spans: Sequence[Span]) -> str:
     """Return what other requests computed meanwhile, in tokens (one request may appear in several spans)."""
     got = _tokens(spans)
-    return f" while others computed: {got}" if got else " while no other request computed"
+    return f" while others computed: {got}" if got else f" while {_no_other(run)} computed"
 
 
 def _beside(spans: Sequence[Span]) -> str:
@@ -217,7 +247,7 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
         "class": _tier(run, i),
         "verdict": verdict(run, story),
         "prompt_tokens": int(run.workload.prompt[i]),
-        "output_tokens": int(run.workload.output[i]),
+        "output_tokens": _output(run, story),
         "arrival": story.arrival,
         "first_token": first,
         "end": story.end,
@@ -259,16 +289,16 @@ def _worst(run: Run, timeline: Callable[[int], Timeline], count: int) -> list[di
 
 def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
     """Return the verdict, the SLO, the seconds per state and the timeline."""
-    latency = story.end - story.arrival
-    work = run.workload
+    output = _output(run, story)
     about = (
-        f"{_label(run)}: recipe {run.header.recipe}; {int(work.prompt[story.request]):,} tokens in, "
-        f"{int(work.output[story.request]):,} out; arrived at {_instant(run, story.arrival)}, "
-        f"took {_s(latency)}"
+        f"{_label(run)}: recipe {run.header.recipe}; {int(run.workload.prompt[story.request]):,} tokens in, "
+        f"{'an incomplete answer' if output is None else f'{output:,} out'}; arrived at "
+        f"{_instant(run, story.arrival)}, took {_s(story.end - story.arrival)}"
     )
+    unseen = [Text(_NO_LOG, style="dim")] if "unseen" in story.seconds() else []
     return Group(
         Text(verdict(run, story), style="bold"), Text(about, style="dim"), "",
-        _states(run, story), "", _timeline(run, story, whole),
+        _states(run, story), *unseen, "", _timeline(run, story, whole),
     )  # fmt: skip
 
 
@@ -318,12 +348,12 @@ def _bar(story: Timeline, span: Span) -> str:
 
 
 def _because(run: Run, span: Span) -> str:
-    where = run.header.fleet[span.instance].id if span.instance >= 0 else ""
-    if span.state in WORKS:
-        return f"on {where}{_beside([span])}"
     if span.state == OUT:
-        return _sent([span]).strip()
-    parts = [f"on {where}", _takers(run, span.takers), _while([span]).strip()]
+        return _sent(run, [span]).strip()
+    where = f"on {_where(run, span)}"
+    if span.state in (*WORKS, "unseen", "transit"):
+        return f"{where}{_beside([span])}"
+    parts = [where, _takers(run, span.takers), _while(run, [span]).strip()]
     return "; ".join(filter(None, parts))
 
 
@@ -344,16 +374,11 @@ def _takers(run: Run, takers: Sequence[Taker]) -> str:
 def _worst_table(run: Run, rows: Sequence[dict[str, Any]]) -> Table | Text:
     if not rows:
         some = bool(run.workload.promised.any())
-        return Text("Every request met its SLO." if some else "No request of this run has an SLO.")
-    lines = [
-        [
-            row["request"], row["class"], row["promise"],
-            "never" if row["late"] is None else f"{row['late']:.3f}", row["verdict"],
-        ]
-        for row in rows
-    ]  # fmt: skip
-    grid = Grid(("request", "class", "promise", "late, s", "verdict"), [lines], ("late, s",))
-    return grid.table(f"Most late under {run.header.recipe} ({_label(run)})")
+        none = "No request of this run has an SLO. Explain one by its id."
+        return Text("Every request met its SLO." if some else none)
+    lines = [["never" if row["late"] is None else f"{row['late']:.3f}", row["verdict"]] for row in rows]
+    grid = Grid(("late, s", "verdict"), [lines], ("late, s",))
+    return grid.table(f"Most late, recipe {run.header.recipe} ({_label(run)})")
 
 
 def _tier(run: Run, request: int) -> str:

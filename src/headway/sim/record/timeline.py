@@ -18,7 +18,9 @@ from headway.sim.record.run_folder import Run
 from headway.types import Bools, Floats, Ints
 
 OUT = "outside"  # queued and not inside an engine; the other states are `recorder.State`'s names
-STATES = (OUT, *(state.name.lower() for state in State))
+# Of a real request: in an engine that told nothing of it, and between the gateway and the engine's scheduler.
+UNSEEN, TRANSIT = "unseen", "transit"
+STATES = (OUT, *(state.name.lower() for state in State), UNSEEN, TRANSIT)
 WORKS = tuple(state.name.lower() for state in COMPUTES)
 
 
@@ -75,7 +77,7 @@ class Timeline:
     """One request from its arrival to its end, or to where the run ended without it (finished is False).
 
     first: instant of the first token, NaN when there was none.
-    crowded: seconds of `running` in iterations that computed prompts as well.
+    crowded: seconds of `running` in iterations that computed prompts as well, NaN = no log of them.
     """
 
     request: int
