@@ -357,6 +357,16 @@ def test_an_answer_far_ahead_pauses_for_a_prompt_that_finds_no_kv(
     assert step.save.tolist() == ([0] if paused else [])
 
 
+def test_an_answer_far_ahead_does_not_shut_prompts_out_because_it_will_be_long() -> None:
+    """Its KV can be in the host pool meanwhile, so it takes only a part of the device's for all that time."""
+    long = answer(ttft=1.0, tpot=0.1, output_tokens=300, computed=399, blocks=26, tokens_left=300.0)
+    for tokens, first in ((300.0, 1), (np.inf, 0)):
+        table = jobs(long, {"prompt": 90, "ttft": 1.0, "tpot": 0.1, "arrival": 0.1})
+        spec = EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=1000)
+        step = Promises(spec, PromisesConfig(kv_lead_tokens=tokens)).pack(table, KvBudget(28, 2, 16, 8), 0.1)
+        assert ran(step).tolist() == [first]
+
+
 def test_a_paused_answer_goes_on_before_it_is_behind() -> None:
     away = {"ttft": 1.0, "tpot": 0.1, "first": 0.1, "output_tokens": 50, "computed": 149, "prompt": 100}
     fresh = {"prompt": 100, "ttft": 1.0, "tpot": 0.1}

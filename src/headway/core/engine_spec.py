@@ -104,6 +104,8 @@ class PromisesConfig(NamedTuple):
         makes that token may take; inf = any.
     pause_lead_tokens: an answer this many tokens ahead of its tpot may move its KV to the host pool for a
         prompt that finds no room; inf = never.
+    kv_lead_tokens: in the selection, the KV of an answer this many tokens ahead of its tpot counts only for
+        the part of the time that its pace needs, less so the less it is ahead; inf = always in full.
     turn_capacity: answers ahead of their tpot take turns, with their KV, while by the (cautious) forecast
         they need at most this many batches; 0 = no turns.
     selects_largest_set: under overload keeps the largest set that can be on time; False = all not yet lost.
@@ -134,6 +136,7 @@ class PromisesConfig(NamedTuple):
     ttft_share: float = 0.4
     urgent_share: float = 0.4
     pause_lead_tokens: float = 200.0
+    kv_lead_tokens: float = 3000.0
     turn_capacity: float = 1.3
     selects_largest_set: bool = True
     prompts_yield: bool = True

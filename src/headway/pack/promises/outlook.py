@@ -156,8 +156,8 @@ def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
         k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.begun_size_share, k.tpot_margin,
         k.overdue_share, k.kept_overdue_share, k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
         k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share, k.urgent_share,
-        k.pause_lead_tokens, k.turn_capacity, k.selects_largest_set, k.prompts_yield, k.scales_growth,
-        k.short_prompts_first,
+        k.pause_lead_tokens, k.kv_lead_tokens, k.turn_capacity, k.selects_largest_set, k.prompts_yield,
+        k.scales_growth, k.short_prompts_first,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, keep,

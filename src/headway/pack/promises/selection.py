@@ -101,7 +101,7 @@ def _keep_most(
         row, prompt = outlook.rows[i], outlook.level[i] == PROMPT
         if not prompt and outlook.level[i] != ANSWER:
             continue
-        _demand(params, jobs, row, kv, theta, pace, share, grow, prompt, need, i)
+        _demand(params, jobs, row, kv, now, theta, pace, share, grow, prompt, need, i)
         _add(kept, need, i, 1.0)
         number += 1
         loses = prompt or (jobs["tpot"][row] == np.inf and started > 0.0)
@@ -133,8 +133,8 @@ def _add(kept: Floats, need: Floats, i: int, sign: float) -> None:
 
 @compiled_in_place
 def _demand(
-    params: PackerParams, jobs: Rows, row: int, kv: KvBudget, theta: Floats, pace: Pace, share: float,
-    grow: float, prompt: bool, need: Floats, i: int,
+    params: PackerParams, jobs: Rows, row: int, kv: KvBudget, now: float, theta: Floats, pace: Pace,
+    share: float, grow: float, prompt: bool, need: Floats, i: int,
 ) -> None:  # fmt: skip
     """Set what a row needs of each resource: need[i, 0] in seconds of all of it, need[i, 1] as a share."""
     if prompt:
@@ -146,7 +146,11 @@ def _demand(
     for k in range(1, _RESOURCES):
         need[i, 0, k] = (need[i, 0, 0] + jobs["tokens_left"][row] * pace.token) * need[i, 1, k]
     if params.keep.turn_capacity > 0.0 and can_wait(jobs, row):
-        need[i, 1, 2] *= min(_rate(params.keep, jobs, row) * pace.token, 1.0)
+        part = min(_rate(params.keep, jobs, row) * pace.token, 1.0)
+        need[i, 1, 2] *= part
+        if not prompt:  # the more it is ahead, the longer its KV can be in the host pool
+            ahead = lead_of(params.keep, jobs, row, now) / (params.keep.kv_lead_tokens * jobs["tpot"][row])
+            need[i, 1, 1] *= 1.0 - min(max(ahead, 0.0), 1.0) * (1.0 - part)
 
 
 @compiled
