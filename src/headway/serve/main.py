@@ -8,7 +8,6 @@ import ctypes
 import errno
 import gc
 import logging
-import re
 import resource
 import signal
 import socket
@@ -21,7 +20,8 @@ import uvicorn
 from rich.console import Console
 from rich.markup import escape
 
-from headway.config import Config, Engine
+from headway.addresses import is_host, is_url, netloc
+from headway.config import Config, Engine, Postgres
 from headway.config.keys import reveal, revealed
 from headway.core.engine_spec import check
 from headway.engines.vllm.process.launch import check_installed, spec
@@ -55,7 +55,6 @@ _ACCEPTED = 4
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.serve")
 OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
-_URL = re.compile(r"https?://[^/\s]+")
 
 
 def preflight(config: Config, *, starts_engines: bool = True) -> None:
@@ -75,7 +74,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         *([check_installed] if starts else []),
         *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
         *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
-        *(partial(_check_address, engine.url) for engine in config.engines if engine.url is not None),
+        partial(_check_addresses, config),
     )
 
 
@@ -107,19 +106,41 @@ def _check_names(config: Config) -> None:
         )
 
 
-def _check_address(url: str) -> None:
-    if not _URL.match(url):
-        raise ConfigError(
-            f"{url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
-            param="engines.url",
-        )  # fmt: skip
+def _check_addresses(config: Config) -> None:
+    """Raise ConfigError for addresses that no server can have."""
+    hosts = {"server.host": config.server.host, "wire.host": config.wire.host}
+    urls = {f"engines.{i}.url": engine.url for i, engine in enumerate(config.engines)}
+    urls["tracing.endpoint"] = config.tracing.endpoint
+    check_all(
+        *(partial(_check_host, setting, host) for setting, host in hosts.items()),
+        *(partial(_check_url, setting, url) for setting, url in urls.items() if url is not None),
+        *([partial(_check_postgres, config.broker.postgres)] if config.broker.kind == "postgres" else []),
+    )
+
+
+def _check_postgres(settings: Postgres) -> None:
+    from headway.broker.postgres_link import address_of  # asyncpg is loaded where it is needed
+
+    address_of(settings)
+
+
+def _check_host(setting: str, host: str) -> None:
+    if not is_host(host):
+        problem = f"{setting} is {host!r}, which is no name or address of a machine."
+        hint = "Write it like 10.0.0.5 or ::1; ports have settings of their own."
+        raise ConfigError(problem, hint, param=setting)
+
+
+def _check_url(setting: str, url: str) -> None:
+    if not is_url(url, "http", "https"):
+        problem = f"{setting} is {url!r}, which is no URL of a server."
+        hint = "Write it like http://127.0.0.1:8000, with a port up to 65535."
+        raise ConfigError(problem, hint, param=setting)
 
 
 def _check_secrets(config: Config) -> None:
     """Raise ConfigError for secrets that are not where the configuration says, or that all could read."""
     secrets = [(config.server.operator_key, "server.operator_key")]
-    if config.broker.kind == "postgres":
-        secrets.append((config.broker.postgres.url, "broker.postgres.url"))
     secrets += ((key.key, f"keys.{i}.key") for i, key in enumerate(config.keys))
     secrets += ((engine.api_key, f"engines.{i}.api_key") for i, engine in enumerate(config.engines))
     check_all(
@@ -174,7 +195,7 @@ def bind(host: str, port: int) -> socket.socket:
                 param="server.port",
             ) from error
         raise ConfigError(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}.", "Check --host and --port."
+            f"Cannot listen on {netloc(host, port)}: {error.strerror or error}.", "Check --host and --port."
         ) from error
     return sock
 
@@ -311,7 +332,7 @@ class Server(uvicorn.Server):
     async def _announce(self, gateway: Gateway) -> None:
         """Show progress while engines start; stop everything when one cannot start at all."""
         console = Console(stderr=True)
-        address = f"http://{self._settings.server.host}:{self._settings.server.port}"
+        address = f"http://{netloc(self._settings.server.host, self._settings.server.port)}"
         console.print(
             f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "
             f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
