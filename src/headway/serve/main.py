@@ -19,6 +19,7 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from headway.addresses import is_host, is_url, netloc
 from headway.config import Config, Engine, Postgres
@@ -31,7 +32,7 @@ from headway.errors import ConfigError, HeadwayError, check_all
 from headway.models.resolve import resolve
 from headway.private import directory
 from headway.recipes.registry import find
-from headway.serve import tasks
+from headway.serve import json_log, tasks
 from headway.serve.adapters import base_models
 from headway.serve.aliases import check_aliases
 from headway.serve.app import add_endpoints, new_app
@@ -282,7 +283,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 AccessLog(app) if config.log.access else app, loop="uvloop",
-                log_level="warning", access_log=False, lifespan="off",
+                log_level="warning", log_config=None, access_log=False, lifespan="off",
                 http=limited(self._connections), server_header=False, backlog=_BACKLOG, ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s, proxy_headers=False,
                 timeout_graceful_shutdown=config.server.drain_s,
@@ -331,12 +332,12 @@ class Server(uvicorn.Server):
 
     async def _announce(self, gateway: Gateway) -> None:
         """Show progress while engines start; stop everything when one cannot start at all."""
-        console = Console(stderr=True)
+        console = Console(stderr=True, soft_wrap=True, quiet=json_log.is_on())
         address = f"http://{netloc(self._settings.server.host, self._settings.server.port)}"
-        console.print(
+        _say(
+            console,
             f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "
             f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
-            soft_wrap=True,
         )
         engines = gateway.dispatcher.engines.values()
         with console.status("starting engines ..."):
@@ -348,18 +349,24 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(0.2)
         self._tell_targets(console, gateway)
         models = escape(", ".join(sorted(gateway.counters)))
-        console.print(
-            f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)", soft_wrap=True
-        )
+        _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
 
     def _tell_targets(self, console: Console, gateway: Gateway) -> None:
         """Say what measured classes promise, and which others promise more than the engines can do."""
         classes = self._settings.classes
         for line in gateway.paces.told(classes):
-            console.print(escape(line), highlight=False, soft_wrap=True)
+            _say(console, escape(line), highlight=False)
         for line in gateway.paces.warnings(classes):
             log.warning("%s", line)
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:
-        console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False, soft_wrap=True)
+        _say(console, f"[red]cannot start[/]: {escape(str(failure))}", logging.ERROR, highlight=False)
         self.failed = self.should_exit = True
+
+
+def _say(console: Console, markup: str, level: int = logging.INFO, *, highlight: bool = True) -> None:
+    """Print a line for people, or log it where all lines are JSON."""
+    if json_log.is_on():
+        log.log(level, "%s", Text.from_markup(markup).plain)
+    else:
+        console.print(markup, highlight=highlight)
