@@ -83,10 +83,16 @@ def test_engine_errors_pass_through_unchanged(client: openai.OpenAI) -> None:
         )  # type: ignore[call-overload]
 
 
-def test_metrics_join_both_sides(headway: Headway) -> None:
-    page = httpx.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
+def test_metrics_join_both_sides(headway: Headway, client: openai.OpenAI) -> None:
+    promised = {"x-slo-ttft-ms": "600000"}
+    client.completions.create(model="smollm2", prompt="1 2 3", max_tokens=2, extra_headers=promised)
+    deadline = time.monotonic() + ANSWER_S
+    page = ""
+    while 'headway_slo_attainment{class="default",model="smollm2"}' not in page:  # counted after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        page = httpx.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
     assert 'headway_engine_up{instance="e0"} 1.0' in page
-    assert 'headway_slo_attainment{class="default",model="smollm2"}' in page
     assert "vllm:num_preemptions_total{" in page
     assert 'instance="e0"' in page.split("vllm:num_preemptions_total{")[1].split("}")[0]
 
