@@ -240,7 +240,7 @@ def rivals(
     from headway.bench.checkout import from_checkout
 
     if real and (grounds or rivals):
-        raise ConfigError("--real has grounds and rivals of its own.", "Leave out --grounds and --rivals.")
+        raise ConfigError("--grounds and --rivals are for simulated runs.", "Leave them out with --real.")
     if real:
         main = from_checkout("rivals.real:main")
         main(seconds=duration, quick=quick, as_json=as_json, seed=seed, out=out)

@@ -105,7 +105,7 @@ class PromisesConfig(NamedTuple):
     pause_lead_tokens: an answer this many tokens ahead of its tpot may move its KV to the host pool for a
         prompt that finds no room; inf = never.
     kv_lead_tokens: in the selection, the KV of an answer this many tokens ahead of its tpot counts only for
-        the part of the time that its pace needs, less so the less it is ahead; inf = always in full.
+        the part of the time that its pace needs, less so the less it is ahead; inf or no pool = in full.
     turn_capacity: answers ahead of their tpot take turns, with their KV, while by the (cautious) forecast
         they need at most this many batches; 0 = no turns.
     selects_largest_set: under overload keeps the largest set that can be on time; False = all not yet lost.

@@ -148,7 +148,7 @@ def _demand(
     if params.keep.turn_capacity > 0.0 and can_wait(jobs, row):
         part = min(_rate(params.keep, jobs, row) * pace.token, 1.0)
         need[i, 1, 2] *= part
-        if not prompt:  # the more it is ahead, the longer its KV can be in the host pool
+        if not prompt and params.host > 0:  # the more it is ahead, the longer its KV can be in the pool
             ahead = lead_of(params.keep, jobs, row, now) / (params.keep.kv_lead_tokens * jobs["tpot"][row])
             need[i, 1, 1] *= 1.0 - min(max(ahead, 0.0), 1.0) * (1.0 - part)
 
