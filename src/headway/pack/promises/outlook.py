@@ -19,7 +19,7 @@ from headway.types import Floats, Ints
 
 # Levels, most urgent first. STREAM: silent for long. Kept, as they can be on time: ANSWER decodes, PROMPT
 # does not, HOPE only if its answer is short, WAITS deferred. By soft due: GOES_ON begun and due soon, OTHER
-# not kept, TURN by its tenant's turn, SURPLUS lost and beyond its tenant's part, FAR not due for long. LOST
+# not kept, TURN by its tenant's turn, SURPLUS lost and beyond its tenant's fair share, FAR not due for long. LOST
 # cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
 STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
 

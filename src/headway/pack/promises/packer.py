@@ -185,7 +185,7 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
     keys = np.empty((3, kept.size))
     for i in range(kept.size):
         rank = jobs["urgency"][rows[i]]
-        # Of what waits, that beyond a tenant's part comes last; an answer in progress keeps its pace.
+        # What waits beyond a tenant's fair share comes last; an answer in progress keeps its pace.
         keys[0, i], keys[1, i] = outer(rank) if level[i] <= ANSWER else rank, level[i]
         keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
         if level[i] == STREAM:
