@@ -1,10 +1,10 @@
 """Which promises are beyond their tenant's fair share under overload.
 
-Promises are ordered by their deadlines, however much their tenant has had: a tenant that floods the queue with
-promises would take from the others in proportion. Under overload some promises must be given up; the first are
-those beyond a tenant's fair share: those that an engine for this tenant alone, as fast as its share, could not
-begin before they are due. While all can be kept, this changes nothing; a single tenant has all.
-Work is counted as in VTC: a prompt token is 1, an answer's 2.
+Promises are ordered by their deadlines, however much their tenant has had: a tenant that floods the queue
+with promises would take from the others in proportion. Under overload some promises must be given up; the
+first are those beyond a tenant's fair share: those that an engine for this tenant alone, as fast as its
+share, could not begin before they are due. While all can be kept, this changes nothing; a single tenant has
+all. Work is counted as in VTC: a prompt token is 1, an answer's 2.
 """
 
 from __future__ import annotations
