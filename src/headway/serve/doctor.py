@@ -175,7 +175,7 @@ def _attached(what: str, url: str) -> Finding:
         return Finding(what, "bad", f"{url} does not answer: {error}", "Start that vLLM, or correct its url.")
     if status != 200:
         return Finding(what, "bad", f"{url}/health answers {status}", "Is it a vLLM? Look into its log.")
-    return Finding(what, "good", f"{url} is well")
+    return Finding(what, "good", f"{url} answers")
 
 
 def _memory(config: Config) -> Iterator[Finding]:

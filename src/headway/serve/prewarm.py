@@ -54,7 +54,7 @@ class PrewarmMetrics:
             ["kind", "outcome"], registry=registry,
         )  # fmt: skip
         self._ended = Counter(
-            "headway_prewarm_end", "What became of warm resources: used, or wasted.", ["kind", "outcome"],
+            "headway_prewarm_end", "Ends of warm resources: used or wasted.", ["kind", "outcome"],
             registry=registry,
         )  # fmt: skip
         self._seconds = Histogram(
@@ -157,7 +157,7 @@ class Warmups:
             try:
                 await held.release()
             except HeadwayError as error:
-                log.warning("what was warmed is not let go of: %s", error)
+                log.warning("a warm resource is not released: %s", error)
 
 
 class BackendWarmer(Warmer):

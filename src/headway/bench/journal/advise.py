@@ -70,7 +70,7 @@ def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bo
     if not case.requests.promised.any():
         raise ConfigError(
             "No request of this traffic has an SLO, so any fleet keeps its promises.",
-            "Give classes SLOs (docs/operating.md), or with --trace give --slo.",
+            "Give classes SLOs (docs/classes.md), or with --trace give --slo.",
         )
     began = time.perf_counter()
     with Progress(disable=as_json, transient=True) as bar:

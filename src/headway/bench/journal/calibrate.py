@@ -82,7 +82,7 @@ def _told(engine: EngineRow) -> tuple[int, int, int]:
     """Return blocks, block size and token budget of an engine; ConfigError if it did not tell them."""
     if not (engine.blocks and engine.block_size and engine.token_budget):
         raise ConfigError(
-            f"Engine {engine.instance} did not say how much KV it has: it runs without Headway's scheduler.",
+            f"Engine {engine.instance} did not report its KV: it runs without Headway's scheduler.",
             _DESCRIBE,
         )
     return engine.blocks, engine.block_size, engine.token_budget

@@ -20,7 +20,7 @@ _AWAY = 0.05  # seconds that a request takes to the engine and its tokens back, 
 _SHARE = 0.05  # of the requests
 _CACHED, _FOREIGN = 0.85, 1.15  # tokens computed, as a share of those that the journal's requests account for
 _MEND = (
-    "What mends it: measure the engine without other load (headway profile --url URL --device NAME --out "
+    "To mend it, measure the engine without other load (headway profile --url URL --device NAME --out "
     "DIR) and give --instance DIR/pace.json; choose a time without restarts and other load with --since and "
     "--until; copy the files of all gateways' journals into one folder."
 )

@@ -59,7 +59,7 @@ def _store(state: AppState) -> BatchStore:
     store = state.gateway.batches
     if store is None:
         raise RequestError(
-            "There are no batches here: they want a queue that survives the gateway.",
+            "There are no batches here: they need a queue that survives the gateway.",
             'Set broker.kind to "sqlite" or "postgres", and do not set batches.dir to "none".',
             status=403, code="batches_off",
         )  # fmt: skip

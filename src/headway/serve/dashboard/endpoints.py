@@ -48,7 +48,7 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
         operator = state.is_operator(request)
         if (viewers := board.viewers[operator]) >= _MOST_VIEWERS:
             raise RequestError(
-                f"{viewers} look at the dashboard already.", "Close one of them.", status=503,
+                f"{viewers} viewers look at the dashboard already.", "Close one of them.", status=503,
                 kind="server_error", code="too_many_viewers",
             )  # fmt: skip
         events = board.events(state.stopping, operator, view)
@@ -74,9 +74,9 @@ def _asked(request: Request) -> tuple[str, float]:
     except ValueError:
         since = math.nan
     if not now - _MOST_DAYS * _DAY_S <= since <= now + _DAY_S:
-        raise RequestError("since is no instant.", "Give seconds since the epoch.", param="since")
+        raise RequestError("since is not a time.", "Give seconds since the epoch.", param="since")
     if not (id := asked.get("id", "").strip()) or len(id) > _LONGEST_ID or "\0" in id:
-        raise RequestError("id is no request's.", "Give its x-request-id.", param="id")
+        raise RequestError("id is not the id of a request.", "Give its x-request-id.", param="id")
     return id, since
 
 
