@@ -1,4 +1,4 @@
-"""The engines' side: starts them, carries out the controller's commands on them, tells what they learn.
+"""The engines' side: starts them, carries out the controller's commands on them, reports what they learn.
 
 Only an engine knows how much of a prompt it has computed, and whether an answer that is not streamed has
 begun. So the controller asks (`inquire`) before it refuses what is overdue inside one.

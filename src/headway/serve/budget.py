@@ -1,4 +1,4 @@
-"""The memory that bodies of requests may take, those that are still being uploaded included, and answers."""
+"""Memory limits of request bodies, including those that are being uploaded, and of answers."""
 
 from __future__ import annotations
 

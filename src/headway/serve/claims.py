@@ -1,4 +1,4 @@
-"""What a request claims, held against what its API key may (`[[keys]]`): class, SLO, priority."""
+"""Checks a request's class, SLO and priority against the limits of its API key (`[[keys]]`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headway doctor`: what is wrong with this machine or configuration, and what mends it."""
+"""`headway doctor`: checks this machine and a configuration, and says how to mend what is wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MARKS = {"good": "[green]ok[/]", "doubt": "[yellow]doubt[/]", "bad": "[red]wron
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at and found. mend: what to do about it; empty when it is good."""
+    """A check and its result. mend: what to do about it; empty when it is good."""
 
     what: str
     state: State

@@ -1,4 +1,4 @@
-"""When Python looks for garbage among the gateway's long-lived objects.
+"""When Python's garbage collector scans the gateway's long-lived objects.
 
 A full collection looks at every object of every open request: half a second with a few thousand streams, in
 which nobody is served. It finds next to nothing, for what a request leaves behind is freed by its reference

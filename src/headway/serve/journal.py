@@ -1,4 +1,4 @@
-"""The gateway's journal: what ended, and what the engines did, written beside the event loop.
+"""The gateway's journal: ended requests and the engines' iterations, written off the event loop.
 
 A request only appends a row to a list. What cannot be written (a full disk) waits in memory up to a limit,
 then the oldest rows are lost: counted and logged, and no request notices.

@@ -58,7 +58,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class AccessLog:
-    """ASGI middleware that logs every HTTP request but probes when its answer has ended, whoever ended it."""
+    """ASGI middleware that logs every HTTP request except probes when its answer ends, complete or not."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -32,7 +32,7 @@ _MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser ta
 
 
 class _Answers(NamedTuple):
-    """What counts the complete answers to a tenant of a model and a class.
+    """Metrics of the complete answers of a model and a class to a tenant.
 
     To look these up costs more than to count.
     """

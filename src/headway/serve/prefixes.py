@@ -1,4 +1,4 @@
-"""What the prompts of a unit have in common, and its KV in the engines before the next one needs it.
+"""Common prefixes of a unit's prompts, with their KV in the engines before the next prompt needs it.
 
 A unit's prompts begin alike: the system prompt, the tools, the examples. The gateway learns that beginning
 from the latest runs. To warm it, an engine computes it as a request of the lowest rank and holds it by a pin

@@ -46,7 +46,7 @@ class Warmer(Protocol):
 
 
 class PrewarmMetrics:
-    """What became of warm-ups, by kind of resource."""
+    """Metrics of warm-ups by kind of resource."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._begun = Counter(

@@ -1,4 +1,4 @@
-"""What a client is told when its request is refused: 429 in OpenAI's shape, why, and what to do about it."""
+"""Answers to refused requests: 429 in OpenAI's shape, with the reason and a hint."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a journal says of its engines, as simulated instances: size, latency law and overheads, measured by
-the traffic itself.
+"""The engines of a journal as simulated instances: size, latency law and overheads, measured by the traffic
+itself.
 
 The laws are fitted as `headway profile` fits them, to the shapes and times of the iterations that the engines
-logged while they served; so nothing that the traffic did not do is known well.
+logged while they served; so they hold only for loads like that of the traffic.
 """
 
 from __future__ import annotations

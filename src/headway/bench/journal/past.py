@@ -1,4 +1,4 @@
-"""A journal as a recorded run, so that what explains simulated requests explains real ones in the same words.
+"""A journal as a recorded run, so that real requests are explained by the same code as simulated ones.
 
 What the journal does not have is left out rather than guessed: time in an engine that told nothing of the
 request (an agent's, one without Headway's scheduler, one that died) is `unseen`. Tokens that others computed

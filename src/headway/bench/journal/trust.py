@@ -1,4 +1,5 @@
-"""Whether advice from a journal can be trusted: not where what was served is something else when simulated.
+"""Whether advice from a journal can be trusted: not if the simulation of what was served differs from it.
+
 Then the journal often shows why.
 """
 
@@ -37,7 +38,7 @@ def slower(real: float, simulated: float) -> bool:
 
 
 def warning(differences: Sequence[str], seen: Sequence[str]) -> str:
-    """Return what warns of advice, "" = nothing does. seen: causes that show in the journal."""
+    """Return the warning about advice, "" = there is none. seen: causes that show in the journal."""
     if not differences:
         return ""
     causes = (

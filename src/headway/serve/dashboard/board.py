@@ -1,4 +1,4 @@
-"""What the dashboard shows: one snapshot of the gateway a second, shared by all who look at the same view."""
+"""The dashboard's snapshots of the gateway: one a second, shared by all viewers of the same view."""
 
 from __future__ import annotations
 

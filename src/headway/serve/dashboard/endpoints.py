@@ -1,4 +1,4 @@
-"""`GET /`: the dashboard's page, the same for all. `GET /headway/live`: what it shows, for operators.
+"""`GET /`: the dashboard's page. `GET /headway/live`: the data that it shows.
 
 `GET /headway/explain`: the story of one request, for operators.
 """

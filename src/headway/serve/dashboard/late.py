@@ -47,7 +47,7 @@ Heaps = dict[Pair, list[Entry]]
 
 
 class LateRequests:
-    """The requests that missed their SLO by most, in every window, of every pair; what it costs is bounded.
+    """The requests that missed their SLO by most, in every window, of every pair; memory is bounded.
 
     pair_of: the pair that a request of a class and a tenant counts for.
     """

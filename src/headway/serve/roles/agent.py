@@ -1,4 +1,4 @@
-"""An agent: engines on one machine, told of to all, and the controller's commands carried out on them."""
+"""An agent: runs the engines of one machine, reports on them, and carries out the controller's commands."""
 
 from __future__ import annotations
 

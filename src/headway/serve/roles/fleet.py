@@ -1,4 +1,4 @@
-"""The engines as a gateway sees them that starts none: what their agents say."""
+"""The engines as a gateway in another process sees them, by their agents' reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("headway.serve")
 
 @dataclass(slots=True)
 class _Heard:
-    """The latest state of an engine. at: instant. agent: that said it."""
+    """The latest state of an engine. at: instant. agent: that reported it."""
 
     at: float
     agent: str
@@ -33,7 +33,7 @@ class _Heard:
 
 
 class Fleet:
-    """Keeps the gateway's engines as their agents say they are.
+    """Keeps the gateway's engines as their agents report them.
 
     lease_s: an engine is down after so many seconds in which its agent is silent.
     """

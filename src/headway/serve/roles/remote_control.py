@@ -1,4 +1,4 @@
-"""The controller as a gateway sees it that is a process of its own.
+"""The controller as a gateway in another process sees it.
 
 The gateway has a controller, too, which plans nothing: fed with its own requests and with what agents say of
 their engines it admits requests, and tells what is loaded, by the same rules. What waits at other gateways
@@ -58,7 +58,7 @@ class Leader:
 
 
 class RemoteControl(ControlView):
-    """Tells a controller elsewhere what happens here, and takes its commands.
+    """Reports events to a controller in another process, and takes its commands.
 
     execute: carries out a command for requests in flight; to be set before the first message.
     """

@@ -1,4 +1,4 @@
-"""What engines answer is not trusted: it is read as strict JSON in the shape of OpenAI's API.
+"""Engines' answers are not trusted: they are read as strict JSON in the shape of OpenAI's API.
 
 Answers are checked without making objects of what they hold: 16 MiB of empty lists would take 400 MB, and
 the interpreter for a second.
@@ -40,7 +40,7 @@ OWN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the gateway reads of an answer, or of one event of a stream.
+    """The parts of an answer, or of one event of a stream, that the gateway reads.
 
     output_tokens: as the engine counts them, None = it does not say.
     failed: it is an error in OpenAI's shape.
@@ -56,7 +56,7 @@ _PLAIN = Answer()  # nearly all events of streams
 
 
 class _Object(Struct, gc=False):
-    """An object of which nothing is read."""
+    """A JSON object whose content is ignored."""
 
 
 class _Usage(Struct, gc=False):

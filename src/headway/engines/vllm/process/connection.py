@@ -325,7 +325,7 @@ class EngineConnection:
 
 
 class OpenRequest:
-    """A request on a connection, open within the context that this is. `EngineConnection.open` makes it."""
+    """A request on a connection: a context manager, made by `EngineConnection.open`."""
 
     __slots__ = ("_connection", "_posting", "_response")
 

@@ -1,4 +1,4 @@
-"""The limits of an instance as it tells them itself; what it does not tell is as configured.
+"""The limits of an instance as it reports them; those that it does not report are as configured.
 
 Headway's scheduler tells all of them but the context, which vLLM's /v1/models tells. Stock vLLM tells its KV
 cache on /metrics, and nowhere its --max-num-seqs.

@@ -1,4 +1,4 @@
-"""An instance that another process supervises, known by what that process says of it."""
+"""An instance that another process supervises and reports on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KnownModels:
 
 
 class RemoteEngine(EngineView):
-    """An instance on any machine. on_lost: told when a request has failed on it and it does not answer."""
+    """An instance on any machine. on_lost: called when a request failed on it and it does not answer."""
 
     models: KnownModels
 
