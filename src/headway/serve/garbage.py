@@ -35,5 +35,5 @@ async def collect(open_requests: Callable[[], int]) -> None:
 
 
 def due(open_requests: int, since: float) -> bool:
-    """Tell whether a full collection is due, so many seconds after the one before it."""
+    """Tell whether a full collection is due, `since` seconds after the last one."""
     return open_requests <= _CALM or since >= _LATEST_S

@@ -154,7 +154,7 @@ class _Pin:
     async def warm(self, seconds: float) -> bool | None:
         """Hold the prefix, computed now (True) or cached already (False).
 
-        None = the engine had other things to do for so many seconds.
+        None = the engine was busy with other work all the time.
         """
         if await self.engine.pin(self.chain, self.tokens) == len(self.tokens):
             return False

@@ -139,7 +139,7 @@ class Warmups:
     async def _keep(self, held: Held, command: Prewarm, key: Hashable, took: float) -> None:
         """Keep a resource warm until it is used or the last command's time is over.
 
-        took: seconds that warming took, which the planner is told if the resource was cold.
+        took: seconds that warming took, reported to the planner if the resource was cold.
         """
         kind, began = command.resource.kind, time.monotonic()
         try:

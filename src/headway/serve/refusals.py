@@ -24,7 +24,7 @@ def refusal(reject: Reject) -> RequestError:
     elif reject.shortfall is not None:
         hint = f"Try again in {seconds} s, or {_OTHER}."
     headers = {"x-headway-dropped-reason": reject.reason}
-    # OpenAI's clients try every 429 again by themselves unless they are told not to.
+    # OpenAI's clients retry every 429 by themselves unless this header forbids it.
     headers |= {"x-should-retry": "false"} if seconds is None else {"retry-after": seconds}
     return RequestError(
         what, hint, code=reject.reason, status=429, kind="rate_limit_error", headers=headers

@@ -159,7 +159,7 @@ def _check_ended(run: Run | EndedRun, body: UnitBody) -> None:
         )  # fmt: skip
 
 
-# ---- what is told of a run
+# ---- descriptions of runs
 
 
 def _described(state: AppState, key: Key) -> dict[str, Any]:

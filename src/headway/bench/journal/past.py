@@ -126,7 +126,7 @@ class Past:
             found.setdefault(stay.id, []).append(stay)
         return found
 
-    # ---- who was served meanwhile
+    # ---- requests served meanwhile
 
     def _explained(self, request: int, span: Span) -> Span:
         if span.state in ("running", UNSEEN, TRANSIT):

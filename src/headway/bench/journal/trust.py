@@ -28,7 +28,7 @@ _MEND = (
 
 
 def differs(real: float, simulated: float, requests: int) -> bool:
-    """Tell whether two attainments (%) of so many requests differ by more than a good simulation's error."""
+    """Tell whether two attainments (%) of `requests` differ by more than a good simulation's error."""
     return abs(real - simulated) > _POINTS + 150 / max(requests, 1)
 
 

@@ -165,7 +165,7 @@ def outlooks_of(
 def _revise(
     params: PackerParams, jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace, lost: Ints
 ) -> None:
-    """Bring the outlook up to date with these parameters, in place; OTHER is so whatever they are."""
+    """Update the outlook for these parameters, in place; OTHER does not depend on them."""
     rows, level, start = outlook
     for i in range(rows.size):
         # What is over `outlook_of` calls LOST, too, at several times the cost.

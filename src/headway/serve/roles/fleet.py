@@ -35,7 +35,7 @@ class _Heard:
 class Fleet:
     """Keeps the gateway's engines as their agents report them.
 
-    lease_s: an engine is down after so many seconds in which its agent is silent.
+    lease_s: seconds of silence of its agent after which an engine is down.
     """
 
     def __init__(self, control: RemoteControl, engines: Sequence[Engine], lease_s: float) -> None:

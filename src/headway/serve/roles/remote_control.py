@@ -140,7 +140,7 @@ class RemoteControl(ControlView):
                 connections = self._link.connections
                 self.report()
             waiting = (Waiting(tenant, tier, count) for (tenant, tier), count in self._waiting.items())
-            self._flush()  # what is counted is told before
+            self._flush()  # the counted requests are reported first
             self._link.send("controller", Alive(tuple(waiting), len(self.controller.requests)))
             await asyncio.sleep(EVERY_S)
 
@@ -200,7 +200,7 @@ class RemoteControl(ControlView):
                 self.execute(command)
 
     def _send(self, send: Send) -> None:
-        """Hand a request to an engine, once: the first command counts, and the controller is told."""
+        """Hand a request to an engine, once: the first command counts; the controller is notified."""
         if send.id not in self.controller.requests:
             return
         if send.instance not in self.controller.cluster.instances:
