@@ -353,7 +353,7 @@ class Leader:
                 self._outbox[to].append(part)
 
     def _addressed(self, command: Command) -> Iterator[tuple[str, Command]]:
-        """Yield a command with its receivers; a request that has ended needs none."""
+        """Yield each receiver's name and its command; a request that has ended has no receiver."""
         match command:
             case Send(id) | Reject(id):
                 yield from ((name, command) for name in filter(None, [self._owner.get(id)]))
