@@ -89,7 +89,7 @@ class Promises(Packer):
 
     @property
     def params(self) -> PackerParams:
-        """What compiled loops take for this packer."""
+        """The parameters of this packer for compiled loops."""
         spec = self.spec
         return PackerParams(
             kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,

@@ -127,9 +127,9 @@ class Board:
 
 
 async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
-    """Return the state of an engine. None = it does not tell, or is down.
+    """Return the state of an engine. None = not reported, or it is down.
 
-    inside: requests sent to it. computing, paused, waiting: what it says of all that it has. kv: share.
+    inside: requests sent to it. computing, paused, waiting: of all requests that it has. kv: share in use.
     """
     instance = engine.instance
     told: dict[str, Any] = {

@@ -37,7 +37,7 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
 
     @app.get("/", include_in_schema=False)
     async def dashboard() -> Response:
-        """Return the page; there is nothing of this gateway in it."""
+        """Return the page; it contains no data of this gateway."""
         return HTMLResponse(page, headers=_HEADERS)
 
     @app.get("/headway/live", include_in_schema=False)  # its answer has no end
@@ -90,7 +90,7 @@ def _page() -> str:
 
 
 def _view(request: Request) -> View:
-    """Return the view that a request asks for; 400 for a window that there is not."""
+    """Return the view that a request asks for; 400 for an unknown window."""
     asked = request.query_params
     if (window := asked.get("window", FINEST)) not in WINDOWS:
         raise RequestError(

@@ -80,7 +80,7 @@ class LateRequests:
                 heapq.heapreplace(heap, entry)
 
     def latest(self, view: View, now: float) -> list[LateRequest]:
-        """Return those of a view that were late by most, the one that was so by most first."""
+        """Return the requests of a view that were late by most, in descending order."""
         since = now - view.seconds
         found = [
             entry for _, heaps in self._buckets[view.window]

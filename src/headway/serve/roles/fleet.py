@@ -88,7 +88,7 @@ class Fleet:
         self._tell(engine, state, None if before is None else before.state)
 
     def _tell(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
-        """Bring what admits requests up to date with a state of an engine."""
+        """Update admission with a state of an engine."""
         event = _event(state, before, up=engine.up.is_set())
         if state.instance is None:
             engine.up.clear()

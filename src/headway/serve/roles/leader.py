@@ -234,7 +234,7 @@ class Leader:
         self.control.correct(events, placed)
 
     def _corrections(self, name: str, gateway: _Gateway, one: InFlight, apart: float) -> list[Event]:
-        """Return the events that are missing here of a request, but for its being sent."""
+        """Return the events of a request that are missing here, except that it was sent."""
         id, events = one.request.id, list[Event]()
         since, owner = one.since + apart, self._owner.get(id, name)
         if owner != name and self._since[id] > since:
@@ -274,7 +274,7 @@ class Leader:
             self._come(InstanceUp(state.instance))
 
     def _refusal(self, name: str, engine: str) -> str | None:
-        """Return why an agent's engine gets no work, and what mends that; None = it may."""
+        """Return why an agent's engine gets no work, and how to mend that; None = it gets work."""
         if engine not in self._configured:
             return UNKNOWN
         owner = self._agent_of.get(engine, name)

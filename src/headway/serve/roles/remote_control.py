@@ -133,7 +133,7 @@ class RemoteControl(ControlView):
         self.controller.note(event, clock.now())
 
     async def live(self) -> None:
-        """Say that this gateway lives, and what waits here, until cancelled."""
+        """Report that this gateway lives, and what waits here, until cancelled."""
         connections = self._link.connections
         while True:
             if self._link.connections != connections:  # commands may have been lost

@@ -132,7 +132,7 @@ class VllmEngine(EngineView):
         await self._serve(InstanceUp)
 
     async def _measure(self) -> None:
-        """Measure the pace, at the first start: of one that others use, too, it would say nothing."""
+        """Measure the pace at the first start; while others use the engine, too, it would mean nothing."""
         tell, self._on_pace = self._on_pace, None
         if tell is None or self.config.url is not None or self.config.runner == "pooling":
             return
@@ -146,7 +146,7 @@ class VllmEngine(EngineView):
             tell(self.id, pace)
 
     async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
-        """Tell that the instance takes work from now on."""
+        """Announce that the instance takes work from now on."""
         instance = await self._describe()
         if self.models.swaps:
             await asyncio.to_thread(self.models.survey)

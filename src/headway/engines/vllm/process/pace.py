@@ -64,7 +64,7 @@ async def measure(engine: EngineConnection, model: str, max_running: int, max_mo
 
 
 def _tokens(seconds: float) -> int:
-    """Return the tokens to measure with when each takes so long."""
+    """Return the number of tokens to measure with, when each takes `seconds`."""
     return min(max(int(_SECONDS / max(seconds, 1e-3)), _FEWEST), _TOKENS)
 
 
