@@ -234,7 +234,7 @@ class LimitedHttp(HttpToolsProtocol):
 
         Requests that came whole before it on the same connection get their answers first.
         """
-        error = self._error or RequestError("This is not an HTTP request.", "Speak HTTP/1.1.")
+        error = self._error or RequestError("This is not an HTTP request.", "Send HTTP/1.1.")
         body = json.dumps(error.body()).encode()
         lines = (
             b"content-type: application/json",

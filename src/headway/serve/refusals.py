@@ -39,7 +39,7 @@ def _what(reject: Reject) -> str:
 
 def _many(limit: QueueLimit) -> str:
     of = "of yours" if limit.tier is None else f"of yours in the class {limit.tier}"
-    return f"Requests {of} for {limit.waiting} answers wait; at most {limit.most} may now ({limit.setting})."
+    return f"{limit.waiting} answers {of} wait; at most {limit.most} may wait now ({limit.setting})."
 
 
 def _late(shortfall: Shortfall) -> str:

@@ -110,7 +110,9 @@ async def _receive(
             received += len(part)
             form.feed(part)
             if received > form.size + ROOM:
-                raise RequestError("The form has too much beside the file.", "Send purpose and file alone.")
+                raise RequestError(
+                    "The form has too much data beside the file.", "Send purpose and file alone."
+                )
             quota.add(tenant, form.size - counted)
             counted = form.size
             quota.check(tenant, used)

@@ -138,7 +138,7 @@ def _check_numbers(data: bytes) -> None:
     for literal in _LITERAL.finditer(data):
         start, end = literal.span()
         if data[start] != ord('"') and (end - start > _LONGEST_NUMBER or math.isinf(float(literal.group()))):
-            raise ValueError(f"{data[start : start + 20].decode()} is beyond all numbers")
+            raise ValueError(f"{data[start : start + 20].decode()} is beyond the range of numbers")
 
 
 def read_strictly(data: bytes) -> Any:
@@ -160,7 +160,7 @@ def _refuse(name: str) -> None:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is beyond all numbers")
+        raise ValueError(f"{text[:20]} is beyond the range of numbers")
     return value
 
 
