@@ -16,6 +16,7 @@ from headway.bench.journal_commands import advise, explain, report
 from headway.bench.options import ConfigFile, Json, Quick, Seed
 from headway.bench.simulate_commands import simulate, sweep
 from headway.errors import ConfigError, HeadwayError
+from headway.serve import json_log
 
 _NAMES = {"help_option_names": ["-h", "--help"]}  # commands and groups below inherit them
 
@@ -38,12 +39,20 @@ def main() -> None:
     try:
         app()
     except HeadwayError as error:
-        console = Console(stderr=True)
-        pipe = not console.is_terminal  # paths in it stay in one piece
         for one in error.parts if isinstance(error, ConfigError) else (error,):
-            console.print(f"[red]error:[/] {escape(one.message)}", highlight=False, soft_wrap=pipe)
-            console.print(f"[green]hint:[/]  {escape(one.hint)}", highlight=False, soft_wrap=pipe)
+            _tell(one)
         sys.exit(2)
+
+
+def _tell(error: HeadwayError) -> None:
+    """Write an error to stderr, in the format of the log."""
+    if json_log.is_on():
+        json_log.log.error("%s %s", error.message, error.hint)
+        return
+    console = Console(stderr=True)
+    pipe = not console.is_terminal  # paths in it stay in one piece
+    console.print(f"[red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=pipe)
+    console.print(f"[green]hint:[/]  {escape(error.hint)}", highlight=False, soft_wrap=pipe)
 
 
 @app.command()

@@ -28,6 +28,18 @@ def test_a_queue_in_postgres_needs_a_url() -> None:
     assert parse({"broker": {"postgres": {"schema": "other"}}}).broker.kind == "sqlite", "no other kind asks"
 
 
+@pytest.mark.parametrize("place", ["h:99999", "a b", "h:5432,h:99999", "h:port"])
+def test_an_address_that_no_server_has_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match="no URL of a PostgreSQL server") as caught:
+        preflight(config(postgres={"url": f"postgresql://headway:very-secret-word@{place}/headway"}))
+    assert "very-secret-word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["h:1,h:2", "", "[::1]:5432", "h"])
+def test_addresses_that_servers_have_are_taken(place: str) -> None:
+    preflight(config(postgres={"url": f"postgresql://headway:very-secret-word@{place}/headway"}))
+
+
 def test_the_url_is_not_shown() -> None:
     text = show(config())
     assert 'url = "****"' in text

@@ -26,6 +26,7 @@ GROUND = {
     "compiled",
     "plugins",
     "private",
+    "addresses",
     "forecast",
     "memory",
 }

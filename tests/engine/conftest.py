@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool
 from headway.models import resolve
 from headway.models.variants import vary
@@ -37,13 +38,17 @@ class Engine:
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
-    def add(self, name: str, prompt: list[int], tokens: int, **metadata: float) -> None:
+    def add(
+        self, name: str, prompt: list[int], tokens: int, seed: int | None = None, **metadata: float
+    ) -> None:
+        """Add a request; without a seed it is greedy."""
         from vllm import SamplingParams
 
         extra = {f"headway_{key}": value for key, value in metadata.items()} | {"headway_id": name}
         params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
-        )
+            temperature=float(seed is not None), seed=seed, max_tokens=tokens, ignore_eos=True,
+            detokenize=False, extra_args=extra,
+        )  # fmt: skip
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> dict[str, list[int]]:
@@ -87,7 +92,7 @@ def engine(few_layers: str) -> Iterator[Engine]:
         enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=512, async_scheduling=False, scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "slack", "max_running": 8}},
-        kv_transfer_config=host_pool(HOST_GIB),
+        kv_transfer_config=host_pool(HOST_GIB), worker_extension_cls=WORKER_EXTENSION,
     )  # fmt: skip
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()

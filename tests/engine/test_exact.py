@@ -87,6 +87,21 @@ def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe:
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
 
 
+def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(engine: Engine) -> None:
+    asked = list(zip(prompts(len(TOKENS)), TOKENS, range(len(TOKENS)), strict=True))
+    engine.scheduler.packer = find("vllm").packer(replace(engine.scheduler.spec, max_running=8))
+    whole = []
+    for prompt, tokens, seed in asked:
+        engine.add("alone", prompt, tokens, seed)
+        whole.append(engine.run()["alone"])
+    engine.scheduler.packer = Chaos(4)
+    for prompt, tokens, seed in asked:
+        engine.add(f"r{seed}", prompt, tokens, seed)
+    done = engine.run()
+    assert [done[f"r{seed}"] for _, _, seed in asked] == whole
+    assert len({answer[0] for answer in whole}) > 1
+
+
 def test_reranks_change_no_token(engine: Engine, alone: list[list[int]]) -> None:
     rng, before = np.random.default_rng(1), engine.counters()
     engine.scheduler.packer = find("slack").packer(

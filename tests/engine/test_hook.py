@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from headway.engines.vllm import oracle
+from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.control import PendingUrgency, _control
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
@@ -48,7 +49,11 @@ def control(engine: SchedulerOracle, **message: Any) -> dict[str, Any]:
 
 
 def test_it_tells_which_fields_crash_its_engine(make: Make) -> None:
-    assert control(make("headway"), op="state")["fatal"] == ["seed"]
+    engine = make("headway")
+    assert control(engine, op="state")["fatal"] == ["seed"]
+    parallel = cast(Any, engine.scheduler).vllm_config.parallel_config
+    parallel.worker_extension_cls = WORKER_EXTENSION
+    assert control(engine, op="state")["fatal"] == []
 
 
 @pytest.mark.parametrize("recipe", ["priority", "edf", "slack"])

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from headway.config import Config, Engine
 from headway.engines.vllm.plugin import models as plugin
-from headway.engines.vllm.plugin.worker import LoadingWorker
+from headway.engines.vllm.plugin.worker import WorkerExtension
 from headway.engines.vllm.process import children, client, launch
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.host_weights import HostWeights, MappedFiles, is_warm
@@ -243,9 +243,9 @@ def test_an_engine_with_models_is_started_with_what_loads_them(tmp_path: Path) -
     assert line[line.index("--served-model-name") + 1] == "b"
     assert paths[1] in line
     assert paths[0] not in line
-    assert "headway.engines.vllm.plugin.worker.LoadingWorker" in line
+    assert "headway.engines.vllm.plugin.worker.WorkerExtension" in line
     assert "--enable-sleep-mode" in line
-    assert "--worker-extension-cls" not in launch.command(Engine(model=paths[0]), 1, "shepherd")
+    assert "--worker-extension-cls" in launch.command(Engine(model=paths[0]), 1, None)
 
 
 # ---- sleep mode, with FAKE engines
@@ -376,7 +376,7 @@ def test_tied_weights_are_processed_again_and_no_others() -> None:
         module.quant_method = Method()  # type: ignore[assignment]
     network = torch.nn.Sequential(one, own, tied)
 
-    class Worker(LoadingWorker):
+    class Worker(WorkerExtension):
         class model_runner:
             get_model = staticmethod(lambda: network)
 

@@ -21,6 +21,7 @@ from headway.backends import containers, namespaces
 from headway.backends.containers import check_docker
 from headway.backends.model import Model
 from headway.backends.namespaces import check_namespaces
+from headway.backends.pool import WorkerPool
 from headway.backends.port import BackendError, Ran
 from headway.backends.registry import make, opened
 from headway.backends.sandbox import Sandboxes
@@ -308,6 +309,31 @@ async def test_a_unit_that_is_given_up_ends_its_process() -> None:
         unit.cancel()
         await asyncio.gather(unit, return_exceptions=True)
         await eventually(lambda: backend._pool.live == 0)
+
+
+async def test_closing_ends_a_unit_whose_worker_is_still_starting() -> None:
+    ended = asyncio.Event()
+
+    async def start() -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    pool = WorkerPool[Any]("slow", start, most=2, waiting=2, share=1.0, keep_s=None)
+
+    async def unit() -> None:
+        async with pool.worker("t"):
+            pytest.fail("it has no worker")
+
+    units = [asyncio.create_task(unit()) for _ in range(3)]
+    await eventually(lambda: pool.live == 2)
+    await pool.close()
+    assert ended.is_set()
+    assert pool.live == 0
+    for error in await asyncio.gather(*units, return_exceptions=True):
+        assert isinstance(error, BackendError)
+        assert error.status == 503
 
 
 @every

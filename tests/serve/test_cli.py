@@ -146,6 +146,17 @@ def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
     assert "[[engines]]" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_banner_has_an_ipv6_address_in_brackets(tmp_path: Path) -> None:
+    port = free_port()
+    with headway("serve", "--host", "::", "--port", str(port), "--url", DEAD, folder=tmp_path) as process:
+        assert process.stderr is not None
+        try:
+            assert f"http://[::]:{port} " in process.stderr.readline()
+        finally:
+            process.kill()
+
+
 def test_no_help_loses_a_word_in_brackets() -> None:
     """Typer reads help as Rich's markup: `[[engines]]` would become `[]`."""
 

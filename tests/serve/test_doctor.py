@@ -43,6 +43,11 @@ def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
         ("engines = [{ max_model_len = 10000 }]", "configuration", "context of 8192", "max_model_len = 8192"),
         ('engines = [{ tool_parser = "no" }]', "configuration", "no tool parser", "hermes"),
         ('engines = [{ url = "http://127.0.0.1:9" }]', "engine e0", "does not answer", "Start that vLLM"),
+        ('engines = [{ url = "http://h:99999" }]', "configuration", "engines.0.url", "65535"),
+        ('engines = [{ url = "http://" }]', "configuration", "engines.0.url", "http://127.0.0.1:8000"),
+        ('tracing = { endpoint = "http://a b:4318" }', "configuration", "tracing.endpoint", "http://"),
+        ('server = { host = "" }', "configuration", "server.host", "::1"),
+        ('wire = { host = "10.0.0.5:9000" }', "configuration", "wire.host", "10.0.0.5"),
         ('engines = [{ cores = "0" }, { cores = "0-1" }]', "cores", "e0 and e1", 'cores = "1"'),
         ("engines = [{ kv_gib = 100000 }]", "memory", "engines take about", "kv_gib"),
         ('[broker.sqlite]\npath = "/proc/queue.sqlite"', "queue", "", ""),
@@ -66,6 +71,12 @@ def test_an_address_in_use(tmp_path: Path) -> None:
 def test_an_open_address_without_keys_is_doubtful(tmp_path: Path) -> None:
     seen = found(tmp_path, f'[server]\nhost = "0.0.0.0"\nport = {free_port()}')["address"]
     assert (seen.state, "keys" in seen.mend) == ("doubt", True)
+
+
+def test_an_ipv6_address_is_in_brackets(tmp_path: Path) -> None:
+    port = free_port()
+    seen = found(tmp_path, f'[server]\nhost = "::1"\nport = {port}')["address"]
+    assert f"[::1]:{port}" in seen.found
 
 
 def test_what_is_in_brackets_is_printed(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +43,8 @@ class Process:
         return WEB.post(f"http://127.0.0.1:{self.port}{CHAT}", json=BODY | body, headers=headers).status_code
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what it has logged, without what rich says of the start."""
-        return [json.loads(line) for line in self.errors.read_text().splitlines() if line.startswith("{")]
+        """Return what it has logged; nothing but JSON."""
+        return [json.loads(line) for line in self.errors.read_text().splitlines()]
 
     def ready(self) -> bool:
         try:
@@ -77,6 +79,7 @@ def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> Non
         ]
 
     until(lambda: len(seen()) == 2)
+    until(lambda: any(f"http://127.0.0.1:{process.port}/v1" in str(line) for line in process.lines()))
     good, bad = sorted(seen(), key=lambda line: line["status"])  # by their ends, in either order
     assert (good["status"], good["tenant"], good["class"], good["method"]) == (
         200,
@@ -118,3 +121,45 @@ def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> Non
             "server take effect after a restart" in line.get("message", "") for line in process.lines()
         )
     )
+
+
+CRASH = """
+import logging, threading, warnings
+from headway.config import Config, Log
+from headway.serve.logs import configure
+from headway.serve.main import Server
+
+class Ends:
+    def __del__(self):
+        raise OSError("at its end")
+
+configure(Log(format="json"))
+Server(Config())
+logging.getLogger("uvicorn.error").warning("of uvicorn")
+warnings.warn("some day")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+Ends()
+raise LookupError("two\\nlines")
+"""
+
+
+def test_warnings_and_what_nothing_catches_are_json() -> None:
+    ended = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    for line, said in zip(
+        lines, ("of uvicorn", "some day", "division by zero", "at its end", "two\nlines"), strict=True
+    ):
+        assert said in line["message"]
+    assert ["Traceback" in line.get("trace", "") for line in lines] == [False, False, True, True, True]
+    assert (ended.returncode, ended.stdout) == (1, "")
+
+
+def test_what_stops_a_start_is_json(tmp_path: Path) -> None:
+    one = Process(tmp_path, "http://nowhere:99999")
+    started = headway("serve", "-c", str(one.file), folder=tmp_path)
+    out, errors = started.communicate(timeout=60)
+    (line,) = map(json.loads, errors.splitlines())
+    assert (started.returncode, out, line["level"]) == (2, "", "error")
+    assert "http://nowhere:99999" in line["message"]

@@ -270,7 +270,9 @@ async def test_a_queue_of_another_kind_is_said(address: Address) -> None:
         await connection.channel.queue_delete(address.name(CONTROLLER))
 
 
-@pytest.mark.parametrize("url", ["", "http://host", "amqp://", "rabbit"])
+@pytest.mark.parametrize(
+    "url", ["", "http://host", "amqp://", "rabbit", "amqp://host:99999", "amqp://a host"]
+)
 async def test_what_is_no_url_is_said(url: str) -> None:
     with pytest.raises(ConfigError, match="is no URL of a RabbitMQ server"):
         await Connection.connect(Address(url), "a")

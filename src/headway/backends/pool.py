@@ -78,6 +78,7 @@ class WorkerPool(Generic[W]):
         self._turn: Ticket | None = None  # the unit that gets the next worker
         self._keep_s = keep_s
         self._spares: list[_Spare[W]] = []
+        self._awaited: set[_Spare[W]] = set()  # taken by units, and not ready yet
         self._busy: set[W] = set()
         self._live = 0
         self._changed = asyncio.Event()
@@ -117,13 +118,11 @@ class WorkerPool(Generic[W]):
         spare, cold = await self._take(tenant)
         warm = spare.ready
         try:
-            try:
-                worker = await asyncio.shield(spare.start)
-            except asyncio.CancelledError:
-                self._give_back(spare)
-                raise
+            worker = await self._started(spare)
             self._busy.add(worker)
             try:
+                if self._closed:
+                    raise self._stops()
                 yield Taken(worker, warm, time.monotonic() - asked, spare.seconds if cold else None)
             finally:
                 self._busy.discard(worker)
@@ -138,6 +137,8 @@ class WorkerPool(Generic[W]):
         self._change()
         for spare in self._spares.copy():
             self._stop(spare)
+        for spare in self._awaited:
+            spare.start.cancel()
         await asyncio.gather(*(worker.end() for worker in self._busy))
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):  # the units' own tasks notice that their workers are gone
@@ -172,7 +173,7 @@ class WorkerPool(Generic[W]):
                 self._changed.clear()
                 await self._changed.wait()
             if self._closed:
-                raise BackendError(f"The backend {self._name} stops.", "Try again later.", status=503)
+                raise self._stops()
             self._bury()
             cold = not self._spares
             spare = self._begin() if cold else max(self._spares, key=lambda one: one.ready)
@@ -184,6 +185,23 @@ class WorkerPool(Generic[W]):
         for used in spare.holders:
             used.set()
         return spare, cold
+
+    async def _started(self, spare: _Spare[W]) -> W:
+        """Wait for the start of a worker that a unit has taken."""
+        self._awaited.add(spare)
+        try:
+            await asyncio.wait([spare.start])
+        except asyncio.CancelledError:
+            self._give_back(spare)
+            raise
+        finally:
+            self._awaited.discard(spare)
+        if spare.start.cancelled():
+            raise self._stops()
+        return spare.start.result()
+
+    def _stops(self) -> BackendError:
+        return BackendError(f"The backend {self._name} stops.", "Try again later.", status=503)
 
     @property
     def _possible(self) -> bool:

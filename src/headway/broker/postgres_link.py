@@ -14,6 +14,7 @@ import asyncpg
 from asyncpg import Connection
 
 from headway import clock
+from headway.addresses import is_host, netloc
 from headway.broker.postgres_schema import prepare
 from headway.config import Broker, Postgres
 from headway.config.keys import reveal
@@ -70,7 +71,8 @@ class Address:
             host, port = parts.hostname, parts.port
         except ValueError:
             return "the server of broker.postgres.url"
-        return f"{host or 'the local server'}{f':{port}' if port else ''}{parts.path}"
+        host = host or "the local server"
+        return (netloc(host, port) if port else host) + parts.path
 
     async def connect(self, name: str) -> Connection:
         """Return a new connection under an application's name. ConfigError when there is none to be had."""
@@ -130,7 +132,13 @@ class Address:
 def address_of(settings: Postgres) -> Address:
     """Return the address that a configuration names. ConfigError when the URL is not where it says."""
     assert settings.url is not None, "the configuration is checked when it is read"
-    return Address(reveal(settings.url, PARAM), settings.schema, settings.timeout_s)
+    address = Address(reveal(settings.url, PARAM), settings.schema, settings.timeout_s)
+    with explained(address.place):
+        for place in urlsplit(address.url).netloc.rpartition("@")[2].split(","):
+            # asyncpg takes a port modulo 65,536.
+            if (host := urlsplit(f"//{place}")).port == 0 or (host.hostname and not is_host(host.hostname)):
+                raise ValueError(place)
+    return address
 
 
 def most_apart_s(config: Broker) -> float:

@@ -33,6 +33,6 @@ class Tracing:
     sample: share of the requests without a parent that get one; of others the parent decides.
     """
 
-    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    endpoint: str | None = None
     service: Annotated[str, Field(min_length=1)] = "headway"
     sample: Annotated[float, Field(ge=0, le=1, strict=False)] = 1.0

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headway.addresses import netloc
 from headway.broker.postgres_link import address_of, most_apart_s
 from headway.broker.sqlite_file import PARAM
 from headway.broker.sqlite_rescue import check_sound
@@ -115,7 +116,7 @@ def _address(config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("address", "bad", error.message, error.hint)
         return
-    where = f"{server.host}:{server.port}"
+    where = netloc(server.host, server.port)
     if server.host not in ("127.0.0.1", "::1", "localhost") and not config.keys:
         yield Finding("address", "doubt", f"{where}, without keys", "Add [[keys]]: others can reach it.")
     else:

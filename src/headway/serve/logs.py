@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -13,6 +12,7 @@ from rich.logging import RichHandler
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.config import Log
+from headway.serve import json_log
 from headway.serve.connections import PROBES
 from headway.serve.streaming import TENANT
 
@@ -30,31 +30,12 @@ def configure(settings: Log, *, quiet: bool = False) -> None:
     """
     level = logging.WARNING if quiet else getattr(logging, settings.level.upper())
     if settings.format == "json":
-        handler: logging.Handler = logging.StreamHandler()
-        handler.setFormatter(JsonFormatter())
-        logging.basicConfig(level=level, handlers=[handler])
+        json_log.begin(level)
     elif sys.stderr.isatty():
         rich = RichHandler(console=Console(stderr=True), show_path=False)
         logging.basicConfig(level=level, format="%(message)s", handlers=[rich])
     else:
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, and a message or a request of the access log."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line: dict[str, Any] = {
-            "time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname.lower(),
-            "logger": record.name,
-        }  # fmt: skip
-        told = getattr(record, "request", None)
-        line |= told if told is not None else {"message": record.getMessage()}
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 class AccessLog:

@@ -8,7 +8,6 @@ import ctypes
 import errno
 import gc
 import logging
-import re
 import resource
 import signal
 import socket
@@ -20,8 +19,10 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
-from headway.config import Config, Engine
+from headway.addresses import is_host, is_url, netloc
+from headway.config import Config, Engine, Postgres
 from headway.config.keys import reveal, revealed
 from headway.core.engine_spec import check
 from headway.engines.vllm.process.launch import check_installed, spec
@@ -31,7 +32,7 @@ from headway.errors import ConfigError, HeadwayError, check_all
 from headway.models.resolve import resolve
 from headway.private import directory
 from headway.recipes.registry import find
-from headway.serve import tasks
+from headway.serve import json_log, tasks
 from headway.serve.adapters import base_models
 from headway.serve.aliases import check_aliases
 from headway.serve.app import add_endpoints, new_app
@@ -55,7 +56,6 @@ _ACCEPTED = 4
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.serve")
 OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
-_URL = re.compile(r"https?://[^/\s]+")
 
 
 def preflight(config: Config, *, starts_engines: bool = True) -> None:
@@ -75,7 +75,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         *([check_installed] if starts else []),
         *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
         *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
-        *(partial(_check_address, engine.url) for engine in config.engines if engine.url is not None),
+        partial(_check_addresses, config),
     )
 
 
@@ -107,19 +107,41 @@ def _check_names(config: Config) -> None:
         )
 
 
-def _check_address(url: str) -> None:
-    if not _URL.match(url):
-        raise ConfigError(
-            f"{url!r} is not the address of a vLLM.", "Write it like http://127.0.0.1:8000.",
-            param="engines.url",
-        )  # fmt: skip
+def _check_addresses(config: Config) -> None:
+    """Raise ConfigError for addresses that no server can have."""
+    hosts = {"server.host": config.server.host, "wire.host": config.wire.host}
+    urls = {f"engines.{i}.url": engine.url for i, engine in enumerate(config.engines)}
+    urls["tracing.endpoint"] = config.tracing.endpoint
+    check_all(
+        *(partial(_check_host, setting, host) for setting, host in hosts.items()),
+        *(partial(_check_url, setting, url) for setting, url in urls.items() if url is not None),
+        *([partial(_check_postgres, config.broker.postgres)] if config.broker.kind == "postgres" else []),
+    )
+
+
+def _check_postgres(settings: Postgres) -> None:
+    from headway.broker.postgres_link import address_of  # asyncpg is loaded where it is needed
+
+    address_of(settings)
+
+
+def _check_host(setting: str, host: str) -> None:
+    if not is_host(host):
+        problem = f"{setting} is {host!r}, which is no name or address of a machine."
+        hint = "Write it like 10.0.0.5 or ::1; ports have settings of their own."
+        raise ConfigError(problem, hint, param=setting)
+
+
+def _check_url(setting: str, url: str) -> None:
+    if not is_url(url, "http", "https"):
+        problem = f"{setting} is {url!r}, which is no URL of a server."
+        hint = "Write it like http://127.0.0.1:8000, with a port up to 65535."
+        raise ConfigError(problem, hint, param=setting)
 
 
 def _check_secrets(config: Config) -> None:
     """Raise ConfigError for secrets that are not where the configuration says, or that all could read."""
     secrets = [(config.server.operator_key, "server.operator_key")]
-    if config.broker.kind == "postgres":
-        secrets.append((config.broker.postgres.url, "broker.postgres.url"))
     secrets += ((key.key, f"keys.{i}.key") for i, key in enumerate(config.keys))
     secrets += ((engine.api_key, f"engines.{i}.api_key") for i, engine in enumerate(config.engines))
     check_all(
@@ -174,7 +196,7 @@ def bind(host: str, port: int) -> socket.socket:
                 param="server.port",
             ) from error
         raise ConfigError(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}.", "Check --host and --port."
+            f"Cannot listen on {netloc(host, port)}: {error.strerror or error}.", "Check --host and --port."
         ) from error
     return sock
 
@@ -261,7 +283,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 AccessLog(app) if config.log.access else app, loop="uvloop",
-                log_level="warning", access_log=False, lifespan="off",
+                log_level="warning", log_config=None, access_log=False, lifespan="off",
                 http=limited(self._connections), server_header=False, backlog=_BACKLOG, ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s, proxy_headers=False,
                 timeout_graceful_shutdown=config.server.drain_s,
@@ -310,12 +332,12 @@ class Server(uvicorn.Server):
 
     async def _announce(self, gateway: Gateway) -> None:
         """Show progress while engines start; stop everything when one cannot start at all."""
-        console = Console(stderr=True)
-        address = f"http://{self._settings.server.host}:{self._settings.server.port}"
-        console.print(
+        console = Console(stderr=True, soft_wrap=True, quiet=json_log.is_on())
+        address = f"http://{netloc(self._settings.server.host, self._settings.server.port)}"
+        _say(
+            console,
             f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "
             f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
-            soft_wrap=True,
         )
         engines = gateway.dispatcher.engines.values()
         with console.status("starting engines ..."):
@@ -327,18 +349,24 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(0.2)
         self._tell_targets(console, gateway)
         models = escape(", ".join(sorted(gateway.counters)))
-        console.print(
-            f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)", soft_wrap=True
-        )
+        _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
 
     def _tell_targets(self, console: Console, gateway: Gateway) -> None:
         """Say what measured classes promise, and which others promise more than the engines can do."""
         classes = self._settings.classes
         for line in gateway.paces.told(classes):
-            console.print(escape(line), highlight=False, soft_wrap=True)
+            _say(console, escape(line), highlight=False)
         for line in gateway.paces.warnings(classes):
             log.warning("%s", line)
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:
-        console.print(f"[red]cannot start[/]: {escape(str(failure))}", highlight=False, soft_wrap=True)
+        _say(console, f"[red]cannot start[/]: {escape(str(failure))}", logging.ERROR, highlight=False)
         self.failed = self.should_exit = True
+
+
+def _say(console: Console, markup: str, level: int = logging.INFO, *, highlight: bool = True) -> None:
+    """Print a line for people, or log it where all lines are JSON."""
+    if json_log.is_on():
+        log.log(level, "%s", Text.from_markup(markup).plain)
+    else:
+        console.print(markup, highlight=highlight)

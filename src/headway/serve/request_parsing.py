@@ -25,6 +25,7 @@ from headway.serve.fields import Ms, checked, milliseconds
 from headway.serve.lengths.text import text_of
 from headway.serve.pooling import PATHS as POOLING
 from headway.serve.pooling import PoolingKind, as_completion
+from headway.serve.unsupported import refuse_in_chat
 from headway.types import Request, Slo
 
 Kind = Literal["chat", "completions"] | PoolingKind
@@ -226,6 +227,7 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
                 code="too_many_values",
             )
     if kind == "chat":
+        refuse_in_chat(raw)
         return checked(ChatBody, raw)
     if raw.get("echo") and raw.get("max_tokens") == 0:
         raw = {**raw, "max_tokens": 1}  # as vLLM does, which makes the token and leaves it out

@@ -133,6 +133,10 @@ def _count(encoding: Sized | int) -> int:
 
 def load_tokenizer(model: str) -> Any:
     """Return a model's tokenizer from transformers; ConfigError when the model has none."""
+    from transformers.utils import logging
+
+    logging.disable_default_handler()
+    logging.enable_propagation()  # to the gateway's log, in its format
     path = resolve(model)
     try:
         if Path(path, "tokenizer.json").is_file():  # complete in itself; AutoTokenizer would import torch

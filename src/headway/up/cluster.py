@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from headway.config import Config
 from headway.errors import ConfigError, EngineError
@@ -153,9 +154,9 @@ def connected(config: Config) -> Iterator[Actors]:
 
 def _knock(address: str) -> None:
     """Raise OSError when nothing listens at an address: Ray itself tries that for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal():
-        socket.create_connection((host, int(port)), _ASK_S).close()
+    place = urlsplit(f"//{address.rpartition('//')[2]}")
+    if place.port:
+        socket.create_connection((place.hostname, place.port), _ASK_S).close()
 
 
 def _variables(text: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.addresses import netloc
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.up.parts import CONFIG, HOST, PORT, Part
 
@@ -87,7 +88,7 @@ class Supervisor:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self._host}:{self._port}/ready", timeout=2):
+            with urllib.request.urlopen(f"http://{netloc(self._host, self._port)}/ready", timeout=2):
                 return True
         except (urllib.error.URLError, OSError):
             return False

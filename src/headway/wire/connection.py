@@ -24,6 +24,7 @@ from pamqp.commands import Basic
 from pamqp.common import FieldValue
 from yarl import URL
 
+from headway.addresses import is_url, netloc
 from headway.errors import ConfigError
 from headway.wire.codec import WireError
 
@@ -80,7 +81,7 @@ class Address:
         """Return the server's address as messages name it, without user and password."""
         try:
             urls = [URL(url) for url in self.urls]
-            places = [f"{url.host}:{url.port or _PORTS[url.scheme]}" for url in urls]
+            places = [netloc(url.host or "", url.port or _PORTS[url.scheme]) for url in urls]
             return ", ".join(places) + (urls[0].path if urls[0].path != "/" else "")
         except (KeyError, ValueError):
             return f"the server of {VARIABLE}"
@@ -98,7 +99,7 @@ class Address:
         """Return the URLs to connect to, in any order. ConfigError when one is none."""
         with suppress(ValueError):
             urls = [URL(url) for url in self.urls]
-            if all(url.scheme in _PORTS and url.host for url in urls):
+            if all(is_url(url, *_PORTS) for url in self.urls):
                 beat = str(self.heartbeat_s)
                 targets = [url.update_query(heartbeat=url.query.get("heartbeat", beat)) for url in urls]
                 return random.sample(targets, len(targets))

@@ -23,6 +23,7 @@ import aiohttp
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
+from headway.addresses import netloc
 from headway.bench.live.fleet import Trial
 from headway.bench.live.servers import postgres, rabbitmq
 from headway.bench.live.servers.both import both
@@ -76,7 +77,7 @@ class Whole:
     def urls(self) -> list[str]:
         """Return the gateways' addresses."""
         gateways = [state for name, state in self.states.items() if name.startswith("gateway")]
-        return [f"http://{state.host}:{state.port}" for state in gateways]
+        return [f"http://{netloc(state.host, state.port)}" for state in gateways]
 
     def kill(self, what: str) -> None:
         """Kill a part. Ray starts its actors again, this the servers."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from headway.errors import RequestError
 
+WORKER_EXTENSION = "headway.engines.vllm.plugin.worker.WorkerExtension"  # mends what it can
+
 
 def _samples(raw: Mapping[str, Any]) -> bool:
     """Tell whether tokens are drawn at random; a temperature that is not given is that of the model."""
@@ -38,7 +40,7 @@ def _has_prompt_logprobs(raw: Mapping[str, Any]) -> bool:
 class _Fatal:
     """A field, and the engines that it crashes.
 
-    releases: how their versions begin. device: as vLLM names it. feature: what must be on, "" = nothing.
+    releases: how their versions begin. device: as vLLM names it. feature: what must be on.
     there: tells whether a request has it. hint: what to do instead.
     """
 
@@ -50,8 +52,9 @@ class _Fatal:
 
 
 _FATAL = {
-    # A chunk of a prompt draws no token, and the generators of CPUs cannot be set back.
-    "seed": _Fatal(("0.32.",), "cpu", "", _has_seed, 'Leave it out, or send "temperature": 0.'),
+    # A chunk of a prompt draws no token, and the generators of CPUs cannot be set back; `plugin/worker.py`
+    # mends it.
+    "seed": _Fatal(("0.32.",), "cpu", "bare workers", _has_seed, 'Leave it out, or send "temperature": 0.'),
     # For drafts it is repeated by code that takes it for floats; without drafts there is nothing to repeat.
     "top_k": _Fatal(("0.32.",), "cpu", "drafts", _has_top_k, "Leave it out, or use top_p."),
     # Adapters are looked up by request where there are as many rows as tokens.
@@ -63,8 +66,11 @@ _FATAL = {
 
 
 def fatal_fields(version: str, device: str, features: Iterable[str]) -> list[str]:
-    """Return the fields that crash an engine; features: "drafts", "adapters", as far as they are on."""
-    on = {"", *features}
+    """Return the fields that crash an engine.
+
+    features: "drafts" and "adapters" where they are on, "bare workers" without Headway's extension.
+    """
+    on = set(features)
     return [
         name
         for name, fatal in _FATAL.items()

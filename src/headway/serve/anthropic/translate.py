@@ -12,6 +12,7 @@ from typing import Any
 from headway.errors import HeadwayError, RequestError
 from headway.serve.chat_stream import thought_of
 from headway.serve.fields import list_in, object_in
+from headway.serve.unsupported import MESSAGES, refuse
 
 # finish_reason of a chat -> stop_reason of a message
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -20,7 +21,6 @@ _TAKEN = {
     *_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice", "metadata", "service_tier",
     "thinking", "cache_control", "context_management", "output_config", "output_format", "betas",
 }  # fmt: skip
-_UNKNOWN = ("container", "mcp_servers")  # that Anthropic's own servers have
 _ONLY = {"n": (None, 1), "background": (None, False)}  # fields of chats that a message has no place for
 _BILLING = "x-anthropic-billing-header"  # a block with a hash of the request, which no cached prefix survives
 _KINDS = {
@@ -37,9 +37,7 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     RequestError for what the engine has no place for.
     """
-    for name in _UNKNOWN:
-        if raw.get(name):
-            raise RequestError(f"{name} is not supported.", "Leave it out.", param=name)
+    refuse(raw, MESSAGES)
     for name, may in _ONLY.items():
         if raw.get(name) not in may:
             raise RequestError(f"{name} is not supported.", "Leave it out.", param=name)

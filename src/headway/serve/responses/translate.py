@@ -8,6 +8,7 @@ from typing import Any
 from headway.errors import RequestError
 from headway.serve.chat_stream import thought_of
 from headway.serve.fields import list_in, object_in
+from headway.serve.unsupported import RESPONSES, refusal, refuse
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "background", "user", "parallel_tool_calls", "service_tier",
@@ -15,15 +16,10 @@ _SAME = (
 )  # fmt: skip
 _TAKEN = {
     *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning",
-    "store", "include", "truncation", "previous_response_id", "conversation", "prompt", "prompt_cache_key",
-    "safety_identifier", "stream_options", "max_tool_calls", "top_logprobs",
+    "store", "include", "truncation", "prompt_cache_key",
+    "safety_identifier", "stream_options", *RESPONSES,
 }  # fmt: skip
-_UNKNOWN = {
-    "previous_response_id": "Headway keeps no conversations; send the earlier items in input.",
-    "conversation": "Headway keeps no conversations; send the earlier items in input.",
-    "prompt": "Headway keeps no prompt templates; send instructions and input.",
-    "top_logprobs": "Ask /v1/chat/completions, whose answers have log probabilities.",
-}
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 # What a response says of the request that it answers, where that says nothing.
 _ECHO: dict[str, Any] = {
@@ -38,9 +34,9 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     RequestError for what the engine has no place for.
     """
-    for name, hint in _UNKNOWN.items():
-        if raw.get(name):
-            raise RequestError(f"{name} cannot be used here.", hint, param=name, code="unsupported_parameter")
+    refuse(raw, RESPONSES)
+    if _LOGPROBS in list_in(raw.get("include") or [], "include"):
+        raise refusal("include", RESPONSES["top_logprobs"])
     if raw.get("n") not in (None, 1):
         raise RequestError("A response has one answer, so n cannot be used here.", "Leave it out.", param="n")
     chat = {name: raw[name] for name in _SAME if raw.get(name) is not None}

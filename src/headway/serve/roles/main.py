@@ -144,7 +144,9 @@ async def _probed(
         return
     with bind(config.server.host, port) as sock:
         server = uvicorn.Server(
-            uvicorn.Config(probes(state, metrics), log_level="warning", lifespan="off", access_log=False)
+            uvicorn.Config(
+                probes(state, metrics), log_level="warning", log_config=None, lifespan="off", access_log=False
+            )
         )
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         task = asyncio.create_task(server._serve([sock]))

@@ -39,7 +39,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from vllm import __version__
 
-from headway.engines.vllm.fatal_fields import fatal_fields
+from headway.engines.vllm.fatal_fields import WORKER_EXTENSION, fatal_fields
 from headway.engines.vllm.plugin import adapters, models
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
 from headway.engines.vllm.plugin.orphan import end_with_parent
@@ -171,8 +171,13 @@ class ControlMixin(PinsMixin):
 
     def _fatal(self) -> list[str]:
         stock: Any = self
-        features = {"drafts": stock.num_spec_tokens, "adapters": stock.lora_config}
-        device = stock.vllm_config.device_config.device_type
+        config = stock.vllm_config
+        features = {
+            "drafts": stock.num_spec_tokens,
+            "adapters": stock.lora_config,
+            "bare workers": config.parallel_config.worker_extension_cls != WORKER_EXTENSION,
+        }
+        device = config.device_config.device_type
         return fatal_fields(__version__, device, [name for name, on in features.items() if on])
 
     def _log_rows(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,48 @@
-"""What loads a model inside vLLM's workers (`--worker-extension-cls`)."""
+"""What Headway adds to vLLM's workers (`--worker-extension-cls`): it loads models, and mends seeds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import numpy as np
+from vllm import __version__
+from vllm.platforms import current_platform
 
-class LoadingWorker:
+from headway.engines.vllm.fatal_fields import fatal_fields
+
+
+def keeping_seeds(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model runner's `sample_tokens` that draws what is thrown away without its request's seed.
+
+    Of a chunk that does not end its prompt, vLLM draws a token, too, and throws it away. It then sets the
+    request's generator back by `set_offset`, which generators of CPUs do not have: the worker dies. Here such
+    a draw leaves the generator as it is, so that tokens do not depend on how a prompt is cut.
+    """
+
+    @wraps(sample_tokens)
+    def sample(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        generators = batch.generators  # by row; the sampler has the same dictionary
+        thrown_away = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        kept = {row: generators.pop(row) for row in thrown_away if row in generators}
+        try:
+            return sample_tokens(runner, *args, **kwargs)
+        finally:
+            generators.update(kept)
+
+    return sample
+
+
+# vLLM imports this module in each worker, before it makes the model runner.
+if "seed" in fatal_fields(__version__, current_platform.device_type, ["bare workers"]):
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    CPUModelRunner.sample_tokens = keeping_seeds(CPUModelRunner.sample_tokens)
+
+
+class WorkerExtension:
     """Methods that vLLM adds to its worker class; they are called by `collective_rpc`."""
 
     # The worker's attributes used here.

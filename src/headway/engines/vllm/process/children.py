@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from headway.addresses import netloc
 from headway.config import Engine
 from headway.engines.vllm.process.host_weights import HostWeights
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
@@ -31,7 +32,7 @@ class Children:
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self._port}"
+        return f"http://{netloc(self._host, self._port)}"
 
     @property
     def alive(self) -> bool:

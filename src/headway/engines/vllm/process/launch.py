@@ -26,6 +26,7 @@ from headway import private
 from headway.config import Engine
 from headway.core.engine_spec import EngineSpec, Obstacle
 from headway.engines.vllm import parsers
+from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
 from headway.engines.vllm.process.metadata import installed
@@ -72,6 +73,7 @@ def command(
         line += ["--enable-lora", "--lora-modules", *(f"{name}={at}" for name, at in engine.adapters.items())]
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
     line += parsers.options(engine)
+    line += ["--worker-extension-cls", WORKER_EXTENSION]
     line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
 
@@ -121,7 +123,6 @@ def _hook_options(engine: Engine, recipe: str) -> list[str]:
         "recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s,
     }}  # fmt: skip
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
-    line += ["--worker-extension-cls", f"{_PLUGIN}.worker.LoadingWorker"] if engine.models else []
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands

@@ -1,0 +1,33 @@
+"""Addresses of servers: how they are written, and which ones cannot be right."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from ipaddress import IPv6Address
+from urllib.parse import urlsplit
+
+_SPACE = re.compile(r"[\s\x00-\x20]")
+_NAME = re.compile(r"[^\s/:@?#\[\]]+")
+
+
+def netloc(host: str, port: int) -> str:
+    """Return host and port as a URL has them: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_host(text: str) -> bool:
+    """Tell whether a text can be the name or the address of a machine, without a port."""
+    with suppress(ValueError):
+        return bool(_NAME.fullmatch(text) or IPv6Address(text))
+    return False
+
+
+def is_url(text: str, *schemes: str) -> bool:
+    """Tell whether a text is the URL of a server: one of these schemes, a host, and a port that there is."""
+    try:
+        parts = urlsplit(text)  # of ports it takes digits alone, up to 65535
+        known = parts.scheme in schemes and parts.port != 0 and is_host(parts.hostname or "")
+    except ValueError:
+        return False
+    return known and not _SPACE.search(text)

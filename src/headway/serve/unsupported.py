@@ -1,0 +1,57 @@
+"""Fields of OpenAI's and Anthropic's APIs that no engine here can obey, so that they are refused.
+
+vLLM passes over what it does not know. That will do for what changes no answer (docs/clients.md lists it),
+but not for a field whose client counts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.errors import RequestError
+
+Fields = Mapping[str, str]  # by name, what to do instead
+_TEXT = "Answers are texts: leave it out."
+_MODERATE = "Leave it out, and moderate texts in your program."
+_CONVERSATION = "Headway keeps no conversations; send the earlier items in input."
+
+CHAT: Fields = {
+    "functions": "Send tools instead.", "function_call": "Send tool_choice instead.", "audio": _TEXT,
+    "web_search_options": "Send a tool of type function that searches.", "moderation": _MODERATE,
+}  # fmt: skip
+RESPONSES: Fields = {
+    "previous_response_id": _CONVERSATION,
+    "conversation": _CONVERSATION,
+    "prompt": "Headway keeps no prompt templates; send instructions and input.",
+    "top_logprobs": "Ask /v1/chat/completions, whose answers have log probabilities.",
+    "max_tool_calls": "Leave it out: tools are called by your program, which can count their calls.",
+    "moderation": _MODERATE,
+    "previous_input_messages": "Send the earlier messages in input.",
+    "enable_response_messages": "Leave it out: the response has its items in output.",
+}
+MESSAGES: Fields = {
+    "container": "Leave it out: code is executed by your program.",
+    "mcp_servers": "Leave it out, and describe their tools by an input_schema.",
+    "thread": "Leave it out, and send the earlier messages.",
+    "compaction": "Leave it out, and ask for a summary in a message.",
+}
+
+
+def refuse(raw: Mapping[str, Any], fields: Fields) -> None:
+    """Raise RequestError for a body that has one of these fields."""
+    for name, hint in fields.items():
+        if raw.get(name):
+            raise refusal(name, hint)
+
+
+def refusal(name: str, hint: str) -> RequestError:
+    """Return the error of a field that cannot be obeyed."""
+    return RequestError(f"{name} cannot be used here.", hint, param=name, code="unsupported_parameter")
+
+
+def refuse_in_chat(raw: Mapping[str, Any]) -> None:
+    """Raise RequestError for a chat that asks for what no engine here can do."""
+    refuse(raw, CHAT)
+    if raw.get("modalities") not in (None, [], ["text"]):
+        raise refusal("modalities", _TEXT)
