@@ -1,7 +1,7 @@
 """Fields of OpenAI's and Anthropic's APIs that no engine here supports, so that they are refused.
 
-vLLM ignores fields that it does not know. That is right for those that change no answer (docs/clients.md lists
-them), but not for those that a client relies on.
+vLLM ignores fields that it does not know. That is right for those that change no answer (docs/clients.md
+lists them), but not for those that a client relies on.
 """
 
 from __future__ import annotations
