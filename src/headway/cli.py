@@ -92,7 +92,7 @@ def serve(
     url: Annotated[str | None, typer.Option(help="Attach to a running vLLM instead of starting one.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
     drain: Annotated[
-        int | None, typer.Option(min=0, help="Seconds that running requests get when it is stopped.")
+        int | None, typer.Option(min=0, help="Seconds that running requests get when the gateway stops.")
     ] = None,
 ) -> None:
     """Start the engines and the OpenAI-compatible gateway; serve until Ctrl-C."""
@@ -122,7 +122,7 @@ def gateway(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for logs.")] = None,
 ) -> None:
-    """Serve the API for a controller and agents in other processes, found by RabbitMQ."""
+    """Serve the API, with a controller and agents in other processes, reached over RabbitMQ."""
     from headway.config import load
     from headway.serve.roles.main import gateway as run
 
@@ -143,12 +143,12 @@ def controller(config: ConfigFile = None, port: Probes = None) -> None:
 @app.command()
 def agent(
     config: ConfigFile = None,
-    name: Annotated[str | None, typer.Option(help="Of this agent; default: the machine's name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the agent; default: the machine's name.")] = None,
     engine: Annotated[
-        list[str] | None, typer.Option(help="Id of an engine to run: e0 is the first of [\\[engines]].")
+        list[str] | None, typer.Option(help="Engine to run: e0 is the first of [\\[engines]]; default: all.")
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address at which gateways reach its engines; else wire.host.")
+        str | None, typer.Option(help="Address at which gateways reach its engines; default: wire.host.")
     ] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
     port: Probes = None,
@@ -162,12 +162,12 @@ def agent(
     raise typer.Exit(run(setup, name, engine or (), log_dir=logs, port=port))
 
 
-Address = Annotated[str | None, typer.Option(help="Of the Ray cluster; else up.address.")]
+Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster; default: up.address.")]
 
 
 @app.command()
 def up(config: ConfigFile = None, address: Address = None) -> None:
-    """Run gateways, controllers and agents on a Ray cluster; what runs already is brought up to date."""
+    """Run gateways, controllers and agents on a Ray cluster; restart those whose configuration changed."""
     from headway.config import load
     from headway.up.command import up as run
 
@@ -177,7 +177,7 @@ def up(config: ConfigFile = None, address: Address = None) -> None:
 
 @app.command()
 def down(config: ConfigFile = None, address: Address = None) -> None:
-    """Stop what `headway up` runs on a Ray cluster: gateways first, when they have answered."""
+    """Stop all that `headway up` runs on a Ray cluster; gateways first, once they have answered."""
     from headway.config import load
     from headway.up.command import down as run
 
@@ -187,7 +187,7 @@ def down(config: ConfigFile = None, address: Address = None) -> None:
 
 @app.command()
 def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
-    """Look for what is wrong with this machine or configuration, and what mends it. Exits with 1 if so."""
+    """Check this machine and the configuration, and say how to mend what is wrong (exit status 1)."""
     from headway.serve.doctor import main
 
     if not main(config, as_json=as_json):
@@ -215,7 +215,7 @@ def profile(
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Directory for pace.json, a plot and reports.")] = None,
 ) -> None:
-    """Measure an engine: fit the laws of iteration time, and write a latency profile for simulations."""
+    """Measure an engine: fit its iteration times, and write a latency profile for simulations."""
     from headway.bench.live.profile_report import main
     from headway.bench.live.systems import standard_engine
 
@@ -245,7 +245,7 @@ def vary(
     out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
     scale: Annotated[float, typer.Option(min=0, help="Noise, as a share of each tensor's spread.")] = 0.01,
-    layers: Annotated[int | None, typer.Option(min=1, help="Keep only so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers to keep; default: all.")] = None,
 ) -> None:
     """Write a variant of a model (noise on its weights, fewer layers) to try model swaps with."""
     from headway.models import variants
@@ -255,7 +255,7 @@ def vary(
 
 @config_app.command()
 def show(config: ConfigFile = None) -> None:
-    """Print the effective configuration as TOML; fail where headway serve would refuse it."""
+    """Print the effective configuration as TOML; fail if headway serve would refuse it."""
     from headway import config as configuration
     from headway.serve.main import preflight
 
@@ -266,7 +266,7 @@ def show(config: ConfigFile = None) -> None:
 
 @queue_app.command("recover")
 def recover_queue(config: ConfigFile = None) -> None:
-    """Replace a damaged sqlite queue, or file of batches, by what can be read of it; the old file is kept."""
+    """Recover what can be read of a damaged sqlite queue or file of batches; the old file is kept."""
     from headway.config import load
     from headway.serve.recover import main
 
@@ -282,7 +282,7 @@ App = Annotated[str, typer.Argument(help="Name of the application.")]
 
 @apps_app.command("list")
 def list_apps(config: ConfigFile = None, folder: GraphDir = None) -> None:
-    """List the graphs: tenant, application, units, runs that they have learned from."""
+    """List the graphs: tenant, application, units, and number of runs learned from."""
     from headway.bench import app_graphs
 
     app_graphs.list_graphs(app_graphs.files(config, folder))
@@ -293,7 +293,7 @@ def show_app(
     application: App, tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
     out: Annotated[Path | None, typer.Option(help="Write a picture of the graph (PNG) to this file.")] = None,
 ) -> None:  # fmt: skip
-    """Show a graph: units, what comes next, tokens and seconds at the median and the 95th percentile."""
+    """Show a graph: units, their successors, tokens and seconds (median and 95th percentile)."""
     from headway.bench import app_graphs
 
     app_graphs.show(app_graphs.files(config, folder), application, tenant, out)

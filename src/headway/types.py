@@ -352,7 +352,7 @@ class Reject:
 
     reason: "queue_full", "tenant_queue_full", "saturated" or "infeasible".
     retry_after: seconds after which to try again, None = the same request would be refused again.
-    shortfall: of an infeasible one. limit: of its tenant's part of the queue, where that is full.
+    shortfall: of an infeasible one. limit: of its tenant's share of the queue, where that is full.
     """
 
     id: str

@@ -414,7 +414,7 @@ def test_advice_says_why_its_own_error_is_not_known(
     done = CliRunner().invoke(app, [*argv, "--journal", str(folder)])
     assert done.exit_code == 0, done.output
     shown = " ".join(done.stdout.split())
-    assert "is off by is not known" in shown
+    assert "error of the simulation is not known" in shown
     assert why in shown
 
 

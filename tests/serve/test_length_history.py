@@ -54,7 +54,7 @@ def test_no_file_is_no_history_and_nothing_to_complain_of(
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "not alike": {"made": np.ones(4)},
+    "differ in length": {"made": np.ones(4)},
     "of other types": {"features": np.ones((5, PLAIN))},
     "cannot be a length": {"made": np.zeros(5)},
     "cannot be a length or a trait": {"features": np.full((5, PLAIN), np.nan, np.float32)},

@@ -20,9 +20,9 @@ JournalDir = Annotated[
     typer.Option(help="Folder of a gateway's journal; default: where headway serve keeps it with --config."),
 ]
 Since = Annotated[
-    str | None, typer.Option(help="Requests that ended since: 90m, 24h, 7d ago, or 2026-11-23 10:00.")
+    str | None, typer.Option(help="Requests that ended after: 90m, 24h or 7d ago, or 2026-11-23 10:00.")
 ]
-Until = Annotated[str | None, typer.Option(help="Requests that ended before, as --since.")]
+Until = Annotated[str | None, typer.Option(help="Requests that ended before; like --since.")]
 
 
 TraceFile = Annotated[
@@ -30,34 +30,36 @@ TraceFile = Annotated[
 ]
 Today = Annotated[
     list[str] | None,
-    typer.Option(help="Instances of today, as in headway simulate; default: the journal's."),
+    typer.Option(help="Present instances, as in headway simulate; default: the journal's."),
 ]
 FleetToday = Annotated[
-    Path | None, typer.Option(help="Instances and classes of today: a file, as in headway simulate.")
+    Path | None, typer.Option(help="File of present instances and classes, as in headway simulate.")
 ]
 TraceSlo = Annotated[
     str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")
 ]
 Wanted = Annotated[str, typer.Option(help="Recipes to compare, the preferred one first.")]
 Target = Annotated[float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")]
-Stretch = Annotated[str, typer.Option(help="Stretch of the traffic that is simulated: its busiest.")]
+Stretch = Annotated[str, typer.Option(help="Length of the busiest stretch, which is simulated.")]
 
 
 def explain(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Request id (x-request-id of its answer); default: list the latest requests. "
+            help="Request id (x-request-id of its answer); default: list the most late ones. "
             "Or the folder of a simulated run: DIR/runs/RECIPE of simulate --out DIR."
         ),
     ] = None,
     request: Annotated[
-        str | None, typer.Argument(help="Request of a simulated run, r17 or 17; default: list the latest.")
+        str | None, typer.Argument(help="Request of a simulated run, r17 or 17; default: list the most late.")
     ] = None,
     journal: JournalDir = None,
     config: ConfigFile = None,
     since: Since = None,
-    worst: Annotated[int | None, typer.Option(min=1, help="List so many requests, the latest first.")] = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, help="Number of requests to list, the most late first.")
+    ] = None,
     whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -52,8 +52,8 @@ class Server:
         /ready tells besides its status are for operators alone; unset, where there are keys.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
-    write_timeout_s: in which a client takes nothing of its answer. idle_timeout_s: between two requests.
-    keepalive_s: a stream that waits for its first token gets a comment so often, for proxies; 0 = none.
+    write_timeout_s: in which a client reads nothing of its answer. idle_timeout_s: between two requests.
+    keepalive_s: between comments of a stream that waits for its first token, for proxies; 0 = none.
     max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
         that have no request in progress make room for new ones.
     drain_s: that requests in progress get when the gateway is stopped.
@@ -335,7 +335,7 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
     if not config.engines:
         yield ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
     if config.server.operator_only and config.server.operator_key is None:
-        problem = f"server.operator_only in {where} asks for a key that there is not."
+        problem = f"server.operator_only in {where} needs server.operator_key, which is not set."
         yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
     if config.broker.kind == "postgres" and config.broker.postgres.url is None:
         problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'

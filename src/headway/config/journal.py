@@ -14,7 +14,7 @@ class Journal:
 
     dir: its folder, which gateways on one machine may share; unset, beside the queue if that is on disk;
         "none" = no journal is kept.
-    max_mib: of all its files; the oldest go first. days: after which they go in any case.
+    max_mib: of all its files; the oldest are deleted first. days: files older than this are deleted, too.
     """
 
     dir: Annotated[str, Field(min_length=1)] | None = None

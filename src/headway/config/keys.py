@@ -27,8 +27,8 @@ class Key:
     ttft_ms, tpot_ms, e2e_ms: the tightest SLO, whether it is the request's own or its class's. e2e_ms holds
         for the deadline of a run, too.
     priority: the most urgent (lowest) that a request may ask for itself; that of its class is the class's.
-    max_queued: a request is refused while so many of its tenant wait.
-    requests_per_min, tokens_per_min: one is refused while its tenant has used as many in the last minute.
+    max_queued: a request is refused while this many of its tenant wait.
+    requests_per_min, tokens_per_min: as max_queued, of the tenant's requests and tokens in the last minute.
     """
 
     key: Secret

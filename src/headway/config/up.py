@@ -17,7 +17,7 @@ class Up:
 
     address: of the Ray cluster; "auto" = the one that this machine belongs to.
     gateways, controllers: how many. The ports of gateways are server.port and those after it.
-    cpus, memory_gib: that each of these asks of its node; what agents ask is in engines.resources.
+    cpus, memory_gib: that each of these reserves on its node; agents have engines.resources.
     """
 
     address: Annotated[str, Field(min_length=1)] = "auto"

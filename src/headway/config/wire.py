@@ -17,7 +17,7 @@ class Wire:
     url: amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS, or better where it is: "env:NAME" or
         "file:PATH"; those of several nodes of a cluster with commas between.
     name: of this Headway; several may share one RabbitMQ.
-    lease_seconds: a gateway or an agent that was silent for so long is taken for gone.
+    lease_seconds: a gateway or an agent that was silent for this long is taken for gone.
     host: the address by which gateways reach the engines of an agent.
     """
 

@@ -22,10 +22,10 @@ ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
 ON_TIME, LATE, BEST_EFFORT, FAR = range(4)
 # Requests due in more seconds than this rank after overdue ones (`Ordered.counts_late`).
 FAR_S = 600.0
-# Seconds after which the queue wants a request served for which no target is stated; the engine knows better.
+# Soft target in seconds that the queue assumes for requests without one; the engine knows better.
 SOFT = 10.0
-# The rank (`Jobs.urgency`) of a promise that is beyond its tenant's part (`plan/tenant_parts.py`): it is the
-# first to be given up where not all can be kept, and otherwise like one of rank 0. Best effort has greater.
+# The rank (`Jobs.urgency`) of a promise beyond its tenant's fair share (`plan/tenant_parts.py`): it is the
+# first to be given up where not all can be kept, and otherwise as with rank 0. Best effort has greater ones.
 BEYOND = 5e-7
 
 

@@ -51,7 +51,7 @@ class Fcfs(Packer):
 
     @property
     def params(self) -> PackerParams:
-        """What compiled loops take for this packer."""
+        """The parameters of this packer for compiled loops."""
         return PackerParams(kernels.FCFS, self.max_running, 0, 0, 0.0)
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:

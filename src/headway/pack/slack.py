@@ -39,7 +39,7 @@ class Slack(Packer):
 
     @property
     def params(self) -> PackerParams:
-        """What compiled loops take for this packer."""
+        """The parameters of this packer for compiled loops."""
         return PackerParams(
             kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step,
             max_gap=self.max_gap,

@@ -60,7 +60,7 @@ class RunOrder(Ordered):
         self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
         self._turns: TenantTurns | None = None
         self._parts: TenantParts | None = None
-        self._beyond: set[str] = set()  # promises beyond their tenants' parts, by id
+        self._beyond: set[str] = set()  # promises beyond their tenants' fair shares, by id
         self._early: list[Callable[[], None]] | None = None  # what the runs are told once they are compiled
 
     @property
@@ -189,7 +189,7 @@ class RunOrder(Ordered):
         return (self._placed(backlog, entry) for entry in super()._entries(backlog, rows))
 
     def _placed(self, backlog: Backlog, entry: Entry) -> Entry:
-        """Put best effort where it stands, and promises beyond their tenants' parts behind the others."""
+        """Put best effort at its turn, and promises beyond their tenants' fair shares behind the others."""
         if entry[0] != BEST_EFFORT:
             beyond = self._beyond and str(backlog.keys[entry[4]]) in self._beyond
             return (LATE, *entry[1:]) if beyond else entry

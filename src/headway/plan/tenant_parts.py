@@ -1,10 +1,10 @@
-"""Which promises are beyond their tenant's part of an overload.
+"""Which promises are beyond their tenant's fair share under overload.
 
-A promise goes by its deadline, whatever its tenant has had: a tenant that floods the queue with promises
-would take from the others in proportion. Under overload some promises must be given up; these shall be those
-that are beyond a tenant's part: those that an engine as fast as that part, and the tenant's own, could not
-begin before they are due. As long as all can be kept that changes nothing, and a tenant alone has all.
-Work is counted as in VTC: a prompt token is 1, an answer's 2.
+Promises are ordered by their deadlines, however much their tenant has had: a tenant that floods the queue
+with promises would take from the others in proportion. Under overload some promises must be given up; the
+first are those beyond a tenant's fair share: those that an engine for this tenant alone, as fast as its
+share, could not begin before they are due. While all can be kept, this changes nothing; a single tenant has
+all. Work is counted as in VTC: a prompt token is 1, an answer's 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TenantParts:
         self._sum = 0.0
 
     def beyond(self, id: str, tenant: str, prompt: int, answer: float, due: float, now: float) -> bool:
-        """Count a request that has come; tell whether it is beyond its tenant's part.
+        """Count a request that has come; tell whether it is beyond its tenant's fair share.
 
         prompt, answer: tokens, of the answer as expected. due: instant.
         """

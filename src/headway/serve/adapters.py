@@ -24,12 +24,12 @@ def base_models(engines: Sequence[Engine]) -> dict[str, str]:
         for name in engine.adapters:
             if engine.models:
                 raise ConfigError(
-                    f"The engine of {engine.name} has adapters and models, which its adapters do not fit.",
+                    f"The engine of {engine.name} has adapters and models, but adapters fit one model only.",
                     "Give the models, or the adapters, an engine of their own.", param="engines.adapters",
                 )  # fmt: skip
             if bases.setdefault(name, engine.name) != engine.name or any(name in e.served for e in engines):
                 raise ConfigError(
-                    f"The name {name!r} of an adapter of {engine.name} is that of another model, too.",
+                    f"An adapter of {engine.name} and another model have the same name {name!r}.",
                     "Give it another.", param="engines.adapters",
                 )  # fmt: skip
     for engine in engines:

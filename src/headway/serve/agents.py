@@ -1,4 +1,4 @@
-"""The engines' side: starts them, carries out the controller's commands on them, tells what they learn.
+"""The engines' side: starts them, carries out the controller's commands on them, reports what they learn.
 
 Only an engine knows how much of a prompt it has computed, and whether an answer that is not streamed has
 begun. So the controller asks (`inquire`) before it refuses what is overdue inside one.
@@ -78,7 +78,9 @@ class Agents:
                 if isinstance(learned, EngineError):
                     log.debug("engine %s does not say what it has learned: %s", engine.id, learned)
                 elif isinstance(learned, BaseException):
-                    log.error("engine %s was not asked", engine.id, exc_info=learned)
+                    log.error(
+                        "engine %s could not be asked for what it has learned", engine.id, exc_info=learned
+                    )
                 elif learned is not None and engine.up.is_set() and engine.loading is None:
                     self._tell(learned)
             await asyncio.sleep(_POLL)

@@ -1,4 +1,4 @@
-"""Other names of models: clients that send fixed ones are served by what these stand for."""
+"""Aliases of models, for clients that send fixed model names."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _errors(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def aborted(request: Request, error: ClientDisconnect) -> Response:
-        log.info("%s %s: the client left before its body had come", request.method, request.url.path)
+        log.info("%s %s: the client left before its body was complete", request.method, request.url.path)
         return Response(status_code=400)  # which nobody reads
 
     @app.exception_handler(RecursionError)

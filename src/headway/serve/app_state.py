@@ -103,7 +103,7 @@ class AppState:
             request.scope[TENANT] = key.tenant  # for the access log
         else:
             raise RequestError(
-                "This server wants an API key.", "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+                "This server needs an API key.", "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
         return key
@@ -166,7 +166,7 @@ class AppState:
             )  # fmt: skip
         if not self.is_operator(request):
             raise RequestError(
-                "This wants the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
+                "This needs the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
 

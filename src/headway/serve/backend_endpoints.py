@@ -40,7 +40,7 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoint of backends."""
     gateway = state.gateway
     units = Counter(
-        "headway_backend_units", "Units that backends executed, by how the backend was found.",
+        "headway_backend_units", "Units that backends executed, by warm and cold start.",
         ["backend", "start"], registry=gateway.metrics.registry,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The memory that bodies of requests may take, those that are still being uploaded included, and answers."""
+"""Memory limits of request bodies, including those that are being uploaded, and of answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ByteBudget:
             )
 
     def change(self, size: int, held: Held) -> None:
-        """Add so many bytes, or give them back."""
+        """Add `size` bytes; a negative size gives them back."""
         self.used += size
         held.size += size
         self._of[held.tenant] += size
@@ -73,7 +73,7 @@ class Held:
     _kept: bool = field(default=False, init=False)
 
     def add(self, size: int) -> None:
-        """Hold so many bytes more; RequestError (429) when there is no room."""
+        """Hold `size` more bytes; RequestError (429) when there is no room."""
         self.budget.check(size, self)
         self.budget.change(size, self)
 

@@ -1,4 +1,4 @@
-"""What a request claims, held against what its API key may (`[[keys]]`): class, SLO, priority."""
+"""Checks a request's class, SLO and priority against the limits of its API key (`[[keys]]`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_claims(key: Key, request: Request, priority: int | None) -> None:
 
 
 def _targets(request: Request) -> list[tuple[str, float | None]]:
-    """Return the SLOs in seconds; the deadline of its run counts as an e2e of its own."""
+    """Return the SLOs in seconds; the deadline of its run counts as an e2e."""
     slo, stage = request.slo, request.stage
     run = stage.target if stage else None
     return [("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("e2e", run)]

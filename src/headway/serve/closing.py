@@ -1,4 +1,4 @@
-"""Ends of requests on their way into the broker: tried again until they are stored."""
+"""Stores the ends of requests in the broker, and tries again until they are stored."""
 
 from __future__ import annotations
 

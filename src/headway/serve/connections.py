@@ -54,7 +54,7 @@ class Limits:
         most = min(_MOST, free // 2) if server.max_connections is None else server.max_connections
         if most > free or most < 1:
             raise ConfigError(
-                f"{max(most, 1)} connections want more open files than this process may have ({files}).",
+                f"{max(most, 1)} connections need more open files than this process may have ({files}).",
                 "Raise the limit (ulimit -Hn), or lower server.max_connections.",
                 param="server.max_connections",
             )

@@ -1,4 +1,4 @@
-"""The controller's side: events in, commands out, beside what time alone brings.
+"""The controller's side: events in, commands out, and timers.
 
 The gateway's side (`dispatcher.py`) and the engines' (`agents.py`) tell it events and carry out its commands.
 """

@@ -1,4 +1,4 @@
-"""The gateway's side: its requests in flight, which tell the controller what happens to them.
+"""The gateway's side: its requests in flight, whose events go to the controller.
 
 `Send` resolves a request's `engine_future`; the request's own task (`request_path.py`) then talks to that
 engine itself, so tokens never pass through here.

@@ -1,4 +1,4 @@
-"""`headway doctor`: what is wrong with this machine or configuration, and what mends it."""
+"""`headway doctor`: checks this machine and a configuration, and says how to mend what is wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MARKS = {"good": "[green]ok[/]", "doubt": "[yellow]doubt[/]", "bad": "[red]wron
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at and found. mend: what to do about it; empty when it is good."""
+    """A check and its result. mend: what to do about it; empty when it is good."""
 
     what: str
     state: State
@@ -176,7 +176,7 @@ def _attached(what: str, url: str) -> Finding:
         return Finding(what, "bad", f"{url} does not answer: {error}", "Start that vLLM, or correct its url.")
     if status != 200:
         return Finding(what, "bad", f"{url}/health answers {status}", "Is it a vLLM? Look into its log.")
-    return Finding(what, "good", f"{url} is well")
+    return Finding(what, "good", f"{url} answers")
 
 
 def _memory(config: Config) -> Iterator[Finding]:

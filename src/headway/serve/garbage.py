@@ -1,4 +1,4 @@
-"""When Python looks for garbage among the gateway's long-lived objects.
+"""When Python's garbage collector scans the gateway's long-lived objects.
 
 A full collection looks at every object of every open request: half a second with a few thousand streams, in
 which nobody is served. It finds next to nothing, for what a request leaves behind is freed by its reference
@@ -35,5 +35,5 @@ async def collect(open_requests: Callable[[], int]) -> None:
 
 
 def due(open_requests: int, since: float) -> bool:
-    """Tell whether a full collection is due, so many seconds after the one before it."""
+    """Tell whether a full collection is due, `since` seconds after the last one."""
     return open_requests <= _CALM or since >= _LATEST_S

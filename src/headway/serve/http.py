@@ -64,7 +64,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._write_due = math.inf  # when the client has to have taken some of them
         self._error: RequestError | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
-        self._watcher: Watcher | None = None  # is told when the client leaves before the end of that
+        self._watcher: Watcher | None = None  # notified when the client leaves before that has ended
         self._last: bytes | None = None  # the answer to what cannot be parsed; nothing is read after it
 
     # ---- bytes
@@ -234,7 +234,7 @@ class LimitedHttp(HttpToolsProtocol):
 
         Requests that came whole before it on the same connection get their answers first.
         """
-        error = self._error or RequestError("This is not an HTTP request.", "Speak HTTP/1.1.")
+        error = self._error or RequestError("This is not an HTTP request.", "Send HTTP/1.1.")
         body = json.dumps(error.body()).encode()
         lines = (
             b"content-type: application/json",

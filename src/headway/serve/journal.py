@@ -1,4 +1,4 @@
-"""The gateway's journal: what ended, and what the engines did, written beside the event loop.
+"""The gateway's journal: ended requests and the engines' iterations, written off the event loop.
 
 A request only appends a row to a list. What cannot be written (a full disk) waits in memory up to a limit,
 then the oldest rows are lost: counted and logged, and no request notices.
@@ -265,7 +265,7 @@ def _iterations(rows: Iterable[Sequence[Any]]) -> list[list[float]]:
     """Return rows of an engine's log as `ITERATION` columns; ValueError for what are none."""
     found = [[float(row[0]), float(row[1]), *map(float, row[3:9])] for row in rows]
     if not all(len(row) == 8 and all(map(math.isfinite, row)) for row in found):
-        raise ValueError("iterations that are none")
+        raise ValueError("not a log of iterations")
     return found
 
 
@@ -282,7 +282,7 @@ def _stays(
         for row in rows
     ]  # fmt: skip
     if not all(math.isfinite(row[1] + row[2] + row[3] + (row[4] or 0.0)) for row in found):
-        raise ValueError("requests that are none")
+        raise ValueError("not a log of requests")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Values of a metric's label whose number does not grow without end."""
+"""A bounded number of values for a metric's label."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ OTHER = "(other)"
 
 
 class FewValues:
-    """The first 64 values are themselves, all others share `(other)`."""
+    """Keeps the first 64 values; all others become `(other)`."""
 
     def __init__(self) -> None:
         self._known = set[str]()

@@ -39,7 +39,7 @@ def configure(settings: Log, *, quiet: bool = False) -> None:
 
 
 class AccessLog:
-    """ASGI middleware that logs every HTTP request but probes when its answer has ended, whoever ended it."""
+    """ASGI middleware that logs every HTTP request except probes when its answer ends, complete or not."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

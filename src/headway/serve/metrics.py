@@ -32,7 +32,7 @@ _MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser ta
 
 
 class _Answers(NamedTuple):
-    """What counts the complete answers to a tenant of a model and a class.
+    """Metrics of the complete answers of a model and a class to a tenant.
 
     To look these up costs more than to count.
     """
@@ -61,16 +61,16 @@ class Metrics:
         )
         self._add_latencies(r, by)
         self._errors = Counter(
-            "headway_http_errors", "Answers from 400 on before a request was accepted, and of what is none.",
+            "headway_http_errors", "HTTP errors (400 and up), except those of accepted requests.",
             ["status", "type"], registry=r,
         )  # fmt: skip
-        self._failures = Counter(
-            "headway_loop_failures", "Errors of what runs beside the requests.", ["loop"], registry=r
-        )
+        self._failures = Counter("headway_loop_failures", "Errors of background tasks.", ["loop"], registry=r)
         self._ended = Counter(
             "headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r
         )
-        self.queued = Gauge("headway_queue_length", "Accepted and not inside an engine.", registry=r)
+        self.queued = Gauge(
+            "headway_queue_length", "Requests accepted and not sent to an engine.", registry=r
+        )
         told = "Requests sent to engines, whether these compute them already or not."
         self.running = Gauge("headway_inside_engines", told, registry=r)
         self._add_engines(r)
@@ -109,9 +109,15 @@ class Metrics:
 
     def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
         """Add the metrics of answers in seconds, and the targets that they are held against."""
-        self._ttft = Histogram("headway_ttft_seconds", "To the first token.", by, buckets=_TTFT, registry=r)
-        self._tpot = Histogram("headway_tpot_seconds", "Per token after it.", by, buckets=_TPOT, registry=r)
-        self._e2e = Histogram("headway_e2e_seconds", "To the last token.", by, buckets=_E2E, registry=r)
+        self._ttft = Histogram(
+            "headway_ttft_seconds", "From arrival to first token.", by, buckets=_TTFT, registry=r
+        )
+        self._tpot = Histogram(
+            "headway_tpot_seconds", "Per token after the first.", by, buckets=_TPOT, registry=r
+        )
+        self._e2e = Histogram(
+            "headway_e2e_seconds", "From arrival to last token.", by, buckets=_E2E, registry=r
+        )
         self._gap = Histogram(
             "headway_stream_gap_seconds", "Longest silence between two tokens of a stream, once it is over.",
             by, buckets=_GAP, registry=r,
@@ -145,7 +151,7 @@ class Metrics:
         self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
         told = "Batches that have not ended, by state."
         self._batches = Gauge("headway_batches", told, ["state"], registry=r)
-        self._lines = Gauge("headway_batch_lines", "Lines of these that have no end yet.", registry=r)
+        self._lines = Gauge("headway_batch_lines", "Lines of open batches that have not ended.", registry=r)
 
     def targets(self, classes: Mapping[str, Tier]) -> None:
         """Set the targets of the classes."""

@@ -1,4 +1,4 @@
-"""Work on large bodies, off the event loop: everyone else's requests go on meanwhile."""
+"""Work on large bodies, off the event loop, so that other requests go on meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning on the event loop, and beside it what takes long.
+"""Planning on the event loop, and long computations beside it.
 
 Every event is followed by a plan, which answers at once. A planner that has decisions which take long (a
 solver, a search) hands them out (`Planner.deliberate`): they run in a thread, one at a time, while events and

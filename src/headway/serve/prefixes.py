@@ -1,4 +1,4 @@
-"""What the prompts of a unit have in common, and its KV in the engines before the next one needs it.
+"""Common prefixes of a unit's prompts, with their KV in the engines before the next prompt needs it.
 
 A unit's prompts begin alike: the system prompt, the tools, the examples. The gateway learns that beginning
 from the latest runs. To warm it, an engine computes it as a request of the lowest rank and holds it by a pin
@@ -154,7 +154,7 @@ class _Pin:
     async def warm(self, seconds: float) -> bool | None:
         """Hold the prefix, computed now (True) or cached already (False).
 
-        None = the engine had other things to do for so many seconds.
+        None = the engine was busy with other work all the time.
         """
         if await self.engine.pin(self.chain, self.tokens) == len(self.tokens):
             return False

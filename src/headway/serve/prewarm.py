@@ -46,7 +46,7 @@ class Warmer(Protocol):
 
 
 class PrewarmMetrics:
-    """What became of warm-ups, by kind of resource."""
+    """Metrics of warm-ups by kind of resource."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._begun = Counter(
@@ -54,7 +54,7 @@ class PrewarmMetrics:
             ["kind", "outcome"], registry=registry,
         )  # fmt: skip
         self._ended = Counter(
-            "headway_prewarm_end", "What became of warm resources: used, or wasted.", ["kind", "outcome"],
+            "headway_prewarm_end", "Ends of warm resources: used or wasted.", ["kind", "outcome"],
             registry=registry,
         )  # fmt: skip
         self._seconds = Histogram(
@@ -139,7 +139,7 @@ class Warmups:
     async def _keep(self, held: Held, command: Prewarm, key: Hashable, took: float) -> None:
         """Keep a resource warm until it is used or the last command's time is over.
 
-        took: seconds that warming took, which the planner is told if the resource was cold.
+        took: seconds that warming took, reported to the planner if the resource was cold.
         """
         kind, began = command.resource.kind, time.monotonic()
         try:
@@ -157,7 +157,7 @@ class Warmups:
             try:
                 await held.release()
             except HeadwayError as error:
-                log.warning("what was warmed is not let go of: %s", error)
+                log.warning("a warm resource is not released: %s", error)
 
 
 class BackendWarmer(Warmer):

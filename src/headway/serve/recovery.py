@@ -78,7 +78,7 @@ class Recovery:
                 await self._background.drop(id)
 
     async def _recover_or_give_back(self, job: Job) -> None:
-        """Recover a job; whatever it is that fails, the job does not stay with a gateway that forgets it."""
+        """Recover a job; if that fails in any way, give it back, so that no gateway holds it forgotten."""
         try:
             await self._recover(job)
         except Exception:

@@ -1,4 +1,4 @@
-"""What a client is told when its request is refused: 429 in OpenAI's shape, why, and what to do about it."""
+"""Answers to refused requests: 429 in OpenAI's shape, with the reason and a hint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refusal(reject: Reject) -> RequestError:
     elif reject.shortfall is not None:
         hint = f"Try again in {seconds} s, or {_OTHER}."
     headers = {"x-headway-dropped-reason": reject.reason}
-    # OpenAI's clients try every 429 again by themselves unless they are told not to.
+    # OpenAI's clients retry every 429 by themselves unless this header forbids it.
     headers |= {"x-should-retry": "false"} if seconds is None else {"retry-after": seconds}
     return RequestError(
         what, hint, code=reject.reason, status=429, kind="rate_limit_error", headers=headers
@@ -39,7 +39,7 @@ def _what(reject: Reject) -> str:
 
 def _many(limit: QueueLimit) -> str:
     of = "of yours" if limit.tier is None else f"of yours in the class {limit.tier}"
-    return f"Requests {of} for {limit.waiting} answers wait; at most {limit.most} may now ({limit.setting})."
+    return f"{limit.waiting} answers {of} wait; at most {limit.most} may wait now ({limit.setting})."
 
 
 def _late(shortfall: Shortfall) -> str:

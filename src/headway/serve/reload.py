@@ -51,7 +51,7 @@ class Reload:
         now = self._state.config
         if new.several_tenants != now.several_tenants or bool(new.keys) != bool(now.keys):
             raise ConfigError(
-                "The number of tenants would become one, or more than one.",
+                "It adds or removes the first key or the second tenant.",
                 "Restart the gateway for this change.", param="keys",
             )  # fmt: skip
         drops = [any(tier.drop for tier in config.classes.values()) for config in (now, new)]

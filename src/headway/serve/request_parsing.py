@@ -287,7 +287,7 @@ def _check_names(headers: Mapping[str, str], body: Body) -> None:
             if "slo" in (low := name.lower()) and _SLO_WORD.search(low) and low not in known:
                 near = get_close_matches(low, known, n=1, cutoff=0.0)[0]
                 raise RequestError(
-                    f"{name[:64]!r} is no name of an SLO.", f"Did you mean {near!r}?", param=name[:64],
+                    f"{name[:64]!r} is not the name of an SLO.", f"Did you mean {near!r}?", param=name[:64],
                     code="unknown_slo",
                 )  # fmt: skip
 

@@ -261,7 +261,7 @@ class RequestPath:
             if not await engine.lives():
                 raise EngineGone(engine.id, error) from error
             raise
-        # A live engine's error is this request's fault, and the client is told.
+        # A live engine's error is this request's fault, and the client gets it.
         broken = response.status >= 500 or response.head.startswith(ERROR_EVENT)
         if broken and not await engine.lives():
             await response.close()

@@ -91,8 +91,8 @@ class InFlightRequest:
         meanwhile.
     taken_back: its engine loads another model, so it is queued again.
     returned: when (monotonic) and why it came back to the queue; None = it has not, or was sent again.
-    waited: what it had to wait for when it was queued, as told in a header of its response; None = nothing.
-    refusal: what its client is told instead of an answer, None = it is not refused.
+    waited: what it waited for in the queue, as in a header of its response; None = nothing.
+    refusal: the error that its client gets instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft: of the latest `Send`.
     attempts: engines that died over it since it was accepted or recovered.
     first_token: instant of the first token, None before it.
@@ -322,7 +322,7 @@ class EngineResponse:
 
     def _closed(self, closed: asyncio.Future[None]) -> None:
         if not closed.cancelled():
-            closed.exception()  # its reader is told; nothing else asks for it
+            closed.exception()  # the reader gets it; nothing else asks for it
         content = self._response.content
         if self._reading and content.exception() is None and not content.is_eof():
             content.set_exception(aiohttp.http_exceptions.HttpProcessingError(message="not HTTP"))

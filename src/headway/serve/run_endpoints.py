@@ -1,4 +1,4 @@
-"""Endpoints of application runs: how one is doing, units outside the LLM, its end; which applications run."""
+"""Endpoints of application runs: progress, units outside the LLM, the end; the applications that run."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _check_ended(run: Run | EndedRun, body: UnitBody) -> None:
         )  # fmt: skip
 
 
-# ---- what is told of a run
+# ---- descriptions of runs
 
 
 def _described(state: AppState, key: Key) -> dict[str, Any]:

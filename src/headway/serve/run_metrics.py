@@ -29,7 +29,7 @@ class RunMetrics:
         )
         self._live = Gauge("headway_live_runs", "Runs that have not ended.", ["app"], registry=r)
         self._kept: dict[str, list[int]] = {}
-        self._label = FewValues().of  # clients name applications, so the names are as many as they like
+        self._label = FewValues().of  # clients choose the names, without limit
 
     def ended(self, run: EndedRun) -> None:
         """Count a run that has ended."""

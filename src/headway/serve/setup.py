@@ -1,4 +1,4 @@
-"""Controllers and engines, made as a configuration says."""
+"""Makes controllers and engines from a configuration."""
 
 from __future__ import annotations
 

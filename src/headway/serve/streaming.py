@@ -90,7 +90,7 @@ class ResponseStream(LateResponse):
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected, whichever is first.
 
-        The end of the gateway cancels it: then the client is told.
+        When the gateway stops it is cancelled: then the client gets an error.
         """
         self._task = this = asyncio.current_task()
         assert this is not None, "it is served by a task"
@@ -346,7 +346,7 @@ def error_response(error: HeadwayError) -> JSONResponse:
 
 
 def stopped() -> EngineError:
-    """Return what clients are told whose requests the end of the gateway cuts short."""
+    """Return the error for clients whose requests are cut short because the gateway stops."""
     hint = "Send the request again in a moment."
     return EngineError("The gateway is being stopped.", hint, status=503, code="gateway_stopped")
 

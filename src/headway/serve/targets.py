@@ -1,4 +1,4 @@
-"""Targets of classes, in words, and held against the measured pace of the engines."""
+"""Targets of classes, in words and against the measured pace of the engines."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ def _text(app: FastAPI, state: AppState) -> None:
 def _text_of(ids: Any, counter: TokenCounter) -> Response:
     if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
         raise RequestError(
-            "tokens is no list of token ids.", f"Send a list of up to {_MOST_IDS:,} integers.", param="tokens"
+            "tokens is not a list of token ids.",
+            f"Send a list of up to {_MOST_IDS:,} integers.",
+            param="tokens",
         )
     return JSONResponse({"prompt": counter.text(ids)})
 

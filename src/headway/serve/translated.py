@@ -77,7 +77,9 @@ class TranslatedResponse(LateResponse):
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             log.error("an engine's answer cannot be translated: %r", error)
             fault = EngineError(
-                "The engine's answer is no answer of a chat.", "Its log may say more.", code="invalid_answer"
+                "The engine's answer is not a chat completion.",
+                "Its log may say more.",
+                code="invalid_answer",
             )
             body = self._translate(fault.status, json.dumps(fault.body()).encode())
             start = {**start, "status": fault.status}

@@ -1,4 +1,4 @@
-"""Turns of requests that begin, and of streams that begin or end: many at once hold nothing else up."""
+"""Turns for requests that begin and streams that begin or end, so that many at once block nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Turns:
-    """Lets so many tasks go on per iteration of the event loop, in the order in which they asked.
+    """Lets a limited number of tasks go on per iteration of the event loop, in the order of their asking.
 
     A request passes through several iterations. A step of an engine may begin or end all of its streams at
     once, which takes a quarter of a millisecond for each, and thousands of clients may ask in the same

@@ -1,7 +1,7 @@
-"""Fields of OpenAI's and Anthropic's APIs that no engine here can obey, so that they are refused.
+"""Fields of OpenAI's and Anthropic's APIs that no engine here supports, so that they are refused.
 
-vLLM passes over what it does not know. That will do for what changes no answer (docs/clients.md lists it),
-but not for a field whose client counts on it.
+vLLM ignores fields that it does not know. That is right for those that change no answer (docs/clients.md
+lists them), but not for those that a client relies on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tenants have used in the last minute, held against what their keys may (`[[keys]]`)."""
+"""Usage of tenants in the last minute, checked against the limits of their keys (`[[keys]]`)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the gateway's journal tells: why a request was late, reports, and what would have been otherwise."""
+"""Commands on a gateway's journal: explain, report and advise."""

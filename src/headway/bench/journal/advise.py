@@ -1,8 +1,8 @@
-"""`headway advise`: how many instances, which recipe and which batch limit keep the promises of one's own
+"""`headway advise`: how many instances, which recipe and which batch limit keep the promises of your own
 traffic, at its load and above.
 
-Everything is simulated (SIMULATED) with the decisions of `headway serve`. What the simulator itself is off by
-is measured on the journal: it simulates what was served, and both figures are printed.
+Everything is simulated (SIMULATED) with the decisions of `headway serve`. The simulator's own error is
+measured on the journal: what was served is simulated, too, and both figures are printed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LIMITS = (0.5, 2.0)  # batch limits that are tried, times the present one
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked.
+    """A question to the simulator.
 
-    kinds: the instances of today, copied in turn when there are to be more. requests: of today.
-    served: what they got, if that is known, and the recipe under which.
+    kinds: the present instances, copied in turn for larger fleets. requests: the present traffic.
+    served: the recipe and the records of these requests as really served, None = not known.
     suspects: what the journal shows that a simulation of it cannot reproduce.
     loads: factors of the arrivals' rate. target: least attainment of every class, in %.
     most: instances that are tried.
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(slots=True)
 class Advice:
-    """What was found; row ids are `advise.*`, `real.*` and `simulated.*`.
+    """The answers; row ids are `advise.*`, `real.*` and `simulated.*`.
 
     differences: between what was served and its simulation, more than a good simulation's error.
     """
@@ -70,7 +70,7 @@ def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bo
     if not case.requests.promised.any():
         raise ConfigError(
             "No request of this traffic has an SLO, so any fleet keeps its promises.",
-            "Give classes SLOs (docs/operating.md), or with --trace give --slo.",
+            "Give classes SLOs (docs/classes.md), or with --trace give --slo.",
         )
     began = time.perf_counter()
     with Progress(disable=as_json, transient=True) as bar:
@@ -84,7 +84,7 @@ def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bo
 
 
 def advise(case: Case, bar: Progress | None = None) -> Advice:
-    """Return what the case's questions come to."""
+    """Return the answers to a case."""
     found = Advice()
     cells = [(load, recipe) for load in case.loads for recipe in case.recipes]
     task = bar.add_task("simulating", total=len(cells) + 2) if bar else None
@@ -107,7 +107,7 @@ def advise(case: Case, bar: Progress | None = None) -> Advice:
 
 
 def fleet_of(kinds: Sequence[InstanceSpec], count: int) -> list[InstanceSpec]:
-    """Return so many instances: those there are, then copies of them in turn."""
+    """Return `count` instances: those of `kinds`, then copies of them in turn."""
     copies = [kinds[i % len(kinds)] for i in range(count)]
     return [replace(spec, instance=replace(spec.instance, id=f"e{i}")) for i, spec in enumerate(copies)]
 

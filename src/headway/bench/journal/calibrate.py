@@ -1,8 +1,8 @@
-"""What a journal says of its engines, as simulated instances: size, latency law and overheads, measured by
-the traffic itself.
+"""The engines of a journal as simulated instances: size, latency law and overheads, measured by the traffic
+itself.
 
 The laws are fitted as `headway profile` fits them, to the shapes and times of the iterations that the engines
-logged while they served; so nothing that the traffic did not do is known well.
+logged while they served; so they hold only for loads like that of the traffic.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _told(engine: EngineRow) -> tuple[int, int, int]:
     """Return blocks, block size and token budget of an engine; ConfigError if it did not tell them."""
     if not (engine.blocks and engine.block_size and engine.token_budget):
         raise ConfigError(
-            f"Engine {engine.instance} did not say how much KV it has: it runs without Headway's scheduler.",
+            f"Engine {engine.instance} did not report its KV: it runs without Headway's scheduler.",
             _DESCRIBE,
         )
     return engine.blocks, engine.block_size, engine.token_budget

@@ -1,4 +1,4 @@
-"""A journal as a recorded run, so that what explains simulated requests explains real ones in the same words.
+"""A journal as a recorded run, so that real requests are explained by the same code as simulated ones.
 
 What the journal does not have is left out rather than guessed: time in an engine that told nothing of the
 request (an agent's, one without Headway's scheduler, one that died) is `unseen`. Tokens that others computed
@@ -126,7 +126,7 @@ class Past:
             found.setdefault(stay.id, []).append(stay)
         return found
 
-    # ---- who was served meanwhile
+    # ---- requests served meanwhile
 
     def _explained(self, request: int, span: Span) -> Span:
         if span.state in ("running", UNSEEN, TRANSIT):

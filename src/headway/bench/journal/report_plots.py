@@ -18,7 +18,7 @@ _BINS = 200  # over the whole time
 
 
 def draw(journal: Journal) -> dict[str, bytes]:
-    """Return {name: PNG}; pictures of what there is nothing of are left out."""
+    """Return {name: PNG}; empty ones are left out."""
     records = records_of(journal.requests)
     pictures = plots.draw({SERVED: (records, {})}) if any(record.ok for record in records) else {}
     known = [name for name in sorted(journal.iterations) if name in journal.engines]

@@ -64,20 +64,20 @@ class Source:
         unknown = self._unknown(journal, len(whole) - len(part), longer)
         served = None if unknown or journal is None else served_of(journal)
         if unknown:
-            notes.append(f"What the simulation itself is off by is not known, {unknown}.")
+            notes.append(f"The error of the simulation is not known, {unknown}.")
         case = Case(kinds, part, served, recipes, loads, target, most, seen)
         return case, self._about(part, kinds, longer), notes
 
     def _unknown(self, journal: Journal | None, left: int, longer: int) -> str:
         """Return why what was served cannot be simulated, "" = it can. left: requests that are left out."""
         if journal is None:
-            return "as a trace does not say what was served: a journal does"
+            return "as a trace does not contain what was served; a journal does"
         if self.specs:
-            return "as these are not the journal's engines: it is measured without --instance and --fleet"
+            return "as these are not the journal's engines: leave out --instance and --fleet to measure it"
         if longer:
             return f"as {longer} requests are longer than any instance holds"
         if left:
-            return f"as {left:,} requests are outside of the busiest stretch: raise --busiest"
+            return f"as {left:,} requests are outside the busiest stretch: raise --busiest"
         if len(recipes_of(journal)) > 1:
             return "as the requests were served under several recipes: choose a time with --since and --until"
         return ""
@@ -92,7 +92,10 @@ class Source:
     def _machines(self) -> tuple[tuple[InstanceSpec, ...], Journal | None, list[str], list[str]]:
         """Return the instances, the journal, notes about both, and what makes the journal suspect."""
         if (self.journal is None) == (self.trace is None):
-            raise ConfigError("What traffic?", "Give --journal DIR or --trace FILE, one of the two.")
+            raise ConfigError(
+                "There is no traffic to simulate.",
+                "Give --journal DIR or --trace FILE, and only one of them.",
+            )
         journal = None if self.journal is None else load(self.journal, self.since, self.until)
         if journal is not None and not journal.requests:
             raise journal.nothing()
@@ -100,7 +103,8 @@ class Source:
             return tuple(fleets.build(self.specs)), journal, [], []
         if journal is None:
             raise ConfigError(
-                "On which instances?", "Give --instance or --fleet, such as --instance llama-2-7b-a100:2."
+                "There are no instances to simulate.",
+                "Give --instance or --fleet, such as --instance llama-2-7b-a100:2.",
             )
         kinds, known = instances_of(journal)
         return kinds, journal, [*_measured(known), _PREFIXES], suspects(journal, known)

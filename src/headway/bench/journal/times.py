@@ -1,4 +1,4 @@
-"""Times as people give them: so long ago, or an instant."""
+"""Times on the command line: how long ago, or an instant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seconds(text: str) -> float:
 
 
 def instant(text: str, now: float | None = None) -> float:
-    """Return the instant of "24h" (so long ago; s, m, h, d, w) or of "2026-11-23 10:00" (local time).
+    """Return the instant of "24h" (ago; s, m, h, d, w) or of "2026-11-23 10:00" (local time).
 
     now: seconds since the epoch, None = now. ConfigError for anything else.
     """

@@ -1,4 +1,5 @@
-"""Whether advice from a journal can be trusted: not where what was served is something else when simulated.
+"""Whether advice from a journal can be trusted: not if the simulation of what was served differs from it.
+
 Then the journal often shows why.
 """
 
@@ -20,14 +21,14 @@ _AWAY = 0.05  # seconds that a request takes to the engine and its tokens back, 
 _SHARE = 0.05  # of the requests
 _CACHED, _FOREIGN = 0.85, 1.15  # tokens computed, as a share of those that the journal's requests account for
 _MEND = (
-    "What mends it: measure the engine without other load (headway profile --url URL --device NAME --out "
+    "To mend it, measure the engine without other load (headway profile --url URL --device NAME --out "
     "DIR) and give --instance DIR/pace.json; choose a time without restarts and other load with --since and "
     "--until; copy the files of all gateways' journals into one folder."
 )
 
 
 def differs(real: float, simulated: float, requests: int) -> bool:
-    """Tell whether two attainments (%) of so many requests differ by more than a good simulation's error."""
+    """Tell whether two attainments (%) of `requests` differ by more than a good simulation's error."""
     return abs(real - simulated) > _POINTS + 150 / max(requests, 1)
 
 
@@ -37,7 +38,7 @@ def slower(real: float, simulated: float) -> bool:
 
 
 def warning(differences: Sequence[str], seen: Sequence[str]) -> str:
-    """Return what warns of advice, "" = nothing does. seen: causes that show in the journal."""
+    """Return the warning about advice, "" = there is none. seen: causes that show in the journal."""
     if not differences:
         return ""
     causes = (

@@ -1,4 +1,4 @@
-"""The iteration that follows from the levels: who computes, how many prompt tokens. Compiled.
+"""The iteration that follows from the levels: which requests compute, how many prompt tokens. Compiled.
 
 Kept answers come first, then kept prompts as far as those answers can wait for them, then best effort and
 lost requests as far as a tighter bound allows, so that the slack that answers have gained is there when a

@@ -18,9 +18,9 @@ from headway.pack.kernels import Rows, decodes, exclusive_of, missing_of, promis
 from headway.types import Floats, Ints
 
 # Levels, most urgent first. STREAM: silent for long. Kept, as they can be on time: ANSWER decodes, PROMPT
-# does not, HOPE only if its answer is short, WAITS deferred. By soft due: GOES_ON begun and due soon, OTHER
-# not kept, TURN by its tenant's turn, SURPLUS lost and beyond its tenant's part, FAR not due for long. LOST
-# cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
+# does not, HOPE only if its answer is short, WAITS has no room yet. Not kept, by soft due: GOES_ON begun and
+# due soon, OTHER, TURN by its tenant's turn, SURPLUS lost and beyond its tenant's fair share. FAR not due for
+# long. LOST cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
 STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
 
 

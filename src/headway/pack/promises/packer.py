@@ -89,7 +89,7 @@ class Promises(Packer):
 
     @property
     def params(self) -> PackerParams:
-        """What compiled loops take for this packer."""
+        """The parameters of this packer for compiled loops."""
         spec = self.spec
         return PackerParams(
             kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,
@@ -165,7 +165,7 @@ def outlooks_of(
 def _revise(
     params: PackerParams, jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace: Pace, lost: Ints
 ) -> None:
-    """Bring the outlook up to date with these parameters, in place; OTHER is so whatever they are."""
+    """Update the outlook for these parameters, in place; OTHER does not depend on them."""
     rows, level, start = outlook
     for i in range(rows.size):
         # What is over `outlook_of` calls LOST, too, at several times the cost.
@@ -185,7 +185,7 @@ def kept_of(jobs: Rows, outlook: Outlook, theta: Floats, pace: Pace) -> Outlook:
     keys = np.empty((3, kept.size))
     for i in range(kept.size):
         rank = jobs["urgency"][rows[i]]
-        # Of what waits, that beyond a tenant's part comes last; an answer in progress keeps its pace.
+        # What waits beyond a tenant's fair share comes last; an answer in progress keeps its pace.
         keys[0, i], keys[1, i] = outer(rank) if level[i] <= ANSWER else rank, level[i]
         keys[2, i] = size_of(jobs, rows[i], theta, pace) if level[i] == HOPE else start[i]
         if level[i] == STREAM:

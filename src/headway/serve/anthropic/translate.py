@@ -40,10 +40,10 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, MESSAGES)
     for name, may in _ONLY.items():
         if raw.get(name) not in may:
-            raise RequestError(f"{name} is not known here.", "Leave it out.", param=name)
+            raise RequestError(f"{name} is not supported.", "Leave it out.", param=name)
     if raw.get("max_tokens") is None:
         raise RequestError(
-            "max_tokens is missing.", "Give the most tokens of the answer.", param="max_tokens"
+            "max_tokens is missing.", "Send the maximum number of answer tokens.", param="max_tokens"
         )
     chat = {name: raw[name] for name in _SAME if name in raw}
     chat |= {name: value for name, value in raw.items() if name not in _TAKEN}

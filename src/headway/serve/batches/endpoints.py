@@ -59,7 +59,7 @@ def _store(state: AppState) -> BatchStore:
     store = state.gateway.batches
     if store is None:
         raise RequestError(
-            "There are no batches here: they want a queue that survives the gateway.",
+            "There are no batches here: they need a queue that survives the gateway.",
             'Set broker.kind to "sqlite" or "postgres", and do not set batches.dir to "none".',
             status=403, code="batches_off",
         )  # fmt: skip
@@ -110,7 +110,9 @@ async def _receive(
             received += len(part)
             form.feed(part)
             if received > form.size + ROOM:
-                raise RequestError("The form has too much beside the file.", "Send purpose and file alone.")
+                raise RequestError(
+                    "The form has too much data beside the file.", "Send purpose and file alone."
+                )
             quota.add(tenant, form.size - counted)
             counted = form.size
             quota.check(tenant, used)

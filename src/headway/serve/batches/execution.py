@@ -44,10 +44,10 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Room for lines of one tenant. free: so many more. total: in all. most: `max_queued` of its keys.
+    """Room for lines of one tenant. free: places left. total: all places. most: `max_queued` of its keys.
 
     entry: for lines that are being queued. The queue's file takes all that come in one go, and what is
-        done for each of them then would hold up everyone else.
+        done for each of them then would hold up all others.
     """
 
     free: asyncio.Semaphore

@@ -36,7 +36,7 @@ class Quota:
     uploading: Counter[str] = field(default_factory=Counter)
 
     def check(self, tenant: str, used: int, size: int = 0) -> None:
-        """Raise RequestError (413) when so many bytes more are too many. used: by complete files."""
+        """Raise RequestError (413) when `size` more bytes are too many. used: by complete files."""
         if used + self.uploading[tenant] + size > self.most:
             raise no_room(self.most)
 

@@ -31,7 +31,7 @@ from headway.serve.request_parsing import (
 )
 from headway.serve.responses.translate import chat_of
 
-MOST_ERRORS = 50  # that a batch is told
+MOST_ERRORS = 50  # that a batch lists
 _PAGE = 500  # lines that are stored at a time
 RESPONSES = "/v1/responses"  # its lines run as the chats that they are translated to
 KINDS: dict[str, Kind] = {

@@ -1,4 +1,4 @@
-"""Opens the place of files and batches that the configuration names."""
+"""Opens the store of files and batches that the configuration names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of what stores files, batches and the lines of each batch.
+"""The interface of the stores of files, batches and their lines.
 
 A `BatchStore` is one gateway's connection to a place that several gateways may share: a directory, or a
 PostgreSQL database.
@@ -28,7 +28,7 @@ STALE_S = 3600.0  # an upload that has not grown for so long has been given up
 
 
 class BatchStore(Protocol):
-    """One gateway's connection to the place of files and batches."""
+    """One gateway's connection to the store of files and batches."""
 
     @property
     def changed(self) -> asyncio.Event:

@@ -77,7 +77,7 @@ class BatchRunner:
         try:
             await self._store.sweep()
         except HeadwayError as error:
-            log.warning("what killed gateways left behind is not deleted yet: %s", error)
+            log.warning("files that killed gateways left are not deleted yet: %s", error)
 
     async def _look(self, threads: ThreadPoolExecutor) -> None:
         """Begin new batches, and stop those that were cancelled or whose time is over."""

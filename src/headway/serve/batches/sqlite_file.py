@@ -213,4 +213,4 @@ def _prepare(db: sqlite3.Connection) -> None:
         db.execute(f"PRAGMA user_version = {_VERSION}")
     db.execute("COMMIT")
     if version > _VERSION:
-        raise sqlite3.DatabaseError(f"its schema {version} is a newer Headway's")
+        raise sqlite3.DatabaseError(f"its schema {version} is that of a newer Headway")

@@ -1,4 +1,4 @@
-"""What the dashboard shows: one snapshot of the gateway a second, shared by all who look at the same view."""
+"""The dashboard's snapshots of the gateway: one a second, shared by all viewers of the same view."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ class Board:
 
 
 async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
-    """Return the state of an engine. None = it does not tell, or is down.
+    """Return the state of an engine. None = not reported, or it is down.
 
-    inside: requests sent to it. computing, paused, waiting: what it says of all that it has. kv: share.
+    inside: requests sent to it. computing, paused, waiting: of all requests that it has. kv: share in use.
     """
     instance = engine.instance
     told: dict[str, Any] = {

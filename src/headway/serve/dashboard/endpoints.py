@@ -1,4 +1,4 @@
-"""`GET /`: the dashboard's page, the same for all. `GET /headway/live`: what it shows, for operators.
+"""`GET /`: the dashboard's page. `GET /headway/live`: the data that it shows.
 
 `GET /headway/explain`: the story of one request, for operators.
 """
@@ -37,7 +37,7 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
 
     @app.get("/", include_in_schema=False)
     async def dashboard() -> Response:
-        """Return the page; there is nothing of this gateway in it."""
+        """Return the page; it contains no data of this gateway."""
         return HTMLResponse(page, headers=_HEADERS)
 
     @app.get("/headway/live", include_in_schema=False)  # its answer has no end
@@ -48,7 +48,7 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
         operator = state.is_operator(request)
         if (viewers := board.viewers[operator]) >= _MOST_VIEWERS:
             raise RequestError(
-                f"{viewers} look at the dashboard already.", "Close one of them.", status=503,
+                f"{viewers} viewers look at the dashboard already.", "Close one of them.", status=503,
                 kind="server_error", code="too_many_viewers",
             )  # fmt: skip
         events = board.events(state.stopping, operator, view)
@@ -74,9 +74,9 @@ def _asked(request: Request) -> tuple[str, float]:
     except ValueError:
         since = math.nan
     if not now - _MOST_DAYS * _DAY_S <= since <= now + _DAY_S:
-        raise RequestError("since is no instant.", "Give seconds since the epoch.", param="since")
+        raise RequestError("since is not a time.", "Give seconds since the epoch.", param="since")
     if not (id := asked.get("id", "").strip()) or len(id) > _LONGEST_ID or "\0" in id:
-        raise RequestError("id is no request's.", "Give its x-request-id.", param="id")
+        raise RequestError("id is not the id of a request.", "Give its x-request-id.", param="id")
     return id, since
 
 
@@ -90,7 +90,7 @@ def _page() -> str:
 
 
 def _view(request: Request) -> View:
-    """Return the view that a request asks for; 400 for a window that there is not."""
+    """Return the view that a request asks for; 400 for an unknown window."""
     asked = request.query_params
     if (window := asked.get("window", FINEST)) not in WINDOWS:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Why a request was late, for the dashboard: what `headway explain` says, by running it.
+"""Explains late requests for the dashboard, by running `headway explain`.
 
 It is a process of its own: it reads the journal and computes for a second or more, which the gateway's
 requests should not notice, and the gateway imports nothing of what explains.

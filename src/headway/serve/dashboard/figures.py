@@ -1,4 +1,4 @@
-"""What the dashboard makes of the history for one viewer: shares, quantiles and rates, as JSON has them."""
+"""The history's figures for one view of the dashboard: shares, quantiles and rates, for JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ended over the last 24 hours, by class and tenant, in counts per bucket of time.
+"""Counts of what ended in the last 24 hours, by class, tenant and bucket of time.
 
 Memory is bounded by construction: for each window a ring of buckets, coarser for longer windows, and in each
 bucket a row of counts and latency histograms for each pair of class and tenant that was seen.
@@ -35,7 +35,7 @@ Counts = npt.NDArray[np.uint32]
 
 
 class Pair(NamedTuple):
-    """Whose requests are counted together. tenant: its label, as `/metrics` has it."""
+    """A class and a tenant, whose requests are counted together. tenant: its label in `/metrics`."""
 
     tier: str
     tenant: str
@@ -46,7 +46,7 @@ _OTHERS = Pair(OTHER, OTHER)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a viewer asks for: a window of `WINDOWS`, a class and a tenant. None = all."""
+    """A viewer's choice of a window (of `WINDOWS`), a class and a tenant; None = all."""
 
     window: str = FINEST
     tier: str | None = None

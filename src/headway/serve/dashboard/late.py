@@ -47,7 +47,7 @@ Heaps = dict[Pair, list[Entry]]
 
 
 class LateRequests:
-    """The requests that missed their SLO by most, in every window, of every pair; what it costs is bounded.
+    """The requests that missed their SLO by most, in every window, of every pair; memory is bounded.
 
     pair_of: the pair that a request of a class and a tenant counts for.
     """
@@ -80,7 +80,7 @@ class LateRequests:
                 heapq.heapreplace(heap, entry)
 
     def latest(self, view: View, now: float) -> list[LateRequest]:
-        """Return those of a view that were late by most, the one that was so by most first."""
+        """Return the requests of a view that were late by most, in descending order."""
         since = now - view.seconds
         found = [
             entry for _, heaps in self._buckets[view.window]

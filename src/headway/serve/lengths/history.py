@@ -54,7 +54,7 @@ def recall(path: Path, width: int) -> History | None:
 
 def _checked(features: NDArray[Any], tasks: NDArray[Any], made: NDArray[Any], width: int) -> History:
     if features.ndim != 2 or tasks.shape != made.shape or made.shape != features.shape[:1]:
-        raise ValueError("its columns are not alike")
+        raise ValueError("its columns differ in length")
     if features.dtype != np.float32 or made.dtype != np.float64 or tasks.dtype.kind != "U":
         raise ValueError("its columns are of other types")
     if not (np.isfinite(features).all() and np.isfinite(made).all() and (made >= 1).all()):

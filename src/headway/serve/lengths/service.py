@@ -208,15 +208,18 @@ class LengthMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         r = registry
         self.forecasts = Counter(
-            "headway_forecasts", "Length forecasts, by what they follow.", ["by"], registry=r
+            "headway_forecasts", "Length forecasts, by their source.", ["by"], registry=r
         )
         self.answers = Counter(
-            "headway_forecast_answers", "Answers against their padded length.", ["was"], registry=r
+            "headway_forecast_answers", "Answers within or beyond their padded forecast.", ["was"], registry=r
         )
         self.quantile = Gauge(
-            "headway_forecast_quantile", "Quantile of a forecast that is planned with.", registry=r
+            "headway_forecast_quantile", "Quantile of the length forecast that plans use.", registry=r
         )
         self.known = Gauge("headway_forecast_history", "Answers that the length model knows.", registry=r)
         self.seconds = Histogram(
-            "headway_forecast_seconds", "To read a prompt, waiting included.", buckets=_BUCKETS, registry=r
+            "headway_forecast_seconds",
+            "To forecast from a prompt, waiting included.",
+            buckets=_BUCKETS,
+            registry=r,
         )

@@ -1,4 +1,4 @@
-"""An agent: engines on one machine, told of to all, and the controller's commands carried out on them."""
+"""An agent: runs the engines of one machine, reports on them, and carries out the controller's commands."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Agent:
         self._link.send("controller", Progressed(instance, progress, asked))
 
     async def _report(self) -> None:
-        """Say how all engines are, until cancelled."""
+        """Report the state of all engines, until cancelled."""
         connections = self._link.connections
         while True:
             if self._link.connections != connections:  # commands may have been lost: a controller begins anew
@@ -110,5 +110,5 @@ class Agent:
         )  # fmt: skip
 
     def end(self) -> None:
-        """Tell that these engines are no more."""
+        """Report that these engines are gone."""
         self._to_both(Gone())

@@ -1,4 +1,4 @@
-"""The engines as a gateway sees them that starts none: what their agents say."""
+"""The engines as a gateway in another process sees them, by their agents' reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("headway.serve")
 
 @dataclass(slots=True)
 class _Heard:
-    """The latest state of an engine. at: instant. agent: that said it."""
+    """The latest state of an engine. at: instant. agent: that reported it."""
 
     at: float
     agent: str
@@ -33,9 +33,9 @@ class _Heard:
 
 
 class Fleet:
-    """Keeps the gateway's engines as their agents say they are.
+    """Keeps the gateway's engines as their agents report them.
 
-    lease_s: an engine is down after so many seconds in which its agent is silent.
+    lease_s: seconds of silence of its agent after which an engine is down.
     """
 
     def __init__(self, control: RemoteControl, engines: Sequence[Engine], lease_s: float) -> None:
@@ -88,7 +88,7 @@ class Fleet:
         self._tell(engine, state, None if before is None else before.state)
 
     def _tell(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
-        """Bring what admits requests up to date with a state of an engine."""
+        """Update admission with a state of an engine."""
         event = _event(state, before, up=engine.up.is_set())
         if state.instance is None:
             engine.up.clear()

@@ -20,7 +20,7 @@ from headway.wire.port import Link
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The gateway's side, and what it knows of the others by the wire."""
+    """The gateway's side, with what it knows of controller and engines from the wire."""
 
     control: RemoteControl
     fleet: Fleet

@@ -89,7 +89,7 @@ class Leader:
     """Feeds a controller with messages, and sends its commands to those concerned.
 
     make: makes the controller's side, given what carries out its commands and its questions.
-    lease_s: gateways and agents are gone after so many seconds of silence.
+    lease_s: seconds of silence after which gateways and agents are gone.
     engines: ids of those that are configured.
     """
 
@@ -180,8 +180,8 @@ class Leader:
     def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> list[Event]:
         """Take note of whose request an event is about; return what it means, by the clock of here.
 
-        A background request is another gateway's as soon as that has taken it over, whatever the one thinks
-        that had it before.
+        A background request is another gateway's as soon as that has taken it over, even while the previous
+        one still reports it.
         """
         match event:
             case Arrived(request):
@@ -234,7 +234,7 @@ class Leader:
         self.control.correct(events, placed)
 
     def _corrections(self, name: str, gateway: _Gateway, one: InFlight, apart: float) -> list[Event]:
-        """Return the events that are missing here of a request, but for its being sent."""
+        """Return the events of a request that are missing here, except that it was sent."""
         id, events = one.request.id, list[Event]()
         since, owner = one.since + apart, self._owner.get(id, name)
         if owner != name and self._since[id] > since:
@@ -274,7 +274,7 @@ class Leader:
             self._come(InstanceUp(state.instance))
 
     def _refusal(self, name: str, engine: str) -> str | None:
-        """Return why an agent's engine gets no work, and what mends that; None = it may."""
+        """Return why an agent's engine gets no work, and how to mend that; None = it gets work."""
         if engine not in self._configured:
             return UNKNOWN
         owner = self._agent_of.get(engine, name)
@@ -313,10 +313,10 @@ class Leader:
         ups, self._settling = self._settling or {}, None
         self.control.tell_all(*ups.values())
 
-    # ---- who is there
+    # ---- leading
 
     async def _stand(self) -> None:
-        """Say that this controller leads, and forget those who are silent, until cancelled."""
+        """Announce that this controller leads, and forget silent gateways and agents, until cancelled."""
         while True:
             known = {name for name, one in self._gateways.items() if one.known}
             waiting = {name: one.waiting for name, one in self._gateways.items() if one.waiting}
@@ -353,7 +353,7 @@ class Leader:
                 self._outbox[to].append(part)
 
     def _addressed(self, command: Command) -> Iterator[tuple[str, Command]]:
-        """Yield for whom a command is. What nobody here has any more needs no command."""
+        """Yield each receiver's name and its command; a request that has ended has no receiver."""
         match command:
             case Send(id) | Reject(id):
                 yield from ((name, command) for name in filter(None, [self._owner.get(id)]))

@@ -1,4 +1,4 @@
-"""What a controller or an agent answers by HTTP: whether it lives, whether it is ready, its metrics."""
+"""HTTP endpoints of a controller or an agent: health, readiness and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller as a gateway sees it that is a process of its own.
+"""The controller as a gateway in another process sees it.
 
 The gateway has a controller, too, which plans nothing: fed with its own requests and with what agents say of
 their engines it admits requests, and tells what is loaded, by the same rules. What waits at other gateways
@@ -58,7 +58,7 @@ class Leader:
 
 
 class RemoteControl(ControlView):
-    """Tells a controller elsewhere what happens here, and takes its commands.
+    """Reports events to a controller in another process, and takes its commands.
 
     execute: carries out a command for requests in flight; to be set before the first message.
     """
@@ -133,14 +133,14 @@ class RemoteControl(ControlView):
         self.controller.note(event, clock.now())
 
     async def live(self) -> None:
-        """Say that this gateway lives, and what waits here, until cancelled."""
+        """Report that this gateway lives, and what waits here, until cancelled."""
         connections = self._link.connections
         while True:
             if self._link.connections != connections:  # commands may have been lost
                 connections = self._link.connections
                 self.report()
             waiting = (Waiting(tenant, tier, count) for (tenant, tier), count in self._waiting.items())
-            self._flush()  # what is counted is told before
+            self._flush()  # the counted requests are reported first
             self._link.send("controller", Alive(tuple(waiting), len(self.controller.requests)))
             await asyncio.sleep(EVERY_S)
 
@@ -200,7 +200,7 @@ class RemoteControl(ControlView):
                 self.execute(command)
 
     def _send(self, send: Send) -> None:
-        """Hand a request to an engine, once: the first command counts, and the controller is told."""
+        """Hand a request to an engine, once: the first command counts; the controller is notified."""
         if send.id not in self.controller.requests:
             return
         if send.instance not in self.controller.cluster.instances:

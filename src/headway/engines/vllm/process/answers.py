@@ -1,4 +1,4 @@
-"""What engines answer is not trusted: it is read as strict JSON in the shape of OpenAI's API.
+"""Engines' answers are not trusted: they are read as strict JSON in the shape of OpenAI's API.
 
 Answers are checked without making objects of what they hold: 16 MiB of empty lists would take 400 MB, and
 the interpreter for a second.
@@ -20,7 +20,7 @@ from headway.engines.vllm.parsers import no_tool_parser
 from headway.errors import RequestError, shortened
 
 _PIECE = 2**16  # bytes that are looked at in one go; another thread may have its turn in between
-# JSON objects in an answer: so many, and one more for this many bytes. Log probabilities have one in 30.
+# Most JSON objects in an answer: this base, and one per so many bytes. Log probabilities have one in 30.
 _OBJECTS, _BYTES_PER_OBJECT = 2**16, 24
 # What a number beyond a double must have, if it is one: an exponent of three digits, or very many digits.
 _LARGE = re.compile(rb"[0-9](?:[eE]\+?[0-9]{3}|[0-9.]{63})")
@@ -28,7 +28,7 @@ _LARGE_WIDTH = 64  # bytes of its longest match
 _LITERAL = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+-]*+')  # of valid JSON: text, or number
 _LONGEST_NUMBER = 1000  # bytes
 _LONGEST_ERROR = 2000  # bytes that a client gets as they are
-# What an engine's error says -> what clients are told instead: vLLM names its own options, and no mend.
+# What an engine's error says -> the error that clients get instead: vLLM names its own options, no mend.
 OWN_WORDS = {
     b"is not a multimodal model": RequestError(
         "This model reads only text.", "Leave out images, audio and video, or name a model that takes them.",
@@ -40,7 +40,7 @@ OWN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the gateway reads of an answer, or of one event of a stream.
+    """The parts of an answer, or of one event of a stream, that the gateway reads.
 
     output_tokens: as the engine counts them, None = it does not say.
     failed: it is an error in OpenAI's shape.
@@ -56,7 +56,7 @@ _PLAIN = Answer()  # nearly all events of streams
 
 
 class _Object(Struct, gc=False):
-    """An object of which nothing is read."""
+    """A JSON object whose content is ignored."""
 
 
 class _Usage(Struct, gc=False):
@@ -100,7 +100,7 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
 
 
 def told_error(data: bytes) -> bytes:
-    """Return what a client is told for an engine's error, as `read_answer` has read it.
+    """Return a client's error for an engine's error, as `read_answer` has read it.
 
     Of long texts the beginnings are left.
     """
@@ -138,7 +138,7 @@ def _check_numbers(data: bytes) -> None:
     for literal in _LITERAL.finditer(data):
         start, end = literal.span()
         if data[start] != ord('"') and (end - start > _LONGEST_NUMBER or math.isinf(float(literal.group()))):
-            raise ValueError(f"{data[start : start + 20].decode()} is beyond all numbers")
+            raise ValueError(f"{data[start : start + 20].decode()} is beyond the range of numbers")
 
 
 def read_strictly(data: bytes) -> Any:
@@ -160,7 +160,7 @@ def _refuse(name: str) -> None:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is beyond all numbers")
+        raise ValueError(f"{text[:20]} is beyond the range of numbers")
     return value
 
 

@@ -74,7 +74,7 @@ class Children:
         self.end_current()
 
     def end_current(self, grace: float = 10.0) -> None:
-        """End the process that serves; grace: seconds in which a live one cleans up behind itself."""
+        """End the process that serves; grace: seconds in which a live one cleans up."""
         if self.current is not None:
             # Nothing of a dead engine may keep its port or its cores.
             self.current.stop(grace=grace if self.current.alive else 0.0)

@@ -37,6 +37,7 @@ _SILENT = 10.0  # seconds of waiting without a word
 _POLL = 0.25  # seconds between checks of a child
 _LINE = 200  # characters of a line of a child's log
 T = TypeVar("T")
+_ATTACHED = "Start that vLLM, or correct its url."
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -132,7 +133,7 @@ class VllmEngine(EngineView):
         await self._serve(InstanceUp)
 
     async def _measure(self) -> None:
-        """Measure the pace, at the first start: of one that others use, too, it would say nothing."""
+        """Measure the pace at the first start; while others use the engine, too, it would mean nothing."""
         tell, self._on_pace = self._on_pace, None
         if tell is None or self.config.url is not None or self.config.runner == "pooling":
             return
@@ -146,7 +147,7 @@ class VllmEngine(EngineView):
             tell(self.id, pace)
 
     async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
-        """Tell that the instance takes work from now on."""
+        """Announce that the instance takes work from now on."""
         instance = await self._describe()
         if self.models.swaps:
             await asyncio.to_thread(self.models.survey)
@@ -175,7 +176,7 @@ class VllmEngine(EngineView):
                 waited = f"within {self.config.start_timeout_s:g} s"
                 raise EngineError(
                     f"The engine {self.id} did not answer at {self.url} {waited}.",
-                    f"Look into {self._log}, or raise start_timeout_s." if self.child else "Is it running?",
+                    f"Look into {self._log}, or raise start_timeout_s." if self.child else _ATTACHED,
                 )
             await asyncio.sleep(_POLL)
 
@@ -217,7 +218,7 @@ class VllmEngine(EngineView):
             await _uninterrupted(partial(self._children.end_current, grace=0.0))
         raise EngineError(
             f"The engine {self.id} {why}.",
-            "Is it running?" if self.config.url else f"It is started again. Look into {self._log}.",
+            _ATTACHED if self.config.url else f"It is started again. Look into {self._log}.",
         )
 
     def lost(self) -> None:
@@ -264,7 +265,9 @@ class VllmEngine(EngineView):
         first: nothing of them can be repeated elsewhere without a seam. Until then no other order is obeyed.
         """
         if self.loading is not None:
-            log.warning("engine %s loads %s, and not %s, until that is done", self.id, self.loading, model)
+            log.warning(
+                "engine %s is loading %s, so an order to load %s is ignored", self.id, self.loading, model
+            )
             return
         self.loading = model
         self._end_side_tasks()  # the load has the disk for itself

@@ -146,7 +146,7 @@ class EngineConnection:
         self, method: str, path: str, seconds: float, message: Mapping[str, Any] | None = None,
         most: int = _MOST,
     ) -> tuple[int, bytes]:  # fmt: skip
-        """Ask something beside the requests; return status and body.
+        """Make a call that is no client's request; return status and body.
 
         EngineGone when it is not answered in time, MalformedAnswer when the answer is too long or not HTTP.
         """
@@ -170,7 +170,7 @@ class EngineConnection:
         return bool(await self.health(3))
 
     async def health(self, seconds: float) -> bool | None:
-        """Tell whether /health says that it is well; None when it says nothing in time."""
+        """Tell whether /health reports no failure; None = no answer in time."""
         try:
             status, _ = await self._ask("GET", "/health", seconds)
         except EngineError as error:
@@ -325,7 +325,7 @@ class EngineConnection:
 
 
 class OpenRequest:
-    """A request on a connection, open within the context that this is. `EngineConnection.open` makes it."""
+    """A request on a connection: a context manager, made by `EngineConnection.open`."""
 
     __slots__ = ("_connection", "_posting", "_response")
 

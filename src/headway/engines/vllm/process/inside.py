@@ -1,4 +1,4 @@
-"""What is inside an instance, as it tells: requests that compute, that are paused, that wait."""
+"""The requests inside an instance, as it reports them: computing, paused and waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Requests of all clients, each choice (`n`) by itself. paused: those that keep their KV meanwhile."""
+    """Counts of requests of all clients, each choice (`n`) by itself. paused: with their KV."""
 
     computing: int
     paused: int

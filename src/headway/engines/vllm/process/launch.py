@@ -192,7 +192,7 @@ def _metadata_shim() -> str | None:
 
 
 class BadArguments(EngineError):
-    """vLLM refuses what it was started with, and would do so again."""
+    """vLLM refuses its arguments, so that another start would fail, too."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The limits of an instance as it tells them itself; what it does not tell is as configured.
+"""The limits of an instance as it reports them; those that it does not report are as configured.
 
 Headway's scheduler tells all of them but the context, which vLLM's /v1/models tells. Stock vLLM tells its KV
 cache on /metrics, and nowhere its --max-num-seqs.
@@ -27,7 +27,7 @@ _OPTIONS = {"max_running": "--max-num-seqs", "max_model_len": "--max-model-len"}
 async def read_limits(
     engine: EngineConnection, state: Mapping[str, Any] | None, seconds: float
 ) -> dict[str, int]:
-    """Return what an instance tells of its limits: field of `Instance` -> value.
+    """Return the limits that an instance reports: field of `Instance` -> value.
 
     state: of Headway's scheduler, None = it is not inside. seconds: for each answer.
     """
@@ -37,7 +37,7 @@ async def read_limits(
 
 
 def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) -> Instance:
-    """Return an instance that tells so much. What KV it has, if that is unknown, is enough for all slots."""
+    """Return an instance with these limits; unknown KV is taken to be enough for all slots."""
     limits = {name: getattr(config, name) for name in _OPTIONS} | {"block_size": 16} | dict(told)
     enough = limits["max_running"] * limits["max_model_len"] // limits["block_size"]
     limits = {"blocks_total": max(enough, 1)} | limits
@@ -62,7 +62,7 @@ def warn(id: str, config: Engine, told: Mapping[str, int]) -> None:
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:
-    """Yield the samples of a Prometheus page that have one of these names; none when it is no such page."""
+    """Yield the samples of a Prometheus page that have one of these names; none if it is not one."""
     lines = [line for line in page.splitlines() if line.startswith(names) and len(line) < _LONGEST_LINE]
     try:
         for family in text_string_to_metric_families("\n".join(lines[:_MOST_LINES]) + "\n"):

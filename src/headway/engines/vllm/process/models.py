@@ -148,7 +148,7 @@ class EngineModels:
         """Do not offer a model for a while, though it has not failed."""
         self._failures.setdefault(model, _Failures()).until = self._clock() + RETRY_AFTER[0]
 
-    # ---- what the core is told
+    # ---- events for the core
 
     def unavailable(self, model: str) -> EngineError | None:
         """Return why a model is given up: it failed more often than it is tried again."""

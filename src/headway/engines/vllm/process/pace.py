@@ -1,4 +1,4 @@
-"""The pace of an engine that has just started: a few real requests before any client's can reach it."""
+"""Measures the pace of an engine that has just started, with a few requests before any client's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IDS = 100, 1000  # of tokens that every vocabulary has, none of them special
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What an engine can do that has nothing else to do, as a client sees it.
+    """The latencies of an idle engine, as a client sees them.
 
     ttft: seconds to the first token of a prompt of `PROMPT` tokens.
     tpot: seconds per token of a single stream. together: of the slowest of `streams` streams at once.
@@ -64,7 +64,7 @@ async def measure(engine: EngineConnection, model: str, max_running: int, max_mo
 
 
 def _tokens(seconds: float) -> int:
-    """Return the tokens to measure with when each takes so long."""
+    """Return the number of tokens to measure with, when each takes `seconds`."""
     return min(max(int(_SECONDS / max(seconds, 1e-3)), _FEWEST), _TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Signs of life of one instance: its API server answers /health, its engine core a question.
+"""Health checks of one instance: its API server answers /health, its engine core a control message.
 
 vLLM's /health fails once the engine core is dead, but not while it hangs. Questions to Headway's scheduler
 are answered by the core itself, between two iterations; so a long prefill is silent no longer than one

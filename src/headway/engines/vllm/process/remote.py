@@ -1,4 +1,4 @@
-"""An instance that another process supervises, known by what that process says of it."""
+"""An instance that another process supervises and reports on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KnownModels:
 
     @property
     def swaps(self) -> bool:
-        """Tell whether there is more than one."""
+        """Tell whether there are several models."""
         return len(self.names) > 1
 
     def unavailable(self, model: str) -> EngineError | None:
@@ -30,7 +30,7 @@ class KnownModels:
 
 
 class RemoteEngine(EngineView):
-    """An instance on any machine. on_lost: told when a request has failed on it and it does not answer."""
+    """An instance on any machine. on_lost: called when a request failed on it and it does not answer."""
 
     models: KnownModels
 

@@ -20,7 +20,7 @@ class Models(Protocol):
 
     @property
     def swaps(self) -> bool:
-        """Tell whether there is more than one."""
+        """Tell whether there are several models."""
         ...
 
     def unavailable(self, model: str) -> EngineError | None:
