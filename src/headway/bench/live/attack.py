@@ -56,7 +56,7 @@ WORKLOAD = (
     "send small chats."
 )
 _NOTES = (
-    "health_ms: answers of /health during the attack, asked by a process of its own. rss_mb: the gateway's "
+    "health_ms: answers of /health during the attack, asked by a separate process. rss_mb: the gateway's "
     "largest resident memory meanwhile, minus that before. lost: accepted requests without an answer, and "
     "connections that were reset. 5xx: except 503, and 502 for what is no answer. refused: 429s that the "
     "honest client got; it is another tenant where one tenant attacks, and none is the goal there.",

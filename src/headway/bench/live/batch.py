@@ -2,7 +2,7 @@
 
 The batch (`/v1/batches`) has short answers. Once half of its lines have ended and the interactive requests
 are over, the gateway is killed (SIGKILL) and started again; then the batch goes on to its end. The engine has
-a process of its own, to which the gateway attaches, and stays up.
+a separate process, to which the gateway attaches, and stays up.
 """
 
 from __future__ import annotations

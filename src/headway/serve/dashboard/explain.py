@@ -1,6 +1,6 @@
 """Explains late requests for the dashboard, by running `headway explain`.
 
-It is a process of its own: it reads the journal and computes for a second or more, which the gateway's
+It runs in a separate process: it reads the journal and computes for a second or more, which the gateway's
 requests should not notice, and the gateway imports nothing of what explains.
 """
 

@@ -1,4 +1,4 @@
-"""A controller as a process of its own, for as long as it leads.
+"""Run a controller in its own process for as long as it leads.
 
 Its picture of requests and engines comes from gateways and agents, and is theirs: what it holds of a gateway
 is corrected whenever that gateway reports (`Present`). So a controller keeps nothing on disk, and a standby

@@ -26,7 +26,7 @@ QUICK, WHOLE = Sizes(30, nodes=1, longest_s=0.6 * LEASE_S), Sizes(1000, nodes=3,
 ALL = "all kinds"
 WORKLOAD = (
     f"Headway in parts: two gateways, two controllers, two agents with a {NAME} each, RabbitMQ and "
-    "PostgreSQL, each a process of its own on this machine. Clients "
+    "PostgreSQL, each in its own process on this machine. Clients "
     "ask at both gateways all the time, 60 % of the requests in the background, while one part after the "
     "other is killed (and started again at once), paused, or cut off."
 )
