@@ -74,7 +74,7 @@ OWN: dict[tuple[str, str], Any] = {  # where APIs differ
 
 def documented() -> set[str]:
     """Return the fields that docs/clients.md lists as without effect."""
-    found = re.search(r"Without effect are (.*?)\n\n", DOCS, re.DOTALL)
+    found = re.search(r"These have no effect: (.*?)\n\n", DOCS, re.DOTALL)
     assert found is not None
     return set(re.findall(r"`([\w.]+)`", found[1]))
 

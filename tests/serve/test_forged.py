@@ -87,7 +87,7 @@ def test_an_aborted_upload_is_one_line(gateway: Gateway, caplog: pytest.LogCaptu
         until(lines)
     only = lines()
     assert len(only) == 1
-    assert "body had come" in only[0].getMessage()
+    assert "before its body was complete" in only[0].getMessage()
     assert only[0].exc_info is None
 
 

@@ -110,7 +110,7 @@ def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> Non
 
     process.write(replace(process.config, keys=keys[:1], classes=classes))
     process.hang_up()
-    until(lambda: any("tenants" in line.get("message", "") for line in process.lines()))
+    until(lambda: any("second tenant" in line.get("message", "") for line in process.lines()))
     assert process.ask("sk-other-key") == 200, "tenants are kept account of from the start on"
 
     changed = replace(process.config.server, max_queued=7)
