@@ -22,7 +22,7 @@ from headway.pack.promises.outlook import (
     OTHER,
     PROMPT,
     WAITS,
-    given_up,
+    in_pace,
     in_progress,
     outlook_of,
     pace_of,
@@ -120,13 +120,47 @@ def test_of_a_batch_that_is_too_slow_some_answers_are_given_up_and_the_others_ke
         theta = OnlineLatency().theta
         answers = in_progress(table.data, table.rows(), 0.3)
         pace = pace_of(table.data, answers, theta)
-        count, lost = given_up(PromisesConfig(), table.data, answers, 0.3, theta, pace)
-        kept = pace_of(table.data, count, theta)
-        levels = outlooks_of(packer().params, table.data, table.rows(), 0.3, theta, kept, lost).level
-        assert kept.token <= 0.03 < 0.04 < pace.token
-        assert 25 < (levels[:60] == ANSWER).sum() == count.size < 50
-        assert (levels[: count.size] == ANSWER).all(), "those least behind"
+        chosen = in_pace(PromisesConfig(), table.data, answers, 0.3, theta, pace)
+        kept = pace_of(table.data, chosen.pace, theta)
+        levels = outlooks_of(packer().params, table.data, table.rows(), 0.3, theta, kept, chosen.lost).level
+        count = (levels[:60] == ANSWER).sum()
+        assert pace.token > 0.04
+        assert 25 < count < 50
+        assert (levels[:count] == ANSWER).all(), "those least behind"
         assert (levels[60:65] == ANSWER).all(), "those whose tpot is longer than all take"
+
+
+@pytest.mark.parametrize(("behind", "most"), [(0.0, 0.03), (0.2, 0.028)])
+def test_answers_with_time_before_their_deadline_wait_for_the_tpot_of_others(
+    behind: float, most: float
+) -> None:
+    """An iteration of 60 takes 43 ms. One answer that is behind asks for shorter ones than its tpot."""
+    now = 0.1 + 5 * 0.0297
+    rows = [answer(ttft=1.0, tpot=0.03, tokens_left=50.0, first=0.1 - behind * (i == 0)) for i in range(20)]
+    rows += [answer(e2e=20.0 + i, tokens_left=50.0) for i in range(40)]
+    table, theta = jobs(*rows), OnlineLatency().theta
+    step = packer(running=64).pack(table, ROOM, now)
+    deadlines = sorted(ran(step)[20:])
+    assert set(ran(step)[:20]) == set(range(20)), "whatever has a tpot runs"
+    assert 0 < len(deadlines) < 25
+    assert deadlines == list(range(20, 20 + len(deadlines))), "then those with the least time"
+    assert pace_of(table.data, ran(step), theta).token <= most
+    assert step.evict.size == 0
+
+
+def test_a_prompt_with_a_deadline_starts_early_enough_for_a_long_answer() -> None:
+    """An answer of 100 tokens takes about 1 s."""
+    theta = OnlineLatency().theta
+
+    def start(e2e: float, **more: float) -> float:
+        table = jobs({"e2e": e2e, "tokens_left": 100.0} | more)
+        params = under_pressure(packer().params, 1.0)
+        return outlook_of(params.keep, table.data, 0, 0.0, theta, pace_among(table))[1]
+
+    alone = 100.0 * pace_among(jobs({})).token
+    assert 20.0 - start(20.0) == pytest.approx(3.0 * alone, rel=0.1)
+    assert start(4.0 * alone) == pytest.approx(2.0 * alone, rel=0.1), "unless half of the time is left"
+    assert 20.0 - start(20.0, **answer()) == pytest.approx(1.5 * alone, rel=0.1), "once it has begun"
 
 
 @given(st.lists(st.tuples(st.integers(2, 400), st.integers(1, 60)), min_size=1, max_size=7))
@@ -169,7 +203,7 @@ def test_an_iteration_with_prompts_takes_longer_where_they_have_the_time(ttft: f
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 500)), min_size=1, max_size=7))
 def test_with_one_slot_as_many_answers_as_possible_are_kept(answers: list[tuple[int, int]]) -> None:
     """The slot is the machine then, and a request occupies it until its answer is complete."""
-    keep = PromisesConfig(answer_safety=1.0, lost_below_stds=0.0, defer_beyond_s=np.inf)
+    keep = PromisesConfig(answer_safety=1.0, start_safety=0.0, lost_below_stds=0.0, defer_beyond_s=np.inf)
     rows = [{"tokens_left": float(tokens), "e2e": due / 100} for tokens, due in answers]
     table, theta = jobs(*rows), OnlineLatency().theta
     params, pace = (
@@ -532,8 +566,9 @@ def test_streams_go_on_at_a_bounded_gap_while_they_hold_their_kv(seed: int) -> N
     """With KV for all, no stream is silent for more than a second and two iterations, kept or not."""
     load = crowd(seed, 30.0, 8.0)
     outcome = Simulation(find("headway"), [instance(running=32, blocks=4000)], load).run()
-    chats = load.tier != load.tiers.index("code")
-    assert outcome.gap[chats].max() < 1.0 + 2 * 0.2
+    streams = (load.tier != load.tiers.index("code")) & (outcome.evictions == 0)
+    assert streams.sum() >= 2 * 8 * 30 - 2, "a lost one may lose its slot"
+    assert outcome.gap[streams].max() < 1.0 + 2 * 0.2
 
 
 # ---- turns in a batch that is too small

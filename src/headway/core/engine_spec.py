@@ -74,7 +74,8 @@ class KvUse:
 class PromisesConfig(NamedTuple):
     """The numbers of the default recipe's policy (`pack/promises`, docs/policy.md).
 
-    answer_safety: a prompt is kept while it has time for this many times its expected answer.
+    answer_safety: an answer with a deadline is kept while it has time for this many times its expected rest.
+    start_safety: its prompt starts with time for this many more, unless half of the time is left.
     lost_below_stds: a deadline is lost if even an answer this many deviations shorter than expected misses
         it.
     calm_answer_safety, calm_lost_below_stds: their values while no request is lost; between the two they are
@@ -88,6 +89,8 @@ class PromisesConfig(NamedTuple):
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
+    catch_up_share: an answer behind its tpot asks for iterations in which it catches up by the end of twice
+        its expected answer, but for none shorter than this share of its tpot.
     overdue_share, kept_overdue_share: a stream that is silent for this share of `EngineSpec.max_gap_s` goes
         first; the second for kept streams and those whose deadline is far.
     near_s: requests that have begun and are due within this go before those that have not.
@@ -116,6 +119,7 @@ class PromisesConfig(NamedTuple):
     """
 
     answer_safety: float = 1.5
+    start_safety: float = 1.5
     lost_below_stds: float = 2.0
     calm_answer_safety: float = 0.8
     calm_lost_below_stds: float = 3.0
@@ -125,6 +129,7 @@ class PromisesConfig(NamedTuple):
     defer_beyond_s: float = 30.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
+    catch_up_share: float = 0.6
     overdue_share: float = 0.2
     kept_overdue_share: float = 0.6
     near_s: float = 30.0

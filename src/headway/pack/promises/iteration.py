@@ -26,6 +26,7 @@ from headway.pack.promises.outlook import (
     Outlook,
     can_wait,
     lead_of,
+    pace_to_catch_up,
     reserved_of,
 )
 from headway.pack.promises.queue import Queue
@@ -84,8 +85,9 @@ def seconds_allowed(
         each = jobs["tpot"][row]
         if each < np.inf:
             lead = lead_of(params.keep, jobs, row, now)
-            # One that is behind catches up at its tpot; to stop all prompts for it would not save it.
-            first = min(first, lead if lead > pace.token else max(each, pace.token))
+            # One that is behind need not catch up at once; to stop all prompts for it would not save it.
+            catch_up = pace_to_catch_up(params.keep, jobs, row, lead)
+            first = min(first, lead if lead > pace.token else max(catch_up, pace.token))
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again
                 share = min(share, params.keep.leading_share)
@@ -185,6 +187,16 @@ def take_turns(
             return
         kept.level[best] = WAITS
         count -= 1
+
+
+@compiled
+def defer(jobs: Rows, kept: Outlook, deferred: Ints) -> None:
+    """Let these answers wait (WAITS, in place), with their KV, unless their stream was silent for long."""
+    waits = np.zeros(jobs["live"].size, np.bool_)
+    waits[deferred] = True
+    for i in range(kept.rows.size):
+        if kept.level[i] == ANSWER and waits[kept.rows[i]]:
+            kept.level[i] = WAITS
 
 
 @compiled

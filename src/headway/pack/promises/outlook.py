@@ -23,6 +23,8 @@ from headway.types import Floats, Ints
 # long. LOST cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
 STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
 
+_LAST = 1e9  # seconds: more than any answer is behind
+
 
 class Outlook(NamedTuple):
     """Columns aligned with the ranked rows.
@@ -35,6 +37,19 @@ class Outlook(NamedTuple):
     rows: Ints
     level: Ints
     start: Floats
+
+
+class Answers(NamedTuple):
+    """The answers in progress, as rows.
+
+    pace: those that set the pace of iterations.
+    lost: those that are given up.
+    deferred: those that wait for the tpot of others.
+    """
+
+    pace: Ints
+    lost: Ints
+    deferred: Ints
 
 
 @compiled
@@ -64,34 +79,53 @@ def pace_of(jobs: Rows, answers: Ints, theta: Floats) -> Pace:
 
 
 @compiled
-def given_up(
+def in_pace(
     keep: PromisesConfig, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace
-) -> tuple[Ints, Ints]:
-    """Return the answers in progress that set the pace, and those that are given up.
+) -> Answers:
+    """Choose among the answers in progress if all together are slower than their tpots allow.
 
-    If all together are slower than a tpot, answers that are behind stay, the least behind first, as long as
-    an iteration with them meets their tpot: if all went on, all would be lost. One whose tpot the iteration
-    of all meets is never given up.
+    Those with a deadline alone wait as long as they have time, the ones with most time first. If the others
+    are still slower than a tpot, answers that are behind stay, the least behind first, as long as an
+    iteration with them meets their tpot: if all went on, all would be lost. One whose tpot the iteration of
+    all meets is never given up.
     """
-    lead, slow = np.full(answers.size, np.inf), False
+    limit, lead, time = np.inf, np.empty(answers.size), np.empty(answers.size)
     for k in range(answers.size):
-        tpot = jobs["tpot"][answers[k]]
-        slow |= pace.token > tpot
-        if tpot < np.inf:
-            lead[k] = lead_of(keep, jobs, answers[k], now)
-    if not slow:
-        return answers, answers[:0]
+        lead[k] = lead_of(keep, jobs, answers[k], now)
+        limit = min(limit, pace_to_catch_up(keep, jobs, answers[k], lead[k]))
+    if pace.token <= limit:
+        return Answers(answers, answers[:0], answers[:0])
+    for k in range(answers.size):
+        time[k] = _time_to_spare(keep, jobs, answers[k], now, limit) - 2.0 * pace.token
     counts, lost = np.zeros(answers.size, np.bool_), np.zeros(answers.size, np.bool_)
     decodes, context = 0, 0.0
-    for k in np.argsort(-lead, kind="mergesort"):
+    for k in np.argsort(np.where(time > 0.0, _LAST + time, -lead), kind="mergesort"):
         row = answers[k]
-        if lead[k] < 0.0 and jobs["tpot"][row] >= pace.token:
+        if time[k] <= 0.0 and lead[k] < 0.0 and jobs["tpot"][row] >= pace.token:
             continue
         more, longer = decodes + (missing_of(jobs, row) == 1), context + jobs["computed"][row]
-        lost[k] = lead[k] < 0.0 and seconds_of(theta, more, longer, 0.0, 0.0) > jobs["tpot"][row]
-        if not lost[k]:
+        seconds = seconds_of(theta, more, longer, 0.0, 0.0)
+        lost[k] = time[k] <= 0.0 and lead[k] < 0.0 and seconds > jobs["tpot"][row]
+        if not lost[k] and (time[k] <= 0.0 or seconds <= limit):
             counts[k], decodes, context = True, more, longer
-    return answers[counts], answers[lost]
+    return Answers(answers[counts], answers[lost], answers[(time > 0.0) & ~counts])
+
+
+@compiled
+def pace_to_catch_up(keep: PromisesConfig, jobs: Rows, row: int, lead: float) -> float:
+    """Return the seconds per token that meet an answer's tpot, should it be twice as long as expected."""
+    tpot = jobs["tpot"][row]
+    behind = min(lead, 0.0) / (2.0 * max(jobs["tokens_left"][row], 1.0))
+    return float(max(tpot + behind, keep.catch_up_share * tpot))
+
+
+@compiled
+def _time_to_spare(keep: PromisesConfig, jobs: Rows, row: int, now: float, token: float) -> float:
+    """Return the seconds for which an answer with a deadline alone can wait, at this pace; others 0."""
+    if jobs["tpot"][row] < np.inf or jobs["e2e"][row] == np.inf:
+        return 0.0
+    left = jobs["arrival"][row] + jobs["e2e"][row] - now
+    return float(left - keep.answer_safety * jobs["tokens_left"][row] * token)
 
 
 @compiled
@@ -152,9 +186,10 @@ def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
     answer_safety = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
     lost_below = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
     keep = PromisesConfig(
-        answer_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds, k.growth_share,
-        k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.begun_size_share, k.tpot_margin,
-        k.overdue_share, k.kept_overdue_share, k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
+        answer_safety, k.start_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds,
+        k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.begun_size_share,
+        k.tpot_margin, k.catch_up_share, k.overdue_share, k.kept_overdue_share, k.near_s,
+        k.soft_target_factor, k.alone_share, k.leading_share,
         k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share, k.urgent_share,
         k.pause_lead_tokens, k.kv_lead_tokens, k.turn_capacity, k.selects_largest_set, k.prompts_yield,
         k.scales_growth, k.short_prompts_first,
@@ -197,7 +232,10 @@ def outlook_of(
     lost = last_start(jobs["arrival"][row], to_come, jobs["e2e"][row], prompt, least) < now
     lost |= made > 0 and jobs["first"][row] > first_due
     slow = answer * pace.mean / pace.token
-    start = min(end - keep.answer_safety * slow, first_due - prompt if made == 0 else np.inf)
+    time = keep.answer_safety * slow
+    if made == 0:  # long answers may be late, but not others that wait for this one to start
+        time = max(time, min(time + keep.start_safety * slow, 0.5 * (end - jobs["arrival"][row])))
+    start = min(end - time, first_due - prompt if made == 0 else np.inf)
     if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
         due = tpot_from(jobs, row) + made * jobs["tpot"][row] - prompt
         catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)

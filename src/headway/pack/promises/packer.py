@@ -37,6 +37,7 @@ from headway.pack import kernels
 from headway.pack.kernels import CompiledStep, Rows
 from headway.pack.promises.iteration import (
     compose,
+    defer,
     make_way,
     seconds_allowed,
     take_turns,
@@ -51,8 +52,8 @@ from headway.pack.promises.outlook import (
     STREAM,
     WAITS,
     Outlook,
-    given_up,
     growth_of,
+    in_pace,
     in_progress,
     is_over,
     is_silent,
@@ -124,16 +125,16 @@ def pack(
     rows, others = kernels.without_held(jobs, rows)
     calm = under_pressure(params, 0.0)
     inside = np.flatnonzero(jobs["running"][rows])
-    answers = in_progress(jobs, rows[inside], now)
-    pace = pace_of(jobs, answers, theta)
-    answers, lost = given_up(params.keep, jobs, answers, now, theta, pace)
-    if lost.size:
-        pace = pace_of(jobs, answers, theta)
-    outlook = outlooks_of(calm, jobs, rows, now, theta, pace, lost)
+    every = in_progress(jobs, rows[inside], now)
+    pace = pace_of(jobs, every, theta)
+    answers = in_pace(params.keep, jobs, every, now, theta, pace)
+    if answers.pace.size < every.size:
+        pace = pace_of(jobs, answers.pace, theta)
+    outlook = outlooks_of(calm, jobs, rows, now, theta, pace, answers.lost)
     pressure = pressure_of(params.keep, outlook)
     if pressure > 0.0:
         params = under_pressure(params, pressure)
-        _revise(params, jobs, outlook, now, theta, pace, lost)
+        _revise(params, jobs, outlook, now, theta, pace, answers.lost)
     else:
         params = calm
     usual = usual_seconds(params, jobs, rows[inside], theta)
@@ -144,6 +145,8 @@ def pack(
     select(
         params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, outlook)
     )
+    if answers.deferred.size:
+        defer(jobs, kept, answers.deferred)
     make_way(params, jobs, kept, theta, limits, now, pace)
     if params.keep.turn_capacity > 0.0:
         take_turns(params, jobs, kept, theta, limits, now, pace, kv.row_chunk)
@@ -155,7 +158,7 @@ def pack(
 def outlooks_of(
     params: PackerParams, jobs: Rows, rows: Ints, now: float, theta: Floats, pace: Pace, lost: Ints
 ) -> Outlook:
-    """Return the level of each row; lost: rows that `given_up` chose."""
+    """Return the level of each row; lost: rows that `in_pace` gives up."""
     outlook = Outlook(rows, np.full(rows.size, LOST), np.full(rows.size, -np.inf))
     _revise(params, jobs, outlook, now, theta, pace, lost)
     return outlook
