@@ -158,7 +158,7 @@ def test_a_prompt_with_a_deadline_starts_early_enough_for_a_long_answer() -> Non
         return outlook_of(params.keep, table.data, 0, 0.0, theta, pace_among(table))[1]
 
     alone = 100.0 * pace_among(jobs({})).token
-    assert 20.0 - start(20.0) == pytest.approx(3.0 * alone, rel=0.1)
+    assert 20.0 - start(20.0) == pytest.approx(3.5 * alone, rel=0.1)
     assert start(4.0 * alone) == pytest.approx(2.0 * alone, rel=0.1), "unless half of the time is left"
     assert 20.0 - start(20.0, **answer()) == pytest.approx(1.5 * alone, rel=0.1), "once it has begun"
 

@@ -85,7 +85,8 @@ class PromisesConfig(NamedTuple):
     full_pressure_share: share of the requests that are lost at which the pressure is full.
     long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
         longer.
-    defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
+    defer_beyond_s, defer_begun_beyond_s: a request without a tpot comes last while its latest start is
+        further away; the second for the rest of an answer that has begun; inf = never.
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
@@ -119,7 +120,7 @@ class PromisesConfig(NamedTuple):
     """
 
     answer_safety: float = 1.5
-    start_safety: float = 1.5
+    start_safety: float = 2.0
     lost_below_stds: float = 2.0
     calm_answer_safety: float = 0.8
     calm_lost_below_stds: float = 3.0
@@ -127,6 +128,7 @@ class PromisesConfig(NamedTuple):
     full_pressure_share: float = 0.25
     long_answer_stds: float = 2.0
     defer_beyond_s: float = 30.0
+    defer_begun_beyond_s: float = 600.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     catch_up_share: float = 0.6

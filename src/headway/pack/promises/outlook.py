@@ -187,9 +187,9 @@ def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
     lost_below = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
     keep = PromisesConfig(
         answer_safety, k.start_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds,
-        k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.begun_size_share,
-        k.tpot_margin, k.catch_up_share, k.overdue_share, k.kept_overdue_share, k.near_s,
-        k.soft_target_factor, k.alone_share, k.leading_share,
+        k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.defer_begun_beyond_s,
+        k.begun_size_share, k.tpot_margin, k.catch_up_share, k.overdue_share, k.kept_overdue_share,
+        k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
         k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share, k.urgent_share,
         k.pause_lead_tokens, k.kv_lead_tokens, k.turn_capacity, k.selects_largest_set, k.prompts_yield,
         k.scales_growth, k.short_prompts_first,
@@ -245,7 +245,8 @@ def outlook_of(
         start = min(start, catch_up)
     if lost:
         return LOST, -np.inf
-    if jobs["tpot"][row] == np.inf and start - now > keep.defer_beyond_s:
+    beyond = keep.defer_begun_beyond_s if made else keep.defer_beyond_s
+    if jobs["tpot"][row] == np.inf and start - now > beyond:
         return FAR, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
